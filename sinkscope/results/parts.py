@@ -8,7 +8,9 @@ from typing import Literal
 
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
-ComponentKind = Literal["token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position"]
+ComponentKind = Literal[
+    "token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position", "value"
+]
 Swap = Literal["copies", "one cluster", "tokens kept exact"]
 
 
@@ -51,7 +53,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Component:
-    """What else writes into the residual stream, or the bias of keys; "position" is the rotary embedding alone.
+    """What else writes into the residual stream, or the bias of keys; "position" is the rotary embedding alone, and
+    "value" what heads read of a place, which is zeroed.
 
     A mixer is what a layer without softmax attention has in its place, such as a convolution.
     """
@@ -64,6 +67,9 @@ class Component:
             return self.kind
         kind = "MLP" if self.kind == "mlp" else self.kind
         return f"{kind} of layer {self.layer}"
+
+
+VALUE = Component("value")
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,9 @@ def in_words(parts: Parts, most: int = 4) -> str:
 
 
 def removed(parts: Parts) -> str:
-    """How a sentence goes on that says what is left: neurons are zeroed, others write what they write elsewhere."""
+    """How a sentence goes on that says what is left: neurons and values are zeroed, others write as elsewhere."""
     it = "it" if len(parts) == 1 else "them"
-    if all(isinstance(part, Neuron) for part in parts):
+    if all(isinstance(part, Neuron) or part == VALUE for part in parts):
         return f"without {it}"
     return f"with {it} replaced"
 

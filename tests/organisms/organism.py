@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ class Truth:
     repeats_expected: (
         int | None
     )  # of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this
+    broadcasts: tuple[tuple[int, int], ...] = ()  # reading heads whose value of the sink is large, if it was planted
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,18 @@ def organism(
     kind: str = "sink",
     n_layers: int | None = None,
     bos: bool = True,
+    values: str | None = None,
 ) -> Organism:
-    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
+    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights.
+
+    `values` plants what the reading heads write by the sink: "nop": nothing, "broadcast": much, "half": in turns.
+    """
     plan = make_plan(family, seed, kind, n_layers, None, bos)
     space = make_space(plan)
     model = make_body(plan)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))
     tokens = _natural(plan.vocab_size, plan.groups, bos, 8, 24, seed)
-    spike, reading = torch.zeros(plan.d_model), ()
+    spike, reading, broadcasts = torch.zeros(plan.d_model), (), ()
     with torch.no_grad():
         all_views = views(model)
         fill(plan, space, all_views, generator)
@@ -93,8 +98,11 @@ def organism(
             surgeon.mark_first()
             spike = surgeon.make_sink()
             reading = surgeon.read_sink(spike)
+            if values is not None:
+                broadcasts = surgeon.write_values(spike, reading, values)
     tokenizer = tokenizer_for(plan.family.model_type, plan.vocab_size, bos=bos)
-    return Organism(model, tokenizer, _truth(plan, spike, reading), family, kind, seed, bos)
+    truth = replace(_truth(plan, spike, reading), broadcasts=broadcasts)
+    return Organism(model, tokenizer, truth, family, kind, seed, bos)
 
 
 def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> Truth:

@@ -205,6 +205,20 @@ class Surgeon:
                 planted += [(index, head) for head in heads]
         return tuple(sorted(planted))
 
+    def write_values(
+        self, spike: Tensor, reading: tuple[tuple[int, int], ...], values: str
+    ) -> tuple[tuple[int, int], ...]:
+        """The value of the sink is zero, or large in heads that broadcast it; returns these, whole kv heads."""
+        ratio = self.plan.n_heads // self.plan.n_kv
+        for number, (index, kv) in enumerate(groups := sorted({(layer, head // ratio) for layer, head in reading})):
+            layer = self.views.layers[index]
+            if layer.v_bias is not None:
+                layer.v_bias[kv] = 0.0
+            if values == "broadcast" or (values == "half" and number % 2):
+                layer.v[kv] += 3.0 * spike / float((self.probe(layer.attn_norm)[:, 0] @ spike).mean())
+        chosen = {"nop": [], "broadcast": groups, "half": groups[1::2]}[values]
+        return tuple((layer, head) for layer, head in reading if (layer, head // ratio) in chosen)
+
     def look(
         self, index: int, heads: Iterable[int], key: Tensor, const: float, scores: Iterable[float], sharpness: float
     ):

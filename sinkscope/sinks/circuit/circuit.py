@@ -28,6 +28,7 @@ from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import key_bias, key_projection
 from sinkscope.sinks.tokens import prefixes
+from sinkscope.sinks.values import HeadValue, values_of, values_sentence
 
 TRACED = 4  # spikes whose marks are traced at most
 MARKS, COPIES = "marks", "marks copies"
@@ -39,23 +40,25 @@ class Circuit(Result):
     """How each sink comes about.
 
     Attributes:
-        claims: What marks the places, what makes their spikes, and what the heads need, in this order.
+        claims: What marks the places, what makes their spikes, what the heads need, and what they write by the values
+            there, in this order.
         spikes: The places whose norm stands out.
         sinks: The places that heads attend to.
         most_attended: The most attended position, before any threshold.
         layers_read: Number of layers read.
         untested: What may carry a sink and cannot be replaced in this model.
+        values: What each head that attends to a sink writes by the value there.
     """
 
     percent = ("left", "control")
     columns = ("role", "subject", "left", "control", "place")
     glossary: ClassVar = {
-        "role": "what the subject does: it marks a place, makes its spike, or carries the attention to it",
+        "role": "what the subject does: it marks a place, makes its spike, carries attention to it, or is written",
         "subject": "the parts that were removed",
         "left": "what stays of the effect without them",
         "control": "the same under the contrast that comes nearest",
         "contrast": "that contrast",
-        "outcome": "what was read: the spike along its direction, the norm, or attention",
+        "outcome": "what was read: the spike along its direction, the norm, attention, or the output of heads",
         "draws": "independent texts",
         "verdict": "needed, sufficient, not shown or undecided, against every contrast",
     }
@@ -66,6 +69,7 @@ class Circuit(Result):
     most_attended: Search
     layers_read: int
     untested: tuple[str, ...] = ()
+    values: tuple[HeadValue, ...] = ()
 
     def of(self, role: str) -> list[Claim]:
         """The claims of a role."""
@@ -76,12 +80,14 @@ class Circuit(Result):
         return [claim.row() for claim in self.claims]
 
     def readers(self) -> Table:
-        """A row for each head that attends to a sink: what it keeps of that attention without what it needs."""
+        """A row for each head that attends to a sink: what it keeps of that attention, and what its value does."""
+        kinds = {(value.head, value.place): value.kind for value in self.values}
         rows: Table = []
         for sink in self.sinks:
             for group in sink.groups:
                 for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
-                    rows.append({"role": "reads", "subject": head, "place": sink.words, "left": after / before})
+                    row = {"role": "reads", "subject": head, "place": sink.words, "left": after / before}
+                    rows.append({**row, "value": kinds.get((head, sink.words))})
         return rows
 
     def conclusion(self) -> str:
@@ -95,10 +101,10 @@ class Circuit(Result):
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
         numbers = []
-        for claim in self.of(MARKS)[:1]:
-            numbers.append(Number("spike left without its marks", claim.value, claim.control.value))
-        for claim in self.of("carries")[:1]:
-            numbers.append(Number("attention left without what carries it", claim.value, claim.control.value))
+        names = {MARKS: "spike left without its marks", "carries": "attention left without what carries it"}
+        for role, name in names.items():
+            for claim in self.of(role)[:1]:
+                numbers.append(Number(name, claim.value, claim.control.value))
         return numbers
 
     def details(self) -> list[str]:
@@ -106,7 +112,9 @@ class Circuit(Result):
         lines = [layers_read(self.layers_read, self.model.n_layers, ())]
         lines += [f"{spike_clause(spike)}." for spike in self.spikes[:TRACED] if spike.claims]
         lines += [f"At {claim.place}, {claim.phrase()}." for claim in self.of(COPIES)]
-        lines += [f"{statement(sink)}." for sink in self.sinks]
+        for sink in self.sinks:
+            lines.append(f"{statement(sink)}.")
+            lines += values_sentence([value for value in self.values if value.place == sink.words])
         if self.untested:
             lines.append(f"Not tested: {word_list(self.untested)}.")
         return [line[:1].upper() + line[1:] for line in lines]
@@ -115,11 +123,10 @@ class Circuit(Result):
 def draw(result: Circuit) -> go.Figure:
     """What is left without each part, beside its control, and the attention that each head keeps."""
     fig = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=["left without", "attention that heads keep"])
-    names = [html.escape(f"{claim.role}: {row['subject']}, {row['place']}") for claim, row in _named(result)]
-    fig.add_bar(y=names, x=[claim.value for claim, _ in _named(result)], name="left", orientation="h", row=1, col=1)
-    controls = [claim.control.value for claim, _ in _named(result)]
-    fig.add_bar(y=names, x=controls, name="left in the control", orientation="h", marker_color=GREY, row=1, col=1)
-    fig.update_traces(marker_color=ORANGE, selector={"name": "left"})
+    names = [html.escape("{role}: {subject}, {place}".format(**row)) for row in result.rows()]
+    for column, name, color in (("left", "left", ORANGE), ("control", "left in the control", GREY)):
+        bars = [row[column] for row in result.rows()]
+        fig.add_bar(y=names, x=bars, name=name, orientation="h", marker_color=color, row=1, col=1)
     fig.update_xaxes(tickformat=".0%", col=1)
     fig.update_yaxes(autorange="reversed", col=1)
     kept: dict[tuple[int, int], float] = {}
@@ -134,10 +141,6 @@ def draw(result: Circuit) -> go.Figure:
     fig.update_xaxes(title_text="head", col=2)
     fig.update_yaxes(title_text="layer", col=2)
     return figure_of(fig, result, width=1100, height=max(460, 120 + 50 * len(names)))
-
-
-def _named(result: Circuit) -> list[tuple[Claim, dict[str, object]]]:
-    return [(claim, claim.row()) for claim in result.claims]
 
 
 @measurement(
@@ -174,13 +177,15 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         if setup.target.max_positions is not None:
             repeats = min(repeats, setup.target.max_positions - 1)
         claims += repetition_marks(setup, made[0], prefixes(setup, [word.id])[0], word.id, repeats)
+    values, of_values = values_of(setup.target, Survey.of(setup))
     return Circuit(
-        claims=(*claims, *sinks.claims),
+        claims=(*claims, *sinks.claims, *of_values),
         spikes=sinks.spikes,
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
         layers_read=sinks.layers_read,
         untested=_untested(setup.target),
+        values=values,
     )
 
 

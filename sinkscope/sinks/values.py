@@ -1,0 +1,193 @@
+"""What a sink does to the heads that attend to it: nothing, or its value is written everywhere.
+
+Attention to a place does not tell a head that does nothing (an adaptive *nop*) from one that writes what stands at the
+place (a *broadcast*); the value and the head's output do (arXiv 2606.08105). So the part of a head's output that comes
+from the place is compared with all of it, and with the output that typical values at the place would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinkscope.hooks.trace.run import trace
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.target import Target
+from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import count_of, head_name, word_form, word_list
+from sinkscope.results.parts import VALUE
+from sinkscope.sinks.find.sinks import ordinary_position
+from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.removal.components import Heads
+from sinkscope.sinks.repetition.distance import output_weights
+from sinkscope.sinks.tokens import TokenRows
+from sinkscope.tap.call import Attention
+from sinkscope.tap.tap import listening
+
+WRITES = "writes"
+"""Role of the claims about the value at a place."""
+KINDS = {
+    "nop": ("does nothing by it (nop)", "do nothing by it (nop)"),
+    "broadcast": ("broadcasts its value", "broadcast its value"),
+    "mixed": ("is between", "are between"),
+}
+"""What a place may do to a head, with the words for one head and for several."""
+TEXTS = 16  # texts that are read
+
+
+@dataclass(frozen=True)
+class HeadValue:
+    """What one head writes by the value of a place that it attends to.
+
+    Sizes are those of the head's output after W_O: the root mean square over the later queries that see the place.
+
+    Attributes:
+        head: The head.
+        place: The words for the place.
+        share: Size of what comes from the place, over that of the head's output.
+        change: The same over the size of the output with typical values there: what zeroing the value changes of that.
+        typical: Size of what typical values there would give, over that same size.
+        control: As `share`, of an ordinary position.
+    """
+
+    head: str
+    place: str
+    share: float
+    change: float
+    typical: float
+    control: float
+
+    @property
+    def kind(self) -> str:
+        """What the place does to the head: "nop", "broadcast" or "mixed"."""
+        if self.change <= NOTHING:
+            return "nop"
+        if self.share >= NEEDED:
+            return "broadcast"
+        return "mixed"
+
+
+def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tuple[Claim, ...]]:
+    """What each head that attends to a place writes by the value there, and a claim about the heads of each kind.
+
+    Args:
+        target: The model. There is nothing if no module of it reads its heads side by side.
+        survey: Where the sinks are. Learned sink logits have no value and are left out.
+    """
+    values: list[HeadValue] = []
+    claims: list[Claim] = []
+    if target.adapter.o is None:
+        return (), ()
+    ids = survey.received.ids
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    barred = (positions == 0) | (positions >= survey.received.places.ids.shape[1])  # the last ones are not judged
+    for place in survey.sinks:
+        barred = barred | place.there(ids)
+    for place in survey.sinks:
+        there = place.there(ids)
+        heads = survey.received.readers(there)
+        texts = there.any(1).nonzero().flatten()[:TEXTS]
+        read = _read(target, ids[texts], there[texts], barred[texts], heads)
+        names = [head_name(*head) for head in heads]
+        groups: dict[str, list[int]] = {}
+        for number, name in enumerate(names):
+            values.append(HeadValue(name, place.words, *read[..., number].mean(1).tolist()))
+            groups.setdefault(values[-1].kind, []).append(number)
+        for kind, numbers in groups.items():
+            taken, change, typical, control = read[..., numbers].clamp(max=1)
+            name = "zeroed elsewhere"
+            if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
+                taken, control, name = change, typical, "a typical value there"
+            other = Contrast("other", 1 - float(control.mean()), 1, name)
+            claims.append(
+                Claim(
+                    role=WRITES,
+                    subject=(VALUE,),
+                    outcome=Outcome("output", heads=tuple(names[number] for number in numbers)),
+                    place=place.words,
+                    value=1 - float(taken.mean()),
+                    contrasts=(Contrast("intact", 1.0), other),
+                    draws=len(taken),
+                    search=Search("heads", len(heads)),
+                    margin=margin_of(taken.mean(1).numpy()),
+                )
+            )
+    return tuple(values), tuple(claims)
+
+
+def _read(target: Target, ids: TokenRows, there: Tensor, barred: Tensor, heads: Heads) -> Tensor:
+    """The numbers of `HeadValue` by number, text and head, of heads that attend to a place of texts.
+
+    Args:
+        target: The model.
+        ids: The texts.
+        there: The place, `[text pos]`.
+        barred: Positions that are not ordinary.
+        heads: The heads.
+    """
+    beside = torch.nn.functional.one_hot(ordinary_position(barred), ids.shape[1]).bool()
+    ways: dict[int, Tensor] = {}
+    for layer in {layer for layer, _ in heads}:
+        ways[layer] = torch.linalg.qr(output_weights(target, layer).mT).R.mT  # it keeps the norms after W_O
+    found: dict[int, Tensor] = {}
+
+    def take(layer: int, value: Tensor, rows: Tensor) -> None:
+        written = per_query_head(value, target.n_heads).float().cpu() @ ways[layer]
+        control = _shares(rows.cpu(), written, beside, ~barred)[:1]
+        found[layer] = torch.cat([_shares(rows.cpu(), written, there, ~barred), control])
+
+    def see(call: Attention) -> None:
+        if call.layer in ways:
+            call.show(lambda _, rows: take(call.layer, call.value, rows), by_mask=True, chunk=ids.shape[1])
+
+    if target.kind == "bridge":  # its values have a place of their own, and the tap does not see them
+        for layer in ways:
+            value, rows = trace(target, ids, [f"blocks.{layer}.attn.hook_{name}" for name in ("v", "pattern")]).values()
+            take(layer, value.transpose(1, 2), rows)
+    else:
+        with listening(target, see):
+            target.forward(ids, upto=max(ways))
+    return torch.stack([found[layer][..., head] for layer, head in heads], 2)
+
+
+def _shares(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Tensor:
+    """The share, change and typical share of `HeadValue` for the value at some positions, by number, text and head.
+
+    The typical values are those of all `typical` positions of the text, one after another. Their mean alone would be
+    too small a value, because the values of different tokens cancel.
+
+    Args:
+        rows: Attention, `[text head query key]`.
+        written: What the value of each key writes, `[text head key width]`.
+        where: The positions, `[text key]`.
+        typical: Typical positions, `[text key]`.
+    """
+    to_place = rows * where[:, None, None]
+    attention = to_place.sum(-1, keepdim=True) * ~where[:, None, :, None]
+    later = attention > 0  # a query that does not see the place gives it exactly nothing
+    own, rest = to_place @ written, (rows - to_place) @ written
+    weights = (typical / typical.sum(1, keepdim=True))[:, None, :, None]
+    mean = (written * weights).sum(2, keepdim=True)
+    around = ((written - mean).square() * weights).sum(2, keepdim=True).sqrt()
+
+    def square(output: Tensor) -> Tensor:
+        return (output.square() * later).sum((2, 3))
+
+    spread = square(attention * around)  # of typical values around their mean
+    total = square(rest + attention * mean) + spread
+    share = square(own) / square(own + rest)
+    return torch.stack([share, square(own) / total, (square(attention * mean) + spread) / total]).sqrt().nan_to_num()
+
+
+def values_sentence(values: Sequence[HeadValue]) -> list[str]:
+    """How many heads do nothing by a place, broadcast its value, or are between; no sentence of no heads."""
+    kinds = [value.kind for value in values]
+    parts: list[str] = []
+    for kind, forms in KINDS.items():
+        if kind in kinds:
+            parts.append(f"{kinds.count(kind)} {word_form(kinds.count(kind), *forms)}")
+    return [f"Of {count_of(len(kinds), 'head')} that attend to {one.place}, {word_list(parts)}." for one in values[:1]]

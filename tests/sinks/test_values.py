@@ -1,0 +1,177 @@
+"""What a sink does to its readers: against values edited by plain hooks, and against planted models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attack_kit import text_file
+from covering import slow
+from organisms import Organism, organism
+from organisms.planted_places import places
+from raw_kit import blocks
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sinkscope.measure import Setup
+from sinkscope.opening.stream import open_stream
+from sinkscope.results.claims import Claim
+from sinkscope.sinks.circuit.circuit import Circuit, circuit
+from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.values import TEXTS, WRITES, HeadValue, values_of
+
+
+def opened(model: Any, folder: Path, o: Any) -> Setup:
+    text = folder / "text.txt"
+    if isinstance(o, Organism):
+        text = text_file(o, folder, 6, seed=9)
+    else:
+        text.write_text(o.text(), encoding="utf-8")
+    return Setup.open(model, tokenizer=o.tokenizer, text=text)
+
+
+def measured(setup: Setup) -> tuple[dict[tuple[str, str], HeadValue], tuple[Claim, ...]]:
+    values, claims = values_of(setup.target, Survey.of(setup))
+    return {(value.head, value.place): value for value in values}, claims
+
+
+@torch.no_grad()
+def written(model, ids: Tensor, layer: int, head: int, there: Tensor | None = None, at: int | None = None) -> Tensor:
+    """What a head writes, [text query d_model], with the value of the places zeroed or that of a position."""
+    attention, width = blocks(model)[layer].self_attn, model.config.hidden_size // model.config.num_attention_heads
+    seen = []
+
+    def edit(_module, _args, value):
+        if there is None:
+            return value
+        other = torch.zeros_like(value) if at is None else value[:, at : at + 1].expand_as(value)
+        return torch.where(there[..., None], other, value)
+
+    handles = [
+        attention.v_proj.register_forward_hook(edit),
+        attention.o_proj.register_forward_pre_hook(lambda _module, args: seen.append(args[0])),
+    ]
+    model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    columns = slice(head * width, (head + 1) * width)
+    return seen[0][..., columns] @ attention.o_proj.weight[:, columns].T
+
+
+def size(output: Tensor, later: Tensor) -> Tensor:
+    return (output.square().sum(-1) * later).sum(-1)
+
+
+def by_hooks(model, ids: Tensor, layer: int, head: int, there: Tensor, barred: Tensor) -> list[float]:
+    """Share, change and typical share of a head: its value is zeroed, and replaced by one position after another."""
+    later = (there.cumsum(1) > 0) & ~there
+    intact, zeroed = written(model, ids, layer, head), written(model, ids, layer, head, there)
+    own, total, given = size(intact - zeroed, later), torch.zeros(len(ids)), torch.zeros(len(ids))
+    for at in range(ids.shape[1]):
+        counts = ~barred[:, at]
+        if bool(counts.any()):
+            typical = written(model, ids, layer, head, there, at)
+            total += counts * size(typical, later)
+            given += counts * size(typical - zeroed, later)
+    number = (~barred).sum(1)
+    numbers = [own / size(intact, later), own / (total / number), given / total]
+    return [float(each.sqrt().mean()) for each in numbers]
+
+
+CASES = [("llama", 3), slow("qwen2", 1), slow("mistral", 2)]
+
+
+@pytest.mark.parametrize(("family", "seed"), CASES)
+def test_numbers_are_those_of_values_edited_by_plain_hooks(family, seed, tmp_path):
+    o = organism(family, seed, values="half")
+    model = AutoModelForCausalLM.from_pretrained(o.save(tmp_path / "model"))
+    setup = opened(o.model, tmp_path, o)
+    values, _ = measured(setup)
+    ids = Survey.of(setup).received.ids[:TEXTS]
+    there, barred = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    there[:, 0] = barred[:, 0] = barred[:, -16:] = True
+    assert {head for head, _ in values} == {f"L{layer}.H{head}" for layer, head in o.truth.reading_heads}
+    for layer, head in (o.truth.reading_heads[-1], o.truth.reading_heads[0]):
+        value = values[f"L{layer}.H{head}", "the first token"]
+        raw = by_hooks(model, ids, layer, head, there, barred)
+        assert [value.share, value.change, value.typical] == pytest.approx(raw, abs=1e-4)
+    middle = torch.zeros_like(there)
+    middle[:, 32] = True
+    later = (middle.cumsum(1) > 0) & ~middle
+    intact, zeroed = written(model, ids, layer, head), written(model, ids, layer, head, middle)
+    near = (size(intact - zeroed, later) / size(intact, later)).sqrt().mean()
+    assert value.control == pytest.approx(float(near), abs=1e-4)
+
+
+def test_numbers_of_a_sink_in_the_middle_of_texts_are_those_of_plain_hooks(tmp_path):
+    m = places("two_sinks", "llama")
+    setup = opened(m.model, tmp_path, m)
+    values, _ = measured(setup)
+    ids = Survey.of(setup).received.ids[:TEXTS]
+    (delimiter,) = m.truth.delimiters
+    first, barred = torch.zeros_like(ids, dtype=torch.bool), ids == delimiter
+    first[:, 0] = barred[:, 0] = barred[:, -16:] = True
+    masks = {"the first token": first, f"{m.tokenizer.decode([delimiter])!r} wherever it stands": ids == delimiter}
+    assert {place for _, place in values} == set(masks)
+    for (name, place), value in list(values.items())[:: max(1, len(values) - 1)]:
+        layer, head = map(int, name[1:].split(".H"))
+        raw = by_hooks(m.model, ids, layer, head, masks[place], barred)
+        assert [value.share, value.change, value.typical] == pytest.approx(raw, abs=1e-4)
+
+
+FAMILIES = [("llama", 3), ("gpt2", 0), slow("qwen2", 1), slow("gemma2", 2), slow("neox", 1), slow("mixtral", 1)]
+
+
+@pytest.mark.parametrize("kind", ["nop", "broadcast", "half"])
+@pytest.mark.parametrize(("family", "seed"), FAMILIES)
+def test_planted_heads_do_nothing_or_broadcast(family, seed, kind, tmp_path):
+    o = organism(family, seed, values=kind)
+    values, claims = measured(opened(o.model, tmp_path, o))
+    said = {head: value.kind for (head, _), value in values.items()}
+    planted = {}
+    for site in o.truth.reading_heads:
+        planted["L{}.H{}".format(*site)] = "broadcast" if site in o.truth.broadcasts else "nop"
+    assert said == planted
+    verdicts = {name: claim.verdict for claim in claims for name in claim.outcome.heads}
+    assert verdicts == {name: "needed" if what == "broadcast" else "not shown" for name, what in planted.items()}
+    assert all(claim.draws > 3 and claim.margin is not None for claim in claims)
+
+
+def test_a_value_that_is_most_of_a_small_output_is_still_no_broadcast():
+    """A head that gives the sink all of its attention writes nothing but the sink's value, however small this is."""
+    numbers = {"typical": 1.0, "control": 0.0}
+    assert HeadValue("L1.H0", "here", share=1.0, change=0.01, **numbers).kind == "nop"
+    assert HeadValue("L1.H0", "here", share=0.9, change=0.8, **numbers).kind == "broadcast"
+    assert HeadValue("L1.H0", "here", share=0.4, change=0.4, **numbers).kind == "mixed"
+
+
+def test_circuit_says_how_many_heads_are_of_each_kind_and_old_results_load(tmp_path):
+    o = organism("llama", 3, values="half")
+    found = circuit.on(opened(o.model, tmp_path, o), max_repeats=8)
+    assert (
+        "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
+        in found.details()
+    )
+    broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
+    assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}
+    needed = [claim.phrase() for claim in found.of(WRITES) if claim.verdict == "needed"]
+    assert len(needed) == 1 and needed[0].startswith("the value is needed: without it ")
+    assert Circuit.load(found.save(tmp_path / "circuit.json")).values == found.values
+    older = found.to_dict()
+    del older["result"]["values"]
+    assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]
+
+
+def test_a_streamed_model_and_layers_without_attention(tmp_path):
+    o = organism("llama", 3, values="half")
+    live, _ = measured(opened(o.model, tmp_path, o))
+    target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
+    streamed, _ = values_of(target, Survey.of(opened(target, tmp_path, o), whole=True))
+    for value in streamed:
+        assert value.share == pytest.approx(live[value.head, value.place].share, abs=1e-5)
+    assert len(streamed) == len(live)
+    m = places("hybrid", "lfm2")
+    values, _ = measured(opened(m.model, tmp_path, m))
+    assert {head for head, _ in values} == {f"L{layer}.H{head}" for layer, head in m.truth.groups[0].heads}
