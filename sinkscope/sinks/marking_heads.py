@@ -188,21 +188,20 @@ class MarkingHeads(Result):
         best = int(medians.argmax())
         search = Search("layers", int(np.isfinite(medians).sum()), float(medians[best]), f"layer {best}")
         others = np.delete(medians, best)
-        other = Contrast("other", 1.0, 1, "no other layer")
+        controls: list[Contrast] = []
         if np.isfinite(others).any():
-            other = Contrast("other", 1 - float(others.max()), len(others), "another layer")
+            controls = [Contrast("other", 1 - float(others.max()), len(others), "another layer")]
         claims: list[Claim] = []
+        if controls:
+            claims = [self._claim((Component("attention", best),), self.layer_drop[:, best], controls[0], search)]
         if self.serves is not None and self.set_drop is not None and self.control_drop is not None:
             layer = self.marking_layer or 0
             heads = tuple(Head(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist())
-            random = Contrast("other", 1.0, 1, "too few other heads")
-            if np.isfinite(self.control_drop).any():
-                random = Contrast(
-                    "random", 1 - float(np.nanmedian(self.control_drop.astype(np.float64))), CONTROL_DRAWS
-                )
-            if heads:
-                claims.append(self._claim(heads, self.set_drop, random, search))
-        claims.append(self._claim((Component("attention", best),), self.layer_drop[:, best], other, search))
+            if np.isfinite(self.control_drop).any():  # else there are too few other heads in the layer
+                left = 1 - float(np.nanmedian(self.control_drop.astype(np.float64)))
+                controls = [Contrast("random", left, CONTROL_DRAWS)]
+            if heads and controls:
+                claims.insert(0, self._claim(heads, self.set_drop, controls[0], search))
         return tuple(claims)
 
     def _claim(self, subject: Any, drop: Float[np.ndarray, " token"], control: Contrast, search: Search) -> Claim:
@@ -229,8 +228,12 @@ class MarkingHeads(Result):
         """Which heads mark the place, and what other heads lose."""
         if self.sink_layer is None:
             return self.absence or ""
-        if not self.claims:
+        if self.layer_drop is None:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
+        if not self.claims:
+            return (
+                f"The heads of layer 0 take {self.all_drop:.0%} of the mark; there are no others to compare them with."
+            )
         claim = self.claims[0]
         if self.serves is None:
             most, every = max(0.0, claim.search.most or 0.0), max(0.0, self.all_drop or 0.0)

@@ -12,7 +12,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Component
+from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.find.readers import by_chance, random_edits
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import SinkContext
@@ -79,13 +79,16 @@ def _claims(setup: Setup, effect: PositionEffect, marks: Components, place: str,
     together = Edit(swap=marks)
     alone = one_by_one(marks) if len(marks) > 1 else []
     beside = random_edits(setup, together, (), layer)
+    if not beside:  # too few heads: other components that write before
+        layers = {mark.layer for mark in marks if isinstance(mark, Head)}
+        others = [one for one in before_mlp(setup.target, layer) if one not in marks]
+        beside = one_by_one([one for one in others if one.kind != "attention" or one.layer not in layers])
+    if not beside:
+        return ()
     values = effect.values([together, *alone, *beside])
     whole = float((values[0] - effect.typical).mean())
     left = (1 - (values[0] - values[1:]).mean(1) / whole).clamp(min=0).tolist()
-    chance = left[1 + len(alone) :]
-    control = Contrast("other", 1.0, 1, "nothing alike to remove")
-    if chance:
-        control = by_chance(marks, torch.tensor(chance))
+    control = by_chance(marks, torch.tensor(left[1 + len(alone) :]))
     search = Search("components alone and in sets", len(before_mlp(setup.target, layer)))
     claims = []
     for number, subject in enumerate((marks, *((mark,) for mark in marks[: len(alone)]))):

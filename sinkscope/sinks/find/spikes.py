@@ -249,9 +249,7 @@ def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) 
     if float(values[best]) > 1 - NEEDED:
         return (), [], search
     others = kept.mean(1)[[number for number, parts in enumerate(subjects) if not {*parts} & {*subjects[best]}]]
-    control = Contrast("other", 1.0, 1, "no other part")
-    if len(others):
-        control = Contrast("random", float(others.median()), len(others), "the median of other parts")
+    control = Contrast("random", float(others.median()), len(others), "the median of other parts")
     alone: list[Parts] = [(one,) for one in subjects[best]] if len(subjects[best]) > 1 else []
     claims = []
     for parts in (subjects[best], *alone):
