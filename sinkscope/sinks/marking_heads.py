@@ -231,9 +231,7 @@ class MarkingHeads(Result):
         if self.layer_drop is None:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         if not self.claims:
-            return (
-                f"The heads of layer 0 take {self.all_drop:.0%} of the mark; there are no others to compare them with."
-            )
+            return "No two layers before the neurons have heads, so there is nothing to compare the heads of one with."
         claim = self.claims[0]
         if self.serves is None:
             most, every = max(0.0, claim.search.most or 0.0), max(0.0, self.all_drop or 0.0)

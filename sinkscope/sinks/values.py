@@ -78,10 +78,10 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
         target: The model. There is nothing if no module of it reads its heads side by side.
         survey: Where the sinks are. Learned sink logits have no value and are left out.
     """
-    values: list[HeadValue] = []
-    claims: list[Claim] = []
     if target.adapter.o is None:
         return (), ()
+    values: list[HeadValue] = []
+    claims: list[Claim] = []
     ids = survey.received.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     barred = (positions == 0) | (positions >= survey.received.places.ids.shape[1])  # the last ones are not judged
@@ -185,9 +185,11 @@ def _shares(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Te
 
 def values_sentence(values: Sequence[HeadValue]) -> list[str]:
     """How many heads do nothing by a place, broadcast its value, or are between; no sentence of no heads."""
+    if not values:
+        return []
     kinds = [value.kind for value in values]
     parts: list[str] = []
     for kind, forms in KINDS.items():
         if kind in kinds:
             parts.append(f"{kinds.count(kind)} {word_form(kinds.count(kind), *forms)}")
-    return [f"Of {count_of(len(kinds), 'head')} that attend to {one.place}, {word_list(parts)}." for one in values[:1]]
+    return [f"Of {count_of(len(kinds), 'head')} that attend to {values[0].place}, {word_list(parts)}."]

@@ -47,6 +47,13 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
     assert [row["role"] for row in found.readers()] == ["reads"] * len(group.heads)
 
 
+def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.circuit.marks.random_edits", lambda *_: [])
+    (claim,) = traced(organism("llama", 3), tmp_path).of(MARKS)
+    assert claim.control.name == "the median of other components" and "random" not in claim.phrase()
+    assert claim.verdict == "needed" and 1 < claim.control.draws < 20
+
+
 def test_a_model_without_a_sink_has_no_circuit(tmp_path):
     found = traced(organism("llama", 3, kind="none"), tmp_path)
     assert found.rows() == [] and not found.sinks

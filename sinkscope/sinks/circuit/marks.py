@@ -72,14 +72,19 @@ def _at_more_positions(effect: PositionEffect) -> PositionEffect:
 
 
 def _claims(setup: Setup, effect: PositionEffect, marks: Components, place: str, role: str) -> tuple[Claim, ...]:
-    """What is left of the norm above a typical one without all marks, and without each, beside random heads."""
+    """What is left of the norm above a typical one without all marks, and without each.
+
+    The contrast is random heads or, if there are too few, other components that write before.
+    """
     if not marks:
         return ()
     layer = effect.layer or 0
     together = Edit(swap=marks)
     alone = one_by_one(marks) if len(marks) > 1 else []
     beside = random_edits(setup, together, (), layer)
-    if not beside:  # too few heads: other components that write before
+    name = ""
+    if not beside:
+        name = "the median of other components"
         layers = {mark.layer for mark in marks if isinstance(mark, Head)}
         others = [one for one in before_mlp(setup.target, layer) if one not in marks]
         beside = one_by_one([one for one in others if one.kind != "attention" or one.layer not in layers])
@@ -88,7 +93,7 @@ def _claims(setup: Setup, effect: PositionEffect, marks: Components, place: str,
     values = effect.values([together, *alone, *beside])
     whole = float((values[0] - effect.typical).mean())
     left = (1 - (values[0] - values[1:]).mean(1) / whole).clamp(min=0).tolist()
-    control = by_chance(marks, torch.tensor(left[1 + len(alone) :]))
+    control = replace(by_chance(marks, torch.tensor(left[1 + len(alone) :])), name=name)
     search = Search("components alone and in sets", len(before_mlp(setup.target, layer)))
     claims = []
     for number, subject in enumerate((marks, *((mark,) for mark in marks[: len(alone)]))):

@@ -26,6 +26,7 @@ from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionRece
 from sinkscope.sinks.find.layer_scan import massive_dims
 from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, sink_places, spike_places, stands_out
 from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 
 Mask = Bool[Tensor, "batch pos"]
@@ -38,22 +39,21 @@ class Known:
     Attributes:
         model: The model.
         typical: Typical norm after each layer; infinite where no spike stands out.
-        heads: Names of the heads that attend to sinks.
+        heads: The heads that attend to sinks.
         shared_dims: Residual dimensions that norms leave out; the typical norm is then that of each row.
     """
 
     model: ModelInfo
     typical: Float[Tensor, " layer"]
-    heads: tuple[str, ...]
+    heads: Heads
     shared_dims: tuple[int, ...]
 
     def attended(self, above: Bool[Tensor, "layer head row at"], attending: Bool[Tensor, " layer"]) -> Mask:
         """Positions to which two of the heads attend, and a hundredth of all."""
         least = max(SINK_HEADS, POSITION_SHARE * int(attending.sum()) * above.shape[1])
         number = torch.zeros(above.shape[2:], dtype=torch.int)
-        for name in self.heads:
-            layer, head = name.removeprefix("L").split(".H")
-            number += above[int(layer), int(head)]
+        for layer, head in self.heads:
+            number += above[layer, head]
         return number >= least
 
     def spiking(self, norms: Float[Tensor, "layer row pos"], ids: TokenRows) -> Mask:
@@ -157,7 +157,7 @@ def _of_row(target: Target, ids: TokenRows, known: Known | None) -> Mask:
         others[layer] = norm_of(resid, massive_dims(resid.float(), resid[:, 0].float())).cpu()
 
     hooks = []
-    for layer in range(depth):
+    for layer in range(depth if known is None else 0):
         hooks.append((target.layers[layer], "post", on_output(partial(layer_done, layer))))
     with received.listening(target, slice(None), () if known is None else known.shared_dims), target.hooks(*hooks):
         target.forward(ids, upto=depth - 1)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claim, Search
 from sinkscope.results.parts import in_words
@@ -146,11 +147,11 @@ class FindSinks(Result):
         for spike in self.spikes:
             for first, last in spike.layers:
                 typical[first : last + 1] = torch.tensor(self.typical_norm[first : last + 1])
-        heads: list[str] = []
+        heads: list[tuple[int, int]] = []
         for sink in self.sinks:
             for group in sink.groups:
-                heads += group.heads
-        known = Known(self.model, typical, tuple(dict.fromkeys(heads)), self.shared_dims)
+                heads += map(head_of, group.heads)
+        known = Known(self.model, typical, list(dict.fromkeys(heads)), self.shared_dims)
         return marked(model, ids, attention_mask, tokenizer, known)
 
     def numbers(self) -> list[Number]:
