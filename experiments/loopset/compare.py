@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from experiments.loopset.texts import HALVES, made_set
+from experiments.loopset.texts import HALVES, texts_of
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
@@ -156,7 +156,7 @@ def main(
         count: Only every so many-th text.
     """
     started = time.perf_counter()
-    result = compare(list(made_set((half,)))[::count])
+    result = compare(texts_of(half)[::count])
     settings = {"half": half, "count": count}
     write_atomic(out, record("loops-compare", result, settings, started=started, dtype="text"))
     for row in result["detectors"]:

@@ -1,35 +1,26 @@
-"""The set, half for choosing and half for the report; the same texts are made every time."""
+"""The set, half for choosing rules and half for the report, as `texts.jsonl.xz` beside this file holds it.
+
+It is data: a rule of ours must not change with the programs that once drew the texts.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+import json
+import lzma
+from pathlib import Path
 
-from experiments.loopset.honest import HONEST
-from experiments.loopset.looped import LOOPED
 from experiments.record import Row
-from sinkscope.models.text import typical_text
 
 HALVES = ("choose", "report")
-LOOPS, OTHERS = 8, 12  # texts of each class in each half
+TEXTS = Path(__file__).with_name("texts.jsonl.xz")
 
 
-def _healthy(rng: random.Random) -> str:
-    """A beginning of 40 to 200 words of documentation."""
-    text = typical_text()
-    words = text[rng.randrange(len(text) - 4000) :].split()
-    return " ".join(words[1 : rng.randint(41, 201)])
-
-
-def made_set(halves: tuple[str, ...] = HALVES) -> Iterator[Row]:
-    """The texts of the halves: `text`, `class`, `half`, and `start`, the first character of a loop's first copy."""
-    for half in halves:
-        for name, make in LOOPED.items():
-            for i in range(LOOPS):
-                rng = random.Random(f"loops {half} {name} {i}")
-                before = _healthy(rng) + rng.choice((" ", "\n\n"))
-                yield {"text": before + make(rng), "class": name, "half": half, "start": len(before)}
-        for name, make in HONEST.items():
-            for i in range(OTHERS):
-                text = make(random.Random(f"honest {half} {name} {i}"))
-                yield {"text": text, "class": name, "half": half, "start": None}
+def texts_of(half: str) -> list[Row]:
+    """The texts of a half: `text`, `class`, `half`, and `start`, the first character of a loop's first copy."""
+    rows: list[Row] = []
+    with lzma.open(TEXTS, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row["half"] == half:
+                rows.append(row)
+    return rows
