@@ -29,6 +29,8 @@ FILE_WORDS = {"json": "JSON", "html": "Page", "png": "Figure", "csv": "Table"}
 """What stands before the path of a file that was written from a result."""
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
+MODEL_WORD = "model_word"
+"""Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
 BACKEND_HELP = "Load the model as this kind of object. By default a model is read as the command needs it."
 
 
@@ -85,6 +87,8 @@ class CommandRun:
     def click_parameters(self) -> list[click.Parameter]:
         """The options of the command: those of the function, the kind of model object, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
+        if self._takes_model_word():
+            params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
         if self.command.measures:
             kinds = click.Choice(["bridge", "hf", "nnsight"])
             params.append(click.Option(["--backend"], type=kinds, help=BACKEND_HELP))
@@ -98,8 +102,19 @@ class CommandRun:
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
 
+    def _takes_model_word(self) -> bool:
+        """Whether a word that is no option can only be the model."""
+        model = self.parameters.get("model")
+        arguments = [one for one in self.parameters.values() if one.option.argument]
+        return model is not None and not model.option.hidden and not arguments
+
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
+        word = values.pop(MODEL_WORD, None)
+        if word is not None and values["model"] is not None:
+            raise SinkscopeError(f"two models, {word} and {values['model']}: give one, as a word or with --model")
+        if word is not None:
+            values["model"] = word
         force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
         backend = values.pop("backend", None) if self.command.measures else None
         files: dict[str, str] = {}

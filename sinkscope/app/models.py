@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from sinkscope.models.checkpoints.names import models
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.names import ModelEntry, models
 from sinkscope.results.console import show
 from sinkscope.results.options import Option, command
 from sinkscope.results.tables import SCREEN, Grid
 
-SHOWN_MODELS = SCREEN - 4
-"""Rows that leave room on a screen for the head, the note and the conclusion."""
+SHOWN_MODELS = SCREEN - 5
+"""Rows that leave room on a screen for the head, two notes and the conclusion."""
 
 
 @command(
@@ -20,6 +21,7 @@ SHOWN_MODELS = SCREEN - 4
     help="List the short names of public models.",
 )
 def print_models(
+    word: Annotated[str | None, Option(argument=True, metavar="WORD")] = None,
     *,
     check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
     every: Annotated[bool, Option(name="--all")] = False,
@@ -27,16 +29,22 @@ def print_models(
     """List the short names of public models, and the layers in which papers found their sinks; or check one model.
 
     Args:
+        word: Show only models whose name or hub id contains this word.
         check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
         every: Show all models, and not only as many as a terminal of 24 lines holds.
 
     Example:
-        sinkscope models
+        sinkscope models llama
     """
     if check is not None:
         _check(check)
         return
-    known = models()
+    known: list[ModelEntry] = []
+    for entry in models():
+        if word is None or word.lower() in f"{entry.name} {entry.hub_id}".lower():
+            known.append(entry)
+    if not known:
+        raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models --all` shows every name")
     with_sink = sum(entry.published is not None for entry in known)
     columns: dict[str, list[str]] = {"name": [], "sink layer": [], "hub id": []}  # the longest last
     for entry in sorted(known, key=lambda entry: entry.published is None):
@@ -44,6 +52,8 @@ def print_models(
         columns["hub id"].append(entry.hub_id)
         columns["sink layer"].append("-" if entry.published is None else ", ".join(map(str, entry.published.layers)))
     print(Grid(columns).text(rows=None if every else SHOWN_MODELS))
+    if not every and len(known) > SHOWN_MODELS:
+        show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
     show(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
 
 

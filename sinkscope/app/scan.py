@@ -27,7 +27,8 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure import Hidden, Measurement, Option, ScanPart, Setup, Whole
 from sinkscope.models.target import Target
-from sinkscope.results.console import end_bar, note, terminal_width
+from sinkscope.results.console import end_bar, terminal_width
+from sinkscope.results.notation import A_SINK
 from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.chunks import digest_of
@@ -349,10 +350,10 @@ def demo(
     Example:
         sinkscope demo
     """
-    note("sinkscope looks at the small model in the package with each of its measurements.")
+    width = terminal_width()
+    print(fill(f"{A_SINK} Below is what the commands find in the small model of the package.", width))
     card = scan(out=out, quick=True, progress=progress)
     end_bar(progress)
-    width = terminal_width()
-    for label, sentence, part in reversed(card.verdicts()):
+    for label, sentence, part in card.verdicts():
         print(fill(visible(f"{label}, by `sinkscope {part.command}`: {sentence}"), width, subsequent_indent="  "))
     print("The same for another model: sinkscope scan MODEL\n" + visible(f"Card, with all figures: {out / PAGE}"))

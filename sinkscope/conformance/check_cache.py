@@ -14,7 +14,7 @@ from sinkscope.conformance.subject import Factory, factory_named
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
 
@@ -57,7 +57,10 @@ class CacheCheck(Result):
         applied = len(self.checks) - len(apart)
         name = self.cache.rpartition(":")[2]
         if not failed:
-            return f"{name} passes all {count_of(applied, 'check')} that apply; {len(apart)} do not."
+            skipped = ""
+            if apart:
+                skipped = f"; {word_form(len(apart), '1 does', f'{len(apart)} do')} not apply"
+            return f"{name} passes all {count_of(applied, 'check')}{skipped}."
         return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
 
     def details(self) -> list[str]:
@@ -76,7 +79,7 @@ class CacheCheck(Result):
     help="Check any KV cache, press or policy on models that show what it loses.",
 )
 def check_cache(
-    factory: Annotated[str, Option(argument=True, metavar="MODULE:FACTORY")],
+    factory: Annotated[str, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
     *,
     only: Sequence[str] = (),
     without: Sequence[str] = (),
@@ -88,9 +91,9 @@ def check_cache(
     The exit status is 1 if a check fails.
 
     Args:
-        factory: A function, as module:function, of a model that gives a transformers Cache, a context manager or a
-            cache policy. It is given what its parameters name: model, config, max_cache_len, budget (tokens to keep) or
-            share (of the prompt).
+        factory: The name of a policy, or a function, as module:function, of a model that gives a transformers Cache, a
+            context manager or a cache policy. It is given what its parameters name: model, config, max_cache_len,
+            budget (tokens to keep) or share (of the prompt).
         only: Run this check alone, by its name with underscores.
         without: Leave this check out, for a behaviour that the cache does not claim.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
@@ -102,7 +105,7 @@ def check_cache(
 
     Example:
         sinkscope check-cache transformers:DynamicCache
-        sinkscope check-cache sinkscope.kv:StreamingLLM
+        sinkscope check-cache snapkv
     """
     return checked(factory, factory_named(factory), only, without, tolerance, progress)
 

@@ -13,6 +13,8 @@ from transformers import Cache, DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
+from sinkscope.kv.registry import policies
+from sinkscope.results.console import note
 
 Factory = Callable[..., Any]
 ROOM = 1024
@@ -26,11 +28,18 @@ EXPECTED = (
 
 
 def factory_named(place: str) -> Factory:
-    """The factory at "module:function"; the current folder is searched, too.
+    """The factory at "module:function", or a policy by the name that `--policy` takes.
+
+    The current folder is searched, too.
 
     Raises:
         SinkscopeError: There is none, or it needs a parameter that is not known here.
     """
+    name, _, budget = place.partition(":")
+    if name in policies():
+        if budget:
+            note(f"note: the checks set the budget themselves; {budget} is not used")
+        return policies()[name]
     sys.path.insert(0, "")
     try:
         factory = resolve_name(place)

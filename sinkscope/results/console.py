@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from shutil import get_terminal_size
@@ -35,6 +37,8 @@ class ProgressBar:
         self._task: Any = None
         self._ended = False
         self._waits = False
+        self._erased = threading.Event()
+        self._writing = threading.Lock()
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -56,14 +60,27 @@ class ProgressBar:
         """Say at once what takes a while, in a line over which the bar and everything else is printed."""
         if is_terminal(sys.stderr):
             self._waits = True
-            sys.stderr.write(visible(words)[: terminal_width() - 1] + "\r")
-            sys.stderr.flush()
+            self._write_waiting(words)
+            threading.Thread(target=self._count, args=(words, time.monotonic()), daemon=True).start()
+
+    def _write_waiting(self, words: str) -> None:
+        sys.stderr.write(visible(words)[: terminal_width() - 1] + "\r")
+        sys.stderr.flush()
+
+    def _count(self, words: str, started: float) -> None:
+        """Show the seconds that have passed, until the line is erased."""
+        while not self._erased.wait(1):
+            with self._writing:
+                if not self._erased.is_set():
+                    self._write_waiting(f"{words} {time.monotonic() - started:.0f} s")
 
     def _erase(self) -> None:
-        if self._waits:
-            self._waits = False
-            sys.stderr.write(ERASE)
-            sys.stderr.flush()
+        with self._writing:
+            self._erased.set()
+            if self._waits:
+                self._waits = False
+                sys.stderr.write(ERASE)
+                sys.stderr.flush()
 
     def _start(self) -> None:
         from rich import progress as rich

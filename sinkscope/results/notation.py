@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from sinkscope.errors import SinkscopeError
 
+A_SINK = (
+    "An attention sink is a token, mostly the first, to which heads give the attention that they do not need. In many "
+    "models a neuron makes it: it gives this token a norm far above all others."
+)
+"""What a view, a tour or a page says first."""
 MOST_WORDS = 30
 """Words of a conclusion."""
 _NUMBER = r"(\d{1,9})"

@@ -115,6 +115,21 @@ def test_options_reach_the_function_as_they_are_typed(calls, typed):
     assert arguments == {**given, "tokens": ["cat", "dog"]}
 
 
+def test_a_model_is_typed_as_a_word_or_an_option(calls, typed):
+    typed("find-sinks llama-2-7b --top-k 3")
+    assert calls.pop()["model"] == "llama-2-7b"
+    assert "two models, a and b: give one" in typed("find-sinks a --model b", 2).err and not calls
+    assert "extra argument (b)" in typed("find-sinks a b", 2).err
+
+
+def test_models_are_filtered_by_a_word(typed):
+    rows = typed("models MISTRAL").out.splitlines()[1:-2]
+    names = {row.split()[0] for row in rows}
+    assert names == {one.name for one in sinkscope.models() if "mistral" in f"{one.name} {one.hub_id}".lower()} != set()
+    assert "no model's name contains 'nothing'" in typed("models nothing", 2).err
+    assert "--all shows all" in typed("models").out and "--all" not in typed("models MISTRAL").out
+
+
 def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
     """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
     assert "Documentation: docs/cli.md#sinkscope-find-sinks" in typed("find-sinks --help").out

@@ -122,7 +122,7 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
     wanted = seen(piped.out + "\n".join(notes))
     assert sorted(seen(shown).split("\n")) == sorted(wanted.split("\n"))
     if "demo" in name or name.startswith("generate"):  # what they wait for is said first, and painted over
-        assert shown.startswith("Loading bundled ...\r") == name.startswith("generate")
+        assert shown.startswith("Loading bundled ...") == name.startswith("generate")
     if name.startswith("generate"):
         assert "\x1b[2K" in shown and seen(shown).startswith(seen(piped.out))  # there was a bar, and it is gone
 
@@ -138,6 +138,20 @@ def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
         before = terminal.getvalue()
         progress("layers", 2, 2)
     assert "1/2" in before and terminal.getvalue() == before
+
+
+def test_the_seconds_of_waiting_are_counted_until_something_else_is_shown(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressBar() as progress:
+        progress.wait("Loading it ...")
+        time.sleep(1.5)
+        assert terminal.getvalue() == "Loading it ...\rLoading it ... 1 s\r"
+    ended = terminal.getvalue()
+    time.sleep(1.2)
+    assert terminal.getvalue() == ended
 
 
 def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):

@@ -13,7 +13,9 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.conformance.check_cache import checked
 from sinkscope.conformance.recorder import held_bytes
+from sinkscope.conformance.subject import factory_named
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv import SnapKV, StreamingLLM
 
 FAULTY = "experiments.check_cache.faulty:crop_does_nothing"
 CROP = "a_cropped_draft_leaves_no_trace"
@@ -78,3 +80,8 @@ def test_bytes_count_what_a_view_keeps_alive():
     assert held_bytes(cache) == 2 * 2 * 20 * 4 * 4
     cache.layers[0].keys = cache.layers[0].keys.clone()
     assert held_bytes(cache) == 2 * 4 * 4 * (5 + 20)
+
+
+def test_a_policy_is_checked_by_the_name_that_commands_take(capsys):
+    assert factory_named("snapkv:0.25") is SnapKV and factory_named("streaming") is StreamingLLM
+    assert "0.25 is not used" in capsys.readouterr().err
