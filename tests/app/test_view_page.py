@@ -20,6 +20,7 @@ from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.writing import generation_of
+from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
 from sinkscope.sinks.circuit.circuit import Circuit
 
@@ -118,7 +119,9 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     assert gone > control and "random" in random.name  # the planted neurons make the sink
     chrome = opened()
     named = json.dumps(text.tokens[sink])
-    assert chrome.text("#headline").startswith(f"{readers.sum()} of {readers.size} heads give token {named} more than")
+    assert chrome.text("#headline").startswith(
+        f"{readers.sum()} of {readers.size} heads give the attention sink, token {named}, more than"
+    )
     assert chrome.texts(CAPTIONS) == ["intact"]
     chrome.click("#variant-1")
     before, after, beside = (json.dumps(one.following[0][0]) for one in (intact, zeroed, random))
@@ -201,22 +204,49 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         chrome.wait(LOADED)
 
 
-def test_the_first_visit_begins_with_a_tour_that_the_keys_go_through_or_end(opened):
+def test_the_first_screen_says_what_a_sink_is_and_shows_a_head_that_reads_it(view, opened):
+    chrome = opened()
+    assert chrome.text("#about") == A_SINK
+    text = view.texts[0]
+    received = text.variants[0].received.array()[..., text.spikes[0]]
+    layer, head = headed(chrome.text("#rows-title"))
+    assert received[layer, head] == received.max() > 0.9
+    words = "[...document.querySelectorAll('#read-words span')].map((one) => [one.textContent, one.title])"
+    rows = text.variants[0].rows[text.heads.index((layer, head))].array()[-1]
+    assert chrome.run(words) == [
+        [token, f"{round(100 * share)}%"] for token, share in zip(text.tokens, rows, strict=True)
+    ]
+
+
+def headed(title: str) -> tuple[int, int]:
+    """The layer and the head of a title."""
+    layer, head = re.fullmatch(r"Rows of L(\d+)\.H(\d+)", title).groups()
+    return int(layer), int(head)
+
+
+def test_the_first_visit_begins_with_a_tour_that_presses_the_switches_or_ends(view, opened):
     chrome = opened(390)
     chrome.run("localStorage.clear()")
     opened(390)
     chrome.wait("document.querySelector('.tour')")
-    for number in (1, 2, 3):
-        assert chrome.text(".tour p").startswith(f"{number} of 3")
+    pressed = ["intact", "intact", view.texts[0].variants[1].name, view.texts[0].variants[-1].name, "intact"]
+    readers = []
+    for number, name in enumerate(pressed, 1):
+        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 5')")
         assert chrome.run("document.activeElement.closest('.tour') !== null")
+        assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
+        readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))
         chrome.run("document.activeElement.click()")
-    assert chrome.texts(".tour p") == [] and chrome.run("document.activeElement.id") == "tour"
+    chrome.wait("!document.querySelector('.tour')")
+    assert readers[0] == readers[3] == 20 and readers[2] < 10  # what the tour says of the squares
+    assert chrome.run("document.activeElement.id") == "tour"
     opened(390)
     assert chrome.texts(".tour p") == []  # once
     chrome.click("#tour")
-    assert chrome.text(".tour p").startswith("1 of 3")
+    chrome.wait("document.querySelector('.tour')")
+    assert chrome.text(".tour p").startswith("1 of 5")
     chrome.press("Escape")
-    assert chrome.texts(".tour p") == []
+    chrome.wait("!document.querySelector('.tour')")
 
 
 def test_the_live_page_in_a_browser(bundled, chrome):
@@ -227,7 +257,10 @@ def test_the_live_page_in_a_browser(bundled, chrome):
         time.sleep(0.01)
     chrome.errors.clear()
     chrome.open(addresses[0])
+    first = chrome.run("(() => { const at = location.hash; return new URLSearchParams(at.slice(1)).get('head'); })()")
     chrome.wait("document.querySelector('.part')")  # the circuit has come
+    assert first is None or first.split(".")[0] in ("L2", "L3", "L4")  # a head that reads the sink
+    assert headed(chrome.text("#rows-title"))[0] in (2, 3, 4)
     intact = chrome.text("#sentence")
 
     def said(beginning: str):

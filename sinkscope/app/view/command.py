@@ -45,7 +45,7 @@ def view_model(
 
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
-        text: The text; - is standard input. By default typical text, and a repeated word if repeating makes a sink.
+        text: The text; - is standard input. By default a story, and a repeated word if repeating makes a sink.
         generation: Include what the model writes with and without the guard.
         port: Port of the live page. By default a free one.
         show: Open the live page in a browser, if the command runs in a terminal.

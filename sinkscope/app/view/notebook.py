@@ -10,7 +10,7 @@ from typing import Any
 
 from sinkscope.app.pages import save_html
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.page import SCRIPTS, source
+from sinkscope.app.view.page import module, source
 from sinkscope.app.view.result import ModelView
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.options import checks_arguments
@@ -41,7 +41,7 @@ class View:
         import traitlets
 
         class ViewWidget(anywidget.AnyWidget):
-            _esm = source(*SCRIPTS)
+            _esm = module()
             _css = source("view.css")
             view = traitlets.Dict().tag(sync=True)
 
@@ -74,7 +74,7 @@ def view(model: object = None, text: str | None = None, *, generation: bool = Fa
 
     Args:
         model: As for `sinkscope.measure.Setup.open`: a name or a live model. By default the model in the package.
-        text: The text. By default typical text, and a repeated word if repeating makes a sink.
+        text: The text. By default a story, and a repeated word if repeating makes a sink.
         generation: Include what the model writes with and without the guard.
         options: Options of `sinkscope.measure.Setup.open`, such as `tokenizer`, `device`, `bos` and `seed`.
 

@@ -11,6 +11,8 @@ from importlib.resources import files
 from string import Template
 
 from sinkscope.files.plain import visible
+from sinkscope.files.provenance import documented_at
+from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
 
 START = "\nstart(document);\n"
@@ -19,6 +21,14 @@ START = "\nstart(document);\n"
 
 SCRIPTS = ("drawing.js", "panels.js", "text.js", "view.js")
 """The parts of the module, in their order; a page holds them as one."""
+
+
+@cache
+def module() -> str:
+    """The module, which begins with what is written elsewhere: what a sink is, and where to learn more."""
+    return f"const A_SINK = {json.dumps(A_SINK)};\nconst LEARN = {json.dumps(documented_at('learn'))};\n" + source(
+        *SCRIPTS
+    )
 
 
 @cache
@@ -35,10 +45,10 @@ def view_page(view: Result | None, title: str) -> str:
         view: The `ModelView` that is shown. None: the page asks the server that it came from.
         title: Name of the model.
     """
-    style, module = source("view.css"), source(*SCRIPTS) + START
+    style, script = source("view.css"), module() + START
     connect = "'self'" if view is None else "'none'"
     policy = (
-        f"default-src 'none'; script-src {_hash(module)}; style-src {_hash(style)}; connect-src {connect}; "
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False)
@@ -47,7 +57,7 @@ def view_page(view: Result | None, title: str) -> str:
         title=escape(visible(title)),
         style=style,
         data=data.replace("<", "\\u003c"),  # no token of a text can end the element
-        module=module,
+        module=script,
     )
 
 

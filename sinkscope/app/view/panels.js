@@ -1,11 +1,20 @@
 // Parts of a view that change little: the circuit, what the model writes, the tour.
 
 const LAST_TOUR = "sinkscope view: the tour was shown";
-const TOUR = [
-  ["#strip", "Each box is a token, and darker is a larger norm. The framed token is the sink: its norm is a spike, and heads attend to it."],
-  [".switches", "Here you switch off what makes the sink, or a random part, the control. The headline says what changed."],
-  [".panels", "A click on a head shows where each token looks, before and after. The circuit names who marks, makes and reads the sink."],
-];
+
+/** The steps of the tour: what is pointed at, the switch that is pressed before, and the words. */
+function tourSteps(data) {
+  const [made] = data.neurons.length ? data.switches : [];
+  const random = data.switches.find((name) => name.includes("random"));
+  const steps = [
+    ["#strip", "intact", "Each box is a token; the model stores a vector for it, whose length is its norm. The darker the box, the larger the norm. The framed token is the attention sink."],
+    [".heads", "intact", "Each square is a head: for each token it decides which earlier tokens are read, and with which shares, its attention. Dark heads give nearly all of it to the sink."],
+  ];
+  if (made) steps.push([".heads", made, `The tour pressed "${made}": the neurons that give the sink its norm are set to 0. The squares are paler: these heads look elsewhere, and the line at the top counts them.`]);
+  if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are dark again. This is the control: not any neurons make the sink, but these.`]);
+  steps.push([".circuit", "intact", "The circuit: a head marks the first token, a neuron turns the mark into the large norm, and heads of later layers read it."]);
+  return steps;
+}
 
 /** The parts of each step of a circuit, from the heads that mark to the heads that read. */
 function circuitSteps({ circuit, layer }) {
@@ -55,10 +64,10 @@ async function generationSides(made) {
   for (const side of made.sides) {
     const text = element("div", { class: "written", tabindex: 0, role: "region", "aria-label": side.name });
     side.tokens.forEach((token, step) => {
-      if (side.alarms.includes(step)) text.append(element("mark", {}, "⚠ alarm"));
+      if (side.alarms.includes(step)) text.append(element("mark", {}, "⚠ copies taken back"));
       text.append(token);
     });
-    const alarms = side.alarms.length ? `Orange: alarms (step ${side.alarms.join(", ")}).` : "";
+    const alarms = side.alarms.length ? `Orange: here the guard took copies back (step ${side.alarms.join(", ")}).` : "";
     const values = await unpacked(side.picture);
     const sorted = Float32Array.from(values).sort();
     const [rows, columns] = side.picture.shape;
@@ -91,23 +100,35 @@ function tourSeen() {
   }
 }
 
-/** Point at the parts of a page one after the other; Escape or the button ends the tour. */
-function tour(root, number = 0) {
+/** Point at the parts of a page one after the other, and press switches; Escape or the button ends the tour. */
+async function tour(view, number = 0) {
+  const { root } = view;
+  const steps = tourSteps(view.data);
   root.querySelectorAll(".tour").forEach((one) => one.remove());
   root.querySelectorAll(".pointed").forEach((one) => one.classList.remove("pointed"));
-  if (number >= TOUR.length) {
+  if (number >= steps.length) {
+    press(view, "intact");
     root.querySelector("#tour").focus();
     return;
   }
-  const [place, words] = TOUR[number];
-  const last = number === TOUR.length - 1;
-  const next = element("button", { type: "button", class: "tool", onclick: () => tour(root, number + 1) }, last ? "Done" : "Next");
-  const end = () => tour(root, TOUR.length);
+  const [place, variant, words] = steps[number];
+  const last = number === steps.length - 1;
+  await press(view, variant);
+  const next = element("button", { type: "button", class: "tool", onclick: () => tour(view, number + 1) }, last ? "Done" : "Next");
+  const end = () => tour(view, steps.length);
+  const more = /^https?:/.test(LEARN) ? element("a", { href: LEARN }, "Learn more") : element("span", { class: "soft" }, `More: ${LEARN}`);
   const box = element("div", { class: "tour", role: "dialog", "aria-label": "Tour", onkeydown: (event) => event.key === "Escape" && end() },
-    element("p", {}, `${number + 1} of ${TOUR.length}: ${words}`), next, last ? null : element("button", { type: "button", class: "tool", onclick: end }, "End the tour"));
+    element("p", {}, `${number + 1} of ${steps.length}: ${words}`), next, last ? more : element("button", { type: "button", class: "tool", onclick: end }, "End the tour"));
   const pointed = root.querySelector(place);
   pointed.classList.add("pointed");
   pointed.before(box);
   next.focus({ preventScroll: true });
   box.scrollIntoView({ block: "nearest" });
+}
+
+/** Choose a variant as a click on its switch does. */
+async function press(view, name) {
+  const input = view.root.querySelector(`#variant-${view.variants.indexOf(name)}`);
+  if (input) input.checked = true;
+  await view.choose(name);
 }

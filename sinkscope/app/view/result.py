@@ -65,7 +65,7 @@ class Writing:
     Attributes:
         name: "without the guard" or "with the guard".
         tokens: The generated tokens.
-        alarms: Numbers of the tokens that set off the guard.
+        alarms: Numbers of the tokens before which the guard took tokens back.
         head: The head in the picture.
         first_step: Step of the first row of the picture.
         first_position: Position of its first column.

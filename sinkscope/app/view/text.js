@@ -91,7 +91,7 @@ class Strips {
       row: `${percent(value)} of the attention of ${headName(head)} at token ${query}`,
     }[colour] || `activation ${shown(value)}`;
     const where = variant === "intact" ? "" : " in the intact model";
-    const sink = text.spikes.includes(number) ? `; a sink${where}` : "";
+    const sink = text.spikes.includes(number) ? `; an attention sink${where}` : "";
     this.readout.textContent = `Token ${number}, ${quoted(text.tokens[number])}: ${words}${sink}.`;
   }
 }
@@ -146,9 +146,10 @@ class Rows {
     this.title = element("h2", { id: "rows-title" });
     this.words = element("p", { class: "soft", id: "rows-text" });
     this.figures = element("div", { class: "pair" });
+    this.read = element("p", { class: "words", id: "read-words" });
     this.cell = element("p", { class: "soft readout", id: "cell", "aria-live": "polite" });
     const saves = ["svg", "png"].map((kind) => element("button", { type: "button", class: "tool", id: `save-${kind}`, onclick: () => this.save(kind) }, `Save as ${kind.toUpperCase()}`));
-    this.element = element("section", {}, this.title, this.words, this.figures, this.cell, element("div", { class: "row" }, ...saves));
+    this.element = element("section", {}, this.title, this.words, this.read, this.figures, this.cell, element("div", { class: "row" }, ...saves));
   }
 
   draw() {
@@ -160,6 +161,7 @@ class Rows {
     this.figures.replaceChildren(...sides.flatMap((side, place) => this.pictures(side, place)));
     if (focused) this.figures.querySelector(`#${focused}`)?.focus();
     if (!rows) {
+      this.read.replaceChildren();
       this.words.textContent = "This file has no room for the rows of this head; a shorter text shows them.";
       return;
     }
@@ -167,6 +169,11 @@ class Rows {
     const row = [...rows.slice(query * length, (query + 1) * length)];
     const best = row.map((value, key) => [value, key]).sort((one, other) => other[0] - one[0]).slice(0, 3);
     const words = best.filter(([value]) => value > 0.005).map(([value, key]) => `${percent(value)} to ${key} ${quoted(text.tokens[key])}`);
+    this.read.replaceChildren(...text.tokens.slice(0, query + 1).map((token, key) => {
+      const word = element("span", { class: row[key] > 0.3 ? "strong" : "", title: percent(row[key]) }, token);
+      word.style.setProperty("--v", Math.round(100 * Math.sqrt(row[key])));
+      return word;
+    }));
     this.words.textContent = `Token ${query}, ${quoted(text.tokens[query])}, gives ${words.join(", ")}. Each line is a token, each column the token that it reads. A click or Enter shows a line on the text.`;
   }
 

@@ -60,7 +60,7 @@ class View {
     if (this.beside !== null && (this.beside > last || this.beside === this.text)) this.beside = null;
     if (this.layer === undefined) this.layer = this.data.layer;
     const [layers, heads, length] = this.now.variants[0].received.shape;
-    if (!this.head || this.head[0] >= layers || this.head[1] >= heads) this.head = this.firstHead();
+    if (this.head && (this.head[0] >= layers || this.head[1] >= heads)) this.head = null;
     this.token = Math.min(this.token, length - 1);
     await this.begin();
   }
@@ -68,14 +68,19 @@ class View {
   /** Build the page with the intact model, and then choose what is shown. */
   async begin() {
     this.sides = [await this.side(this.now, "intact")];
+    this.head ||= this.firstHead();
     await this.unpackRows();
     this.build();
     await this.choose(this.variant);
   }
 
+  /** The head with rows to show that gives the sink most of its attention. */
   firstHead() {
-    const reader = (this.data.circuit || []).find((row) => row.role === "reads");
-    return headOf(reader && reader.subject) || this.now.heads[this.now.heads.length - 1];
+    const { intact } = this.sides[0];
+    const heads = intact.received.shape[1];
+    const shares = this.shares(intact);
+    const share = ([layer, head]) => shares[layer * heads + head];
+    return [...this.now.heads].sort((one, other) => share(other) - share(one))[0];
   }
 
   get now() {
@@ -162,6 +167,7 @@ class View {
     this.root.replaceChildren(
       element("div", { class: "row" }, element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
         element("button", { type: "button", class: "tool", id: "tour", onclick: () => this.startTour() }, "Tour")),
+      element("p", { id: "about" }, A_SINK),
       this.headline,
       this.sentence,
       this.switches(),
@@ -179,7 +185,7 @@ class View {
 
   startTour() {
     this.selectTab("text");
-    tour(this.root);
+    tour(this);
   }
 
   redraw() {
@@ -218,7 +224,8 @@ class View {
       return readers.filter((head) => after[head] < before[head] / 2).length;
     };
     const sink = quoted(this.now.tokens[this.now.spikes.length ? this.now.spikes[0] : 0]);
-    const all = `${readers.length} of ${before.length} heads give token ${sink} more than ${percent(READS)} of their attention`;
+    const place = this.now.spikes.length ? `the attention sink, token ${sink},` : `token ${sink}`;
+    const all = `${readers.length} of ${before.length} heads give ${place} more than ${percent(READS)} of their attention`;
     if (reading === intact) {
       const hint = this.data.switches.length ? " Switch its neurons off below, and see where they look then." : "";
       this.headline.textContent = `${all}.${readers.length ? hint : ""}`;
@@ -280,7 +287,7 @@ class View {
       panel.querySelectorAll(".written").forEach((text) => (text.scrollTop = alarmIn(text)));
       return;
     }
-    const words = this.ask ? "The model continues typical text, with and without the guard." : "This page was made without a generation.";
+    const words = this.ask ? "The model continues a story, with and without the guard." : "This page was made without a generation.";
     panel.replaceChildren(element("p", {}, words));
     if (!this.ask || this.writing) return;
     this.writing = true;
