@@ -1,4 +1,4 @@
-"""What remedies did: the figures, and the rows of the tables in `docs/what_to_try.md`.
+"""What remedies did: the figures, and the rows of the tables in `docs/remedies.md`.
 
     python -m experiments.loopguard.outcome WORK [--out figures]
 

@@ -153,7 +153,7 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
     settings = ProxySettings(upstream, monitor, note)
 
     def ready(address: str) -> None:
-        print(f"{address} passes on to {upstream} until Ctrl-C.", flush=True)
+        print(f"{address} passes on to {upstream} until Ctrl-C. It watches streamed answers only.", flush=True)
         if host not in LOOPBACK:
             note(f"note: everyone who can reach {host} can use that server now")
 

@@ -77,8 +77,13 @@ def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monk
     out = capsys.readouterr().out
     words = {"loops": "loops", "looped": "looped", "suspicious": "is suspicious", "clean": "is clean"}
     assert code == (3 if verdict in ("loops", "looped") else 0)
-    assert f"The output in x.txt {words[verdict]}.\n" in out and re.search(rf"x\.txt +{verdict} ", out)
+    assert re.search(rf"x\.txt +{verdict} ", out) and ("\nTry: " in out) == (code == 3)
     result = json.loads(Path("x.json").read_text())["result"]
+    record, said = result["records"][0], f"Conclusion: x.txt {words[verdict]}"
+    if verdict == "loops" and record["period"] is not None:
+        said += f": its last {record['wasted'] + record['period']} tokens repeat a piece of {record['period']}"
+        assert record["tokens"] - record["onset"] - 48 <= record["wasted"] + record["period"] <= record["tokens"]
+    assert said in out
     assert result["records"][0]["verdict"] == verdict
     assert {name: result[name] for name in ("loops", "looped", "suspicious")} == {
         name: int(name == verdict) for name in ("loops", "looped", "suspicious")
@@ -270,7 +275,7 @@ def test_no_torch_is_loaded(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "\nConclusion: The output in x.txt loops." in done.stdout
+    assert "\nConclusion: x.txt loops: its last " in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 3 3"
 

@@ -36,7 +36,7 @@ class ProxySettings:
     Attributes:
         upstream: Address of the server, such as http://127.0.0.1:11434.
         monitor: Settings of the monitor.
-        log: Called with a line for each answer that was cut; it has no content.
+        log: Called with a line for each answer that was cut, or was passed on unwatched; it has no content.
     """
 
     upstream: str
@@ -163,6 +163,8 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
             watch = StreamWatch(settings.monitor, form == "sse")
             without = ("content-length",)
         name = f"{request.method} {request.url.path[:80]}"
+        if form is None and request.method == "POST" and answer.status_code == 200:
+            settings.log(f"{name}: passed on unwatched, because the answer is not streamed")
         response = StreamingResponse(_parts(answer, watch, settings, name), answer.status_code)
         response.raw_headers = _passed_on(answer.headers.raw, without)
         return response

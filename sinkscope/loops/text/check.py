@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.provenance import ModelInfo, provenance
+from sinkscope.files.provenance import ModelInfo, documented_at, provenance
 from sinkscope.files.records import Natural, check_values
 from sinkscope.loops.text.forms import StreamForm, pieces_of_output
 from sinkscope.loops.text.monitor import MonitorSettings, Step
@@ -56,6 +56,15 @@ class CheckedOutput:
     cr: float | None = None
     loop_rule: bool | None = None
 
+    def repetition(self) -> str:
+        """What repeats, as the end of a sentence; empty if no period was found."""
+        if self.period is None or self.wasted is None:
+            return ""
+        repeated = count_of(self.period + self.wasted, "token")
+        if self.verdict == "loops":
+            return f": its last {repeated} repeat a piece of {self.period}"
+        return f": {repeated} repeated a piece of {self.period}, and then it went on"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopCheck(Result):
@@ -93,7 +102,7 @@ class LoopCheck(Result):
             if count:
                 parts.append(f"{count} {word_form(count, one, several)}")
         if len(self.records) == 1:
-            return f"The output in {self.model.name} {parts[0].removeprefix('1 ')}."
+            return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
         said = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {said}."
 
@@ -103,6 +112,13 @@ class LoopCheck(Result):
         if not wasted:
             return []
         return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
+
+    def closing(self) -> list[str]:
+        """The conclusion and, of a loop, where to find what ends it."""
+        lines = super().closing()
+        if self.exit_code:
+            lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has a row for each server.")
+        return lines
 
 
 class CheckedStream(Stream):
