@@ -4,6 +4,7 @@ Names are imported when first used, so that `import sinkscope` is instant and lo
 each of them lives, for Python and for type checkers; measurements of other packages are found by their entry points.
 """
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +27,9 @@ def __getattr__(name: str) -> Any:
         return _stated(name)
     if not name.startswith("_") and name in _measurements():
         return globals().setdefault(name, getattr(import_module(_measurements()[name]), name))
-    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(__dir__())}")
+    near = get_close_matches(name, __dir__(), 1)
+    said = f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
+    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {said}")
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.hooks.edit.decode import noted_decoding
@@ -81,6 +82,25 @@ class Measurement(Generic[P, R]):
         if self.edits:
             common += inspect.signature(edit_from_options).parameters.values()
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
+        self.__doc__ = self._whole_doc([one.name for one in (model, *common)])
+
+    def _whole_doc(self, shared: Sequence[str]) -> str:
+        """The docstring with the shared parameters, the result and a line of Python, as `help` shows it."""
+        doc = inspect.getdoc(self.function) or ""
+        lines: list[str] = []
+        for name, one in (SETUP_PARAMETERS | EDIT_PARAMETERS).items():
+            if name in shared:
+                lines.append(fill(f"    {name}: {one.help}", 120, subsequent_indent=" " * 8))
+        head, args, tail = doc.partition("\n\nArgs:\n")
+        own, end, rest = tail.partition("\n\n")
+        if not args:
+            head, _, rest = doc.partition("\n\nExample:")
+            own, end, rest = "", "\n\n", f"Example:{rest}" if rest else ""
+        listed = "\n".join(filter(None, [lines[0], own, *lines[1:]]))  # the model first
+        name = self.function.__name__
+        returns = self.function.__annotations__.get("return", "Result")
+        made = f"Returns:\n    {returns}. In Python: `found = sinkscope.{name}(model); print(found); found.figure()`."
+        return f"{head}\n\nArgs:\n{listed}\n\n{made}{end}{rest}"
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:

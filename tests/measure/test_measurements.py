@@ -29,6 +29,7 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.measure import Measurement, Setup
 from sinkscope.opening.load import load
+from sinkscope.results.options import descriptions_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import PLAIN, SCREEN, WIDTH
 
@@ -240,6 +241,27 @@ def test_the_public_name_and_the_signature(command):
 
 
 @pytest.mark.slow
+@EVERY
+def test_help_documents_every_parameter_and_the_result(command):
+    function = command.load()
+    described = descriptions_of(inspect.getdoc(function), "Args")
+    assert set(described) == {*inspect.signature(function).parameters}
+    assert all(described.values()) and f"sinkscope.{command.name}(model)" in inspect.getdoc(function)
+
+
+def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():
+    with pytest.raises(AttributeError, match=r"'find_sink'; did you mean find_sinks\?"):
+        _ = ss.find_sink
+
+
+@EVERY
+def test_a_result_completes_to_its_fields_and_what_one_does_with_it(command, measured):
+    result = measured(command)
+    names = {*dir(result)}
+    assert {"conclusion", "figure", "rows", "save", "to_frame"} <= names and names.isdisjoint({"grids", "headings"})
+    assert all(hasattr(result, name) for name in names)
+
+
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
     """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
     source = stranger.SOURCE.read_text()
