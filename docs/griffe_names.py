@@ -1,4 +1,4 @@
-"""For the site only: `sinkscope.models` is a function and a package; its package is what paths lead through."""
+"""For the site only: names that are a function and a package, and signatures of measurements as users call them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ class PackagesFirst(griffe.Extension):
         if mod.path == "sinkscope":
             for name in ("lines", "models", "trace"):
                 mod.members.pop(name, None)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Users call a measurement with a model, from which the decorator makes the function's first parameter."""
+        for decorator in func.decorators:
+            if str(decorator.value).startswith("measurement("):
+                first = func.parameters[0]
+                first.name, first.annotation, first.default = "model", "object", "None"

@@ -20,6 +20,8 @@ from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Ou
 from sinkscope.results.options import Parameter, introduction, parameters_of
 
 PLOTLY = "plotly.min.js"
+COLAB = "https://colab.research.google.com"
+BADGE = f"{COLAB}/assets/colab-badge.svg"
 FIGURE = "application/vnd.plotly.v1+json"
 INTERACTIVE: set[str] = set()
 """Pictures that have an interactive page, by the names of their files."""
@@ -33,7 +35,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name, page in interactive_figures(root):
         files.append(File.generated(config, f"figures/{name}", content=page))
     for path in sorted((root / "docs/notebooks").glob("*.ipynb")):
-        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path)))
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path, config.repo_url)))
     return files
 
 
@@ -48,8 +50,8 @@ def interactive_figures(root: Path) -> Iterator[tuple[str, str]]:
     yield PLOTLY, get_plotlyjs()
 
 
-def notebook(path: Path) -> str:
-    """A notebook with its stored outputs as Markdown."""
+def notebook(path: Path, repository: str | None = None) -> str:
+    """A notebook with its stored outputs as Markdown; a badge opens it in Colab if `repo_url` is set in mkdocs.yml."""
     parts: list[str] = []
     figures = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -65,6 +67,9 @@ def notebook(path: Path) -> str:
             else:
                 parts.append(_output(output))
     link = f"The notebook: `docs/notebooks/{path.name}`"
+    if repository is not None and "github.com/" in repository:
+        name = repository.partition("github.com/")[2].strip("/")
+        link += f" [![Open in Colab]({BADGE})]({COLAB}/github/{name}/blob/main/docs/notebooks/{path.name})"
     return "\n\n".join([*parts, link]) + "\n"
 
 
@@ -93,8 +98,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = re.sub(r"\]\(([^)]*notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\]\(\.\./((?:\.\./)*figures/)", r"](\1", markdown)
     markdown = re.sub(r"!\[[^\]]*\]\(([^)]*figures/)(\w[\w-]*)\.png\)", _linked, markdown)
-    for mark, text in (("<!-- measurements -->", measurements), ("<!-- commands -->", command_lists)):
-        markdown = markdown.replace(mark, text()) if mark in markdown else markdown
+    markdown = re.sub(r"<!-- measurements: (\w+) -->", lambda found: measurements(found[1]), markdown)
+    if "<!-- commands -->" in markdown:
+        markdown = markdown.replace("<!-- commands -->", command_lists())
     return markdown
 
 
@@ -105,19 +111,15 @@ def _linked(picture: re.Match[str]) -> str:
     return f"[{picture[0]}]({folder}{stem}.{kind})"
 
 
-def measurements() -> str:
-    """Every measurement and its result, as mkdocstrings reads them."""
-    lines: list[str] = []
-    for group, members in _by_group().items():
-        entries: list[str] = []
-        for command in members:
-            function = command.load()
-            if isinstance(function, Measurement):
-                result = get_type_hints(function.function)["return"].__name__
-                entries.append(f"::: {command.target.replace(':', '.')}\n\n::: {command.module}.{result}\n")
-        if entries:
-            lines += [f"## {group}\n", *entries]
-    return "\n".join(lines)
+def measurements(group: str) -> str:
+    """The measurements of a group and their results, as mkdocstrings reads them."""
+    entries: list[str] = []
+    for command in _by_group()[group]:
+        function = command.load()
+        if isinstance(function, Measurement):
+            result = get_type_hints(function.function)["return"].__name__
+            entries.append(f"::: {command.target.replace(':', '.')}\n\n::: {command.module}.{result}\n")
+    return "\n".join(entries)
 
 
 def command_lists() -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tools import architecture
 
 
-def test_the_page_has_the_drawing_of_todays_imports():
-    assert architecture.page() == architecture.PAGE.read_text(encoding="utf-8")
+def test_the_picture_is_that_of_todays_imports():
+    drawn = architecture.drawing(architecture.imports(architecture.ROOT / "sinkscope"))
+    assert drawn == architecture.PICTURE.read_text(encoding="utf-8")
 
 
 def test_imports_are_found_also_inside_functions_and_what_others_imply_is_left_out(tmp_path):
@@ -17,4 +18,5 @@ def test_imports_are_found_also_inside_functions_and_what_others_imply_is_left_o
     (package / "c/two.py").write_text("from house.a import x\nfrom house.c import z")
     found = architecture.imports(package)
     assert found == {"a": set(), "b": {"a"}, "c": {"a", "b"}}
-    assert architecture.drawing(found) == "flowchart BT\n  a --> b\n  b --> c"
+    assert architecture.arrows(found) == [("a", "b"), ("b", "c")]
+    assert [architecture.floor(room, found) for room in "abc"] == [0, 1, 2]
