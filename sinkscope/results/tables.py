@@ -147,10 +147,11 @@ class Grid:
         return "\n".join(filter(None, lines))
 
     def html(self) -> str:
-        """The same as HTML with every column, fully escaped."""
+        """The same as HTML with every column, fully escaped; words stand left, and numbers right."""
         title, note = html.escape(self.title), html.escape(self.note)
-        head = _html_row("th", map(_words, self.columns))
-        body = "".join(_html_row("td", row) for row in zip(*self.columns.values(), strict=True))
+        words = [any(map(_is_word, cells)) for cells in self.columns.values()]
+        head = _html_row("th", map(_words, self.columns), words)
+        body = "".join(_html_row("td", row, words) for row in zip(*self.columns.values(), strict=True))
         table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
         return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}{table}"
 
@@ -193,8 +194,17 @@ def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
     return texts
 
 
-def _html_row(tag: str, texts: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+def _html_row(tag: str, texts: Iterable[str], words: Sequence[bool]) -> str:
+    cells: list[str] = []
+    for text, left in zip(texts, words, strict=True):
+        kind = ' class="words"' if left else ""
+        cells.append(f"<{tag}{kind}>{html.escape(text)}</{tag}>")
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _is_word(cell: str) -> bool:
+    """Whether a cell holds neither a number, a share, nor a dash."""
+    return re.fullmatch(r"-|about 0|nan|[-+]?[\d.,]+(e[-+]?\d+)?%?", cell) is None
 
 
 def _words(name: str) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -196,3 +197,8 @@ def test_the_rows_that_are_left_out_count_with_those_that_were_never_shown():
     cut = Grid({"a": ["1", "2", "3"], "control": ["0"] * 3, "follows": [""] * 3}, note="3 of 9 rows.").text(80, 2)
     assert cut.splitlines()[-2:] == ["In every row shown: control 0, follows empty.", "2 of 3 rows are shown."]
     assert "rows are shown" not in Grid({"a": ["1", "2", "3"]}, total=9).text()
+
+
+def test_words_stand_left_and_numbers_right_in_html():
+    grid = Grid({"name": ["a", "12%"], "value": ["-1.5e-05", "-"], "share": ["12%", "about 0"]})
+    assert re.findall(r"<t[hd]( [^>]*|)>", grid.html()) == [' class="words"', "", ""] * 3

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import product
+from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -17,8 +18,8 @@ from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Search
-from sinkscope.results.notation import short_sentence, word_list
-from sinkscope.results.style import GREY, ORANGE, figure_of
+from sinkscope.results.notation import count_of, short_sentence, word_list
+from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
 from sinkscope.sinks.find.find import find_sinks
@@ -31,6 +32,7 @@ from sinkscope.sinks.tokens import prefixes
 from sinkscope.sinks.values import HeadValue, values_of, values_sentence
 
 TRACED = 4  # spikes whose marks are traced at most
+MOST_PARTS = 4  # of a step that are drawn
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
 
@@ -120,15 +122,44 @@ class Circuit(Result):
         return [line[:1].upper() + line[1:] for line in lines]
 
 
+def parts_of(result: Circuit) -> list[list[str]]:
+    """The parts of the circuit from the top down, each with what is left without it, as lines of HTML."""
+    steps: list[list[str]] = []
+    for roles in ((MARKS, COPIES), ("makes", "carries")):
+        named: dict[str, str] = {}
+        for row in result.rows():
+            if row["role"] in roles:
+                control = f"({row['contrast']}: {row['control']:.0%})"
+                words = (str(row["place"]), f"{row['left']:.0%} left without it", control)
+                lines = map(html.escape, words)
+                named.setdefault(row["subject"], "<br>".join([f"<b>{html.escape(row['subject'])}</b>", *lines]))
+        steps.append(list(named.values())[:MOST_PARTS])
+    if result.spikes:
+        steps.append(["<b>spike</b><br>the norm far above the typical one"])
+    if result.readers():
+        steps.append([f"<b>{count_of(len(result.readers()), 'head')}</b><br>that attend to it (at the right)"])
+    return [step for step in steps if step]
+
+
 def draw(result: Circuit) -> go.Figure:
-    """What is left without each part, beside its control, and the attention that each head keeps."""
-    fig = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=["left without", "attention that heads keep"])
-    names = [html.escape("{role}: {subject}, {place}".format(**row)) for row in result.rows()]
-    for column, name, color in (("left", "left", ORANGE), ("control", "left in the control", GREY)):
-        bars = [row[column] for row in result.rows()]
-        fig.add_bar(y=names, x=bars, name=name, orientation="h", marker_color=color, row=1, col=1)
-    fig.update_xaxes(tickformat=".0%", col=1)
-    fig.update_yaxes(autorange="reversed", col=1)
+    """The circuit from its marks down to the heads that read the sink, and the attention that each head keeps."""
+    titles = ["from the mark to the heads that read it", "attention that heads keep without the sink's maker"]
+    fig: Any = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
+    steps = parts_of(result)
+    places: list[list[float]] = []
+    for step in steps:
+        places.append([(number + 0.5) / len(step) for number in range(len(step))])
+    for level, below in enumerate(places[1:], 1):
+        for start, end in product(places[level - 1], below):
+            line = {"color": GREY, "width": 1}
+            ends = {"x": [start, end], "y": [level - 1, level]}
+            fig.add_scatter(**ends, mode="lines", line=line, showlegend=False, hoverinfo="skip", row=1, col=1)
+    for level, (step, across) in enumerate(zip(steps, places, strict=True)):
+        for text, x in zip(step, across, strict=True):
+            box = {"showarrow": False, "bgcolor": "#ffffff", "bordercolor": BLUE, "borderpad": 6, "font": {"size": 11}}
+            fig.add_annotation(x=x, y=level, text=text, **box, row=1, col=1)
+    fig.update_xaxes(range=[0, 1], visible=False, col=1)
+    fig.update_yaxes(range=[len(steps) - 0.5, -0.5], visible=False, col=1)
     kept: dict[tuple[int, int], float] = {}
     for row in result.readers():
         kept.setdefault(head_of(row["subject"]), row["left"])
@@ -139,8 +170,8 @@ def draw(result: Circuit) -> go.Figure:
         bar = {"tickformat": ".0%"}
         fig.add_heatmap(z=grid, zmin=0, zmax=1, colorscale=[ORANGE, "#f7f7f7"], colorbar=bar, row=1, col=2)
     fig.update_xaxes(title_text="head", col=2)
-    fig.update_yaxes(title_text="layer", col=2)
-    return figure_of(fig, result, width=1100, height=max(460, 120 + 50 * len(names)))
+    fig.update_yaxes(title_text="layer", autorange="reversed", col=2)
+    return figure_of(fig, result, width=1100, height=max(460, 140 + 110 * len(steps)))
 
 
 @measurement(
