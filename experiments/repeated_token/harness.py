@@ -1,4 +1,4 @@
-"""Benchmarks with and without a patch, run by EleutherAI's lm-evaluation-harness (`pip install 'sinkscope[eval]'`).
+"""Benchmarks with and without a patch, run by EleutherAI's lm-evaluation-harness (`pip install -e ".[eval]"`).
 
 Two runs of one model answer most questions alike, so differences are compared question by question.
 """
@@ -185,7 +185,7 @@ def _harness(module: str) -> Any:
         if (error.name or "").split(".")[0] != "lm_eval":
             raise
         raise SinkscopeError(
-            "tasks are run by lm-eval, which is not installed: pip install 'sinkscope[eval]', or leave out --tasks"
+            "tasks are run by lm-eval, which is not installed: pip install -e '.[eval]' in the clone, or leave out --tasks"
         ) from None
 
 

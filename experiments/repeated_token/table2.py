@@ -6,7 +6,7 @@ Without options nothing is run and the measured columns say so. `--models llama-
 which are downloaded if they are not there; `--run llama-2-7b=./weights` takes them from a folder. The patch holds the
 neurons of the paper's Table 1. The paper gives neither shots nor metrics, nor which TruthfulQA and which ARC: every
 metric of every candidate is printed, with the shots of the harness's own task files. Needs `pip install
-'sinkscope[eval]'`, and the data sets, which the harness downloads.
+-e ".[eval]"`, and the data sets, which the harness downloads.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.progress import Progress, silent
 from sinkscope.models.checkpoints.names import ModelEntry, models
-from sinkscope.results.console import show
-from sinkscope.results.options import Option, command
+from sinkscope.results.console import end_bar, show
+from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import SCREEN, Grid
 
 SHOWN_MODELS = SCREEN - 5
@@ -25,6 +26,7 @@ def print_models(
     *,
     check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
     every: Annotated[bool, Option(name="--all")] = False,
+    progress: Hidden = None,
 ) -> None:
     """List the short names of public models, and the layers in which papers found their sinks; or check one model.
 
@@ -32,12 +34,15 @@ def print_models(
         word: Show only models whose name or hub id contains this word.
         check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
         every: Show all models, and not only as many as a terminal of 24 lines holds.
+        progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope models llama
     """
     if check is not None:
-        _check(check)
+        show_progress = progress or silent
+        show_progress(f"loading {check}, and proving its parts", 0, 0)
+        _check(check, show_progress)
         return
     known: list[ModelEntry] = []
     for entry in models():
@@ -57,7 +62,7 @@ def print_models(
     show(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
 
 
-def _check(name: str) -> None:
+def _check(name: str, progress: Progress) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.kv.scope import scope_line
     from sinkscope.models.adapters import row_of, shown_row
@@ -67,6 +72,7 @@ def _check(name: str) -> None:
 
     target = target_of(load(name, backend="hf", probe=False))
     report = probe(target)
+    end_bar(progress)
     verdict = "is not served"
     if report.problem is None:
         verdict = f"is served: {scope_line(target)}"

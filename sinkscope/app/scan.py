@@ -352,6 +352,8 @@ def demo(
     """
     width = terminal_width()
     print(fill(f"{A_SINK} Below is what the commands find in the small model of the package.", width))
+    progress = progress or silent
+    progress("opening the model", 0, 0)
     card = scan(out=out, quick=True, progress=progress)
     end_bar(progress)
     for label, sentence, part in card.verdicts():

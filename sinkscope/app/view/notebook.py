@@ -36,7 +36,7 @@ class View:
             SinkscopeError: anywidget is missing.
         """
         if find_spec("anywidget") is None:
-            raise SinkscopeError('a widget needs anywidget: pip install "sinkscope[view]", or call save_html')
+            raise SinkscopeError('a widget needs anywidget: pip install -e ".[view]" in the clone, or call save_html')
         import anywidget
         import traitlets
 

@@ -33,7 +33,7 @@ def check_server() -> None:
     for name in ("starlette", "uvicorn"):
         if find_spec(name) is None:
             raise SinkscopeError(
-                f'a live page needs {name}: pip install "sinkscope[view]", or write a page with --html FILE'
+                f'a live page needs {name}: pip install -e ".[view]" in the clone, or write a page with --html FILE'
             )
 
 

@@ -124,7 +124,7 @@ def check_proxy() -> None:
     """
     for name in ("starlette", "uvicorn", "httpx"):
         if find_spec(name) is None:
-            raise SinkscopeError(f'--proxy needs {name}: pip install "sinkscope[proxy]"')
+            raise SinkscopeError(f'--proxy needs {name}: pip install -e ".[proxy]" in the clone')
 
 
 def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> Any:
