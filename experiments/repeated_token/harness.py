@@ -185,7 +185,8 @@ def _harness(module: str) -> Any:
         if (error.name or "").split(".")[0] != "lm_eval":
             raise
         raise SinkscopeError(
-            "tasks are run by lm-eval, which is not installed: pip install -e '.[eval]' in the clone, or leave out --tasks"
+            "tasks are run by lm-eval, which is not installed: pip install -e '.[eval]' in the clone, or leave out "
+            "--tasks"
         ) from None
 
 

@@ -231,8 +231,8 @@ def check_png() -> None:
     """
     if importlib.util.find_spec("kaleido") is None:
         raise SinkscopeError(
-            'a PNG needs kaleido: pip install -e ".[png]" in the clone (and a browser: plotly_get_chrome); --html always '
-            "works",
+            'a PNG needs kaleido: pip install -e ".[png]" in the clone (and a browser: plotly_get_chrome); --html '
+            "always works",
             page="png",
         )
     chromium: Any = import_module("choreographer.browsers.chromium").Chromium
