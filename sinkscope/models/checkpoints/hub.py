@@ -134,3 +134,16 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
         if constants.HF_HUB_OFFLINE:
             return None
         raise
+
+
+def cached_models() -> set[str]:
+    """Ids of the models whose weights are in the cache of the hub."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    found: set[str] = set()
+    with suppress(CacheNotFound):
+        for repo in scan_cache_dir().repos:
+            for revision in repo.revisions:
+                if any(file.file_name.endswith((".safetensors", ".bin")) for file in revision.files):
+                    found.add(repo.repo_id)
+    return found

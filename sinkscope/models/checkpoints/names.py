@@ -9,7 +9,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.published import Published, published

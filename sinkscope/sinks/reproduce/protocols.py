@@ -1,7 +1,7 @@
 """The protocols by which published quantities are measured: those of their sources, not the defaults of this package.
 
-Texts begin with what the tokenizer itself puts before them, as the sources' scripts call it. They are the typical text, not
-the sources' own.
+Texts begin with what the tokenizer itself puts before them, as the sources' scripts call it. They are pieces of the typical
+text, which is not the sources' own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checkpoints.published import Published
@@ -65,18 +64,7 @@ class Reading:
         """Attention of every query to position 0, in the layers that attend."""
         site = "blocks.*.attn.hook_pattern"
         rows = trace(self.setup.target, ids, site, lambda rows: rows[..., :1], batch_size=AT_ONCE)
-        return torch.cat(list(rows.values())).unflatten(0, (len(rows), -1))[..., 0]
-
-    def rate(self, ids: TokenRows) -> float:
-        """Share of layers, heads and sequences whose mean attention to position 0 exceeds 0.3."""
-        return float((self.to_first(ids).mean(-1) > ABOVE).float().mean())
-
-    def drawn(self, tokens: int) -> TokenRows:
-        """Sequences of random tokens."""
-        check_length(self.setup.target, "a text of the protocol", PIECE)
-        ids = torch.tensor(vocabulary(self.setup.target))
-        generator = draws(self.setup.seed, f"{tokens} random tokens of a sink rate")
-        return ids[torch.randint(len(ids), (RATE_TEXTS, tokens), generator=generator)]
+        return torch.stack(list(rows.values()))[..., 0]
 
 
 def _massive_and_first(resid: Float[Tensor, "text pos d_model"]) -> Float[Tensor, "text kind d_model"]:
@@ -87,17 +75,15 @@ def _massive_and_first(resid: Float[Tensor, "text pos d_model"]) -> Float[Tensor
 
 
 def layers(reading: Reading, _: Published) -> list[int]:
-    """The layer whose MLP adds most to the norm of the first token (Yona et al. 2025, Fig. 2)."""
-    layer = reading.context.scan.sink_layer
-    return [] if layer is None else [layer]
+    """The layer whose MLP adds most to the norm of the first token."""
+    return [layer for layer in [reading.context.scan.sink_layer] if layer is not None]
 
 
 def neurons(reading: Reading, record: Published) -> list[tuple[int, ...]]:
     """Of the ten neurons of each layer that write most at the first token, those without which its norm falls."""
     found: list[tuple[int, ...]] = []
-    for site in record.value:
-        check_site(reading.setup.target, *site)
-    for layer in sorted({layer for layer, _ in record.value}):
+    for layer in dict(record.value):
+        check_site(reading.setup.target, layer)
         for neuron in stage_neurons(reading.context, layer, CANDIDATES, upto=layer):
             if neuron.causal:
                 found.append(neuron.site)
@@ -106,77 +92,61 @@ def neurons(reading: Reading, record: Published) -> list[tuple[int, ...]]:
 
 def residual_dims(reading: Reading, _: Published) -> list[int]:
     """Dimensions with |a| > 100 and > 1000 x the median |hidden state|, at any position after any layer."""
-    return reading.hidden[:, :, 0].any(1).any(0).nonzero().flatten().tolist()
+    return reading.hidden[:, :, 0].amax((0, 1)).nonzero().flatten().tolist()
 
 
 def massive_layers(reading: Reading, _: Published) -> list[int]:
     """The first and the last layer after which there is such a massive activation."""
-    after = reading.hidden[:, :, 0].flatten(1).any(1).nonzero().flatten().tolist()
+    after = reading.hidden[:, :, 0].amax((1, 2)).nonzero().flatten().tolist()
     return [*after[:1], *after[-1:]]
 
 
 def massive_values(reading: Reading, record: Published) -> list[list[float]]:
-    """Values at position 0 after the first layer with a massive activation, mean over texts."""
-    values: list[list[float]] = []
-    for layer in massive_layers(reading, record)[:1]:
-        at_first = reading.hidden[layer, :, 1].mean(0).tolist()
-        values = [[dim, at_first[dim]] for dim, _ in record.value if dim < len(at_first)]
-    return values
-
-
-def top_dims(reading: Reading, record: Published) -> list[int]:
-    """The largest dimensions of position 0 after the layer where its norm is largest, as many as are reported."""
-    at_first = reading.hidden[:, :, 1].mean(1)
-    largest = at_first[at_first.norm(dim=1).argmax()].abs()
-    return largest.argsort(descending=True)[: len(record.value)].tolist()
+    """Values at position 0 after the first layer with a massive activation, or else layer 0; mean over texts."""
+    layer = [*massive_layers(reading, record), 0][0]
+    values = reading.hidden[layer, :, 1].mean(0).tolist()
+    return [[dim, round(values[dim], 2)] for dim, _ in record.value if dim < len(values)]
 
 
 def repeats(reading: Reading, record: Published) -> float | None:
-    """Copies of a word after which the norm reaches half of the first token's; median over "cat", "dog", "the", "bla"."""
+    """Copies of "cat", "dog", "the" or "bla" until the norm is half of the first token's; median over these words."""
     words = [known_token(reading.setup.tokenizer, word) for word in REPEATED]
     tokens = [word for word in words if word is not None]
-    if not tokens or reading.context.scan.sink_layer is None:
-        raise UnsupportedError("no MLP makes a spike, or no word of the protocol is one token")
-    limit = 2 * record.value
-    check_length(reading.setup.target, f"a text of {limit} copies", limit + 1)
+    if reading.context.scan.sink_layer is None:
+        return None
     first = [int(reading.context.ids[0, 0])] * len(tokens)
-    return repeat_until_half(reading.context, tokens, first, limit).median
+    return repeat_until_half(reading.context, tokens, first, 2 * record.value).median
 
 
-def sink_rate(reading: Reading, _: Published) -> float:
-    """Share of heads whose mean attention to position 0 exceeds 0.3, over 100 texts of 64 tokens."""
-    return reading.rate(reading.texts(RATE_TEXTS))
-
-
-def sink_rate_random(reading: Reading, _: Published) -> float:
-    """The same share over 100 sequences of 64 random tokens."""
-    return reading.rate(reading.drawn(PIECE))
-
-
-def sink_rate_repeated(reading: Reading, _: Published) -> float:
-    """The same share over 100 sequences of one random token, 64 times."""
-    return reading.rate(reading.drawn(1).expand(-1, PIECE))
+def sink_rate(reading: Reading, record: Published) -> float:
+    """Share of heads with mean attention to position 0 above 0.3: 100 texts, or random or repeated tokens, 64 long."""
+    ids = reading.texts(RATE_TEXTS)
+    if record.quantity != "sink_rate":
+        every = torch.tensor(vocabulary(reading.setup.target))
+        generator = draws(reading.setup.seed, record.quantity)
+        ids = every[torch.randint(len(every), (RATE_TEXTS, PIECE), generator=generator)]
+    if record.quantity == "sink_rate_repeated":
+        ids = ids[:, :1].expand(-1, PIECE)
+    return float((reading.to_first(ids).mean(-1) > ABOVE).float().mean())
 
 
 def attention_to_first(reading: Reading, _: Published) -> float:
     """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one."""
-    if reading.setup.n_layers <= SHARE_FROM + 1:
-        raise UnsupportedError(f"the protocol leaves out all {reading.setup.n_layers} layers")
-    to_first = reading.to_first(reading.texts(SHARE_TEXTS, SHARE_LENGTH))[SHARE_FROM:-1]
-    return float(to_first[..., SHARE_LENGTH // 2 :].mean())
+    check_site(reading.setup.target, SHARE_FROM + 1)
+    to_first = reading.to_first(reading.texts(SHARE_TEXTS, SHARE_LENGTH))
+    return float(to_first[SHARE_FROM:-1, ..., SHARE_LENGTH // 2 :].mean())
 
 
 PROTOCOLS: dict[str, Callable[[Reading, Published], Any]] = {
     "layers": layers,
     "neurons": neurons,
     "residual_dims": residual_dims,
-    "repeats": repeats,
     "massive_layers": massive_layers,
     "massive_values": massive_values,
-    "top_dims": top_dims,
+    "repeats": repeats,
     "sink_rate": sink_rate,
-    "sink_rate_random": sink_rate_random,
-    "sink_rate_repeated": sink_rate_repeated,
+    "sink_rate_random": sink_rate,
+    "sink_rate_repeated": sink_rate,
     "attention_to_first": attention_to_first,
 }
 """How each quantity is measured; the docstring of a function is its protocol."""
