@@ -9,9 +9,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.published import Published, published
+from sinkscope.models.checkpoints.published import published
+from sinkscope.results.notation import read_neuron
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -71,18 +73,17 @@ class ModelEntry:
 
 
 def _reported(name: str) -> ReportedSink | None:
-    """The sink that the records of a model report: of each quantity the first, with all sources that agree with it."""
-    firsts: dict[str, Published] = {}
+    """The sink that the records of a model report: of each quantity the first, and all sources that say it, too."""
+    values: dict[str, Any] = {}
     sources: list[str] = []
     for record in published():
         if record.model == name and record.quantity in ReportedSink.__dataclass_fields__:
-            first = firsts.setdefault(record.quantity, record)
-            if not first.contradicts(record):
+            if record.fits(values.setdefault(record.quantity, record.value)):
                 sources.append(record.source)
-    if not firsts:
+    if not values:
         return None
-    values = {quantity: record.value for quantity, record in firsts.items()}
-    values.setdefault("layers", tuple(sorted({layer for layer, _ in values.get("neurons", ())})))
+    values["neurons"] = tuple(map(read_neuron, values.get("neurons", ())))
+    values.setdefault("layers", tuple(sorted({site[0] for site in values["neurons"]})))
     return ReportedSink("; ".join(dict.fromkeys(sources)), **values)
 
 

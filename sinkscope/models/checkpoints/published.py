@@ -15,19 +15,18 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
 from sinkscope.files.records import Finite, Natural, Share, Whole, check, checked
 
-TABLE = Path(__file__).with_name("published.toml")
 SOME = Field(min_length=1)
 Words = Annotated[str, SOME]
+Name = Annotated[str, Field(pattern=r"^L\d+\.(E\d+\.)?N\d+$")]
 Numbers = Annotated[tuple[Whole, ...], SOME]
 
 QUANTITIES: dict[str, Any] = {
     "layers": Numbers,
-    "neurons": Annotated[tuple[tuple[Whole, Whole], ...], SOME],
+    "neurons": Annotated[tuple[Name, ...], SOME],
     "residual_dims": Numbers,
     "repeats": Natural,
     "massive_layers": tuple[Whole, Whole],
     "massive_values": Annotated[tuple[tuple[Whole, Finite], ...], SOME],
-    "top_dims": Numbers,
     "sink_rate": Share,
     "sink_rate_random": Share,
     "sink_rate_repeated": Share,
@@ -35,7 +34,7 @@ QUANTITIES: dict[str, Any] = {
     "note": Words,
 }
 """The quantities that a record may have, and the type of their values; a note is a fact that nothing here measures."""
-SETS = ("layers", "neurons", "residual_dims", "top_dims")
+SETS = ("layers", "neurons", "residual_dims")
 """Quantities of which a source may list a part: the measured set has to contain it."""
 
 
@@ -69,7 +68,7 @@ class Published:
         value = check(self.value, QUANTITIES[self.quantity], self.quantity, "what the source reports")
         object.__setattr__(self, "value", value)
 
-    def agrees(self, measured: Any) -> bool:
+    def fits(self, measured: Any) -> bool:
         """Whether a measured value agrees: a set contains what is reported, a number is within the tolerance."""
         if self.quantity in SETS:
             return set(self.value) <= set(measured)
@@ -78,10 +77,17 @@ class Published:
         return bool(np.allclose(self.value, measured, rtol=0, atol=self.tolerance + 1e-9))
 
     def contradicts(self, other: Published) -> bool:
-        """Whether another record of the same model and quantity cannot be right as well."""
-        if self.quantity == "note" or (self.model, self.quantity) != (other.model, other.quantity):
+        """Whether another record of the same model and quantity, which is no note, cannot be right as well."""
+        if (self.model, self.quantity) != (other.model, other.quantity):
             return False
-        return not (self.agrees(other.value) or other.agrees(self.value))
+        return not (self.fits(other.value) or other.fits(self.value))
+
+
+@checked
+class Table:
+    """A file of published results: its tables [[record]]."""
+
+    record: Annotated[tuple[Published, ...], SOME]
 
 
 def read_published(path: str | os.PathLike[str]) -> tuple[Published, ...]:
@@ -91,13 +97,13 @@ def read_published(path: str | os.PathLike[str]) -> tuple[Published, ...]:
         SinkscopeError: It cannot be read, or a record is not valid; the message names the first.
     """
     try:
-        given = tomllib.loads(read_text(str(path))).get("record", [])
+        content = tomllib.loads(read_text(str(path)))
     except tomllib.TOMLDecodeError as error:
-        raise SinkscopeError(f"{path} is not TOML: {error}") from None
-    return check(given, Annotated[tuple[Published, ...], SOME], f"record of {path}", "tables [[record]]")
+        raise SinkscopeError(f"{path} is not TOML: {error}; expected tables [[record]]") from None
+    return check(content, Table, str(path), "tables [[record]] with model, quantity, value and source").record
 
 
 @cache
 def published() -> tuple[Published, ...]:
     """The records of the package."""
-    return read_published(TABLE)
+    return read_published(Path(__file__).with_name("published.toml"))

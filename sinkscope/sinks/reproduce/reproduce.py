@@ -8,32 +8,49 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import plain
-from sinkscope.measure import Hidden, Option, Result, Setup, Whole
+from sinkscope.files.records import checked
+from sinkscope.measure import Hidden, Option, Result, Setup
 from sinkscope.models.checkpoints.hub import cached_models
 from sinkscope.models.checkpoints.names import find
 from sinkscope.models.checkpoints.published import Published, published, read_published
-from sinkscope.results.notation import count_of, word_list
+from sinkscope.models.text import put_before
+from sinkscope.results.notation import word_list
 from sinkscope.results.options import command
-from sinkscope.results.tables import Table
-from sinkscope.sinks.reproduce.protocols import PROTOCOLS, Reading
+from sinkscope.sinks.find.layer_scan import scan_layers
+from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.reproduce.protocols import PROTOCOLS
 
 
-@dataclass(frozen=True)
-class Compared:
+@checked
+class Compared(Published):
     """A published result beside what was measured.
 
     Attributes:
-        record: What is published.
-        measured: The same by its protocol. None: it was not measured, or nothing was found.
+        measured: The same, measured here. None: it was not measured, or there is none.
         agrees: Whether it agrees. None: it was not measured.
-        remark: Why it was not measured, and which other sources it contradicts.
+        remark: Why it was not measured, and which sources it contradicts.
     """
 
-    record: Published
-    measured: Any
-    agrees: bool | None
-    remark: str
+    measured: Any = None
+    agrees: bool | None = None
+    remark: str | None = None
+
+    @classmethod
+    def of(
+        cls, record: Published, beside: Sequence[Published], model: tuple[Setup, SinkContext] | None = None
+    ) -> Compared:
+        """A published result beside what is measured now, if a model is given, and beside other results."""
+        if record.quantity not in PROTOCOLS:
+            return cls(**vars(record), remark="no protocol here")
+        measured = agrees = None
+        remarks = [f"contradicts {other.source}" for other in beside if record.contradicts(other)]
+        if model is not None:
+            try:
+                measured = PROTOCOLS[record.quantity](*model, record)
+                agrees = record.fits(measured)
+            except SinkscopeError as error:
+                remarks.append(f"not measured: {error}")
+        return cls(**vars(record), measured=measured, agrees=agrees, remark="; ".join(remarks) or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +59,13 @@ class Reproduction(Result):
 
     Attributes:
         records: The results.
-        models: How many models have published results.
-        on_disk: Those whose weights are on this disk, if no model was measured.
+        on_disk: Models with published results whose weights are on this disk, if none was measured.
     """
 
     kind: ClassVar[str] = "reproduce"
-    columns: ClassVar[tuple[str, ...]] = ("model", "quantity", "expected", "measured", "agrees", "source")
-    glossary: ClassVar = {
-        "expected": "The published value",
-        "source": "Who reports it",
-        "primary": "Whether the source itself was read",
-        "protocol": "How it is measured",
-    }
+    columns: ClassVar[tuple[str, ...]] = ("model", "quantity", "value", "measured", "agrees", "source")
 
     records: tuple[Compared, ...]
-    models: int
     on_disk: tuple[str, ...] = ()
 
     @property
@@ -66,57 +75,24 @@ class Reproduction(Result):
 
     def conclusion(self) -> str:
         """How many agree, or which models are there."""
+        agree = [one.agrees for one in self.records]
         if not self.model.n_layers:
-            here = word_list(self.on_disk) or "none"
-            return f"Of {count_of(self.models, 'model')} with published results, these are on this disk: {here}."
-        verdicts = [one.agrees for one in self.records]
+            return f"of models with published results, this disk holds {word_list(self.on_disk) or 'none'}."
         return (
-            f"Of {count_of(len(verdicts), 'published result')} of {self.model.name}, {verdicts.count(True)} agree, "
-            f"{verdicts.count(False)} do not, and {verdicts.count(None)} were not measured."
+            f"of {len(agree)} published results of {self.model.name}, {agree.count(True)} agree, {agree.count(False)} "
+            "do not, and the others were not measured."
         )
 
-    def rows(self) -> Table:
-        """One row per published result."""
-        rows: Table = []
-        for one in self.records:
-            record = plain(one.record)
-            row = {name: record.pop(name) for name in ("model", "quantity")}
-            row |= {"expected": _in_words(record.pop("value")), "measured": _in_words(plain(one.measured))}
-            row |= {"agrees": one.agrees, "remark": one.remark or None, **record, "protocol": None}
-            if one.record.quantity in PROTOCOLS:
-                row["protocol"] = PROTOCOLS[one.record.quantity].__doc__
-            rows.append(row)
-        return rows
-
-
-def _in_words(value: Any) -> Any:
-    """A value in one cell: lists keep their brackets."""
-    if isinstance(value, list):
-        return str(value)
-    return value
+    def details(self) -> list[str]:
+        """How each quantity is measured."""
+        quantities = {one.quantity for one in self.records}
+        return [f"{name}: {measure.__doc__}" for name, measure in PROTOCOLS.items() if name in quantities]
 
 
 def known_as(name: str) -> str:
     """The short name of a model; of another one the last part of its name."""
     entry = find(name)
-    if entry is not None:
-        return entry.name
-    return name.rpartition("/")[2].lower()
-
-
-def compared(record: Published, beside: Sequence[Published], reading: Reading | None) -> Compared:
-    """A published result beside what is measured now, if a model is given, and beside other results."""
-    measured, agrees, remarks = None, None, []
-    try:
-        if record.quantity not in PROTOCOLS:
-            remarks.append("no protocol here")
-        elif reading is not None:
-            measured = PROTOCOLS[record.quantity](reading, record)
-            agrees = record.agrees(measured)
-    except SinkscopeError as error:
-        remarks.append(f"not measured: {error}")
-    remarks += [f"contradicts {other.source}" for other in beside if record.contradicts(other)]
-    return Compared(record, measured, agrees, "; ".join(remarks))
+    return name.rpartition("/")[2].lower() if entry is None else entry.name
 
 
 @command(words="reproduce", group="Sinks", help="Compare a model with what is published about it.")
@@ -128,8 +104,6 @@ def reproduce(
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
-    text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
-    seed: Whole = 0,
     tokenizer: Hidden = None,
     progress: Hidden = None,
 ) -> Reproduction:
@@ -144,8 +118,6 @@ def reproduce(
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        text: File of typical text. By default the bundled neutral text.
-        seed: Seed of the random tokens.
         tokenizer: Tokenizer for live models that carry none.
         progress: Called as `progress(what, done, total)`.
 
@@ -157,32 +129,22 @@ def reproduce(
         sinkscope reproduce --list
     """
     known = published() if records is None else read_published(records)
-    models = {known_as(record.model) for record in known}
+    about = [known_as(record.model) for record in known]
     if every or model is None:
-        on_disk = {known_as(name) for name in cached_models()} & models
-        wanted = models if every else on_disk
+        on_disk = sorted({known_as(name) for name in cached_models()} & set(about))
+        wanted = about if every else on_disk
         if model is not None:
-            wanted = {known_as(str(model))}
-        listed = [compared(record, known, None) for record in known if known_as(record.model) in wanted]
-        return Reproduction(records=tuple(listed), models=len(models), on_disk=tuple(sorted(on_disk)))
-    setup = Setup.open(
-        model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        text=text,
-        seed=seed,
-        tokenizer=tokenizer,
-        progress=progress,
-        texts=1,
-    )
-    name, reading = known_as(setup.target.name), Reading(setup)
-    if name not in models:
+            wanted = [known_as(str(model))]
+        listed = [Compared.of(one, known) for one, name in zip(known, about, strict=True) if name in wanted]
+        return Reproduction(records=tuple(listed), on_disk=tuple(on_disk))
+    opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
+    setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
+    scan = scan_layers(setup.target, setup.ids, whole=True)
+    first = SinkContext.at_first(setup.target, setup.ids, scan)
+    name = known_as(setup.target.name)
+    compared = [Compared.of(one, known, (setup, first)) for one in known if known_as(one.model) == name]
+    if not compared:
         raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE, or see --list")
-    return Reproduction(
-        model=setup.info(),
-        settings={"records": records, "revision": revision, "seed": seed},
-        provenance=setup.provenance(),
-        records=tuple(compared(record, known, reading) for record in known if known_as(record.model) == name),
-        models=len(models),
-    )
+    settings = {"records": records, "revision": revision}
+    info, made = setup.info(), setup.provenance()
+    return Reproduction(records=tuple(compared), model=info, settings=settings, provenance=made)
