@@ -104,6 +104,7 @@ def sink_rate(setup: Setup, _: SinkContext, record: Published) -> float:
 
 def attention_to_first(setup: Setup, _: SinkContext, __: Published) -> float:
     """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one."""
+    check_site(setup.target, SHARE_FROM + 1)
     sites = [f"blocks.{layer}.attn.hook_pattern" for layer in range(SHARE_FROM, setup.n_layers - 1)]
     ids, half = texts(setup, SHARE_TEXTS, SHARE_LENGTH), SHARE_LENGTH // 2
     rows = trace(setup.target, ids, sites, lambda rows: rows[:, :, half:, 0], batch_size=AT_ONCE)

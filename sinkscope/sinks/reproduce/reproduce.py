@@ -16,6 +16,7 @@ from sinkscope.models.checkpoints.published import Published, published, read_pu
 from sinkscope.models.text import put_before
 from sinkscope.results.notation import word_list
 from sinkscope.results.options import command
+from sinkscope.results.tables import cell
 from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
@@ -84,9 +85,13 @@ class Reproduction(Result):
         )
 
     def details(self) -> list[str]:
-        """How each quantity is measured."""
+        """What is remarked of a result, and how each quantity is measured."""
         quantities = {one.quantity for one in self.records}
-        return [f"{name}: {measure.__doc__}" for name, measure in PROTOCOLS.items() if name in quantities]
+        lines: list[str] = []
+        for one in self.records:
+            if one.remark is not None and one.quantity in PROTOCOLS:
+                lines.append(f"{one.quantity} {cell(one.value)} of {one.model} ({one.source}): {one.remark}.")
+        return lines + [f"{name}: {measure.__doc__}" for name, measure in PROTOCOLS.items() if name in quantities]
 
 
 def known_as(name: str) -> str:
