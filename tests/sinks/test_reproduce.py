@@ -49,9 +49,11 @@ def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_
 
 def test_the_records_that_contradict_each_other_are_those_known_to():
     measured = [record for record in published() if record.quantity in PROTOCOLS]
-    against = [
-        (one.model, one.value, other.value) for one, other in combinations(measured, 2) if one.contradicts(other)
-    ]
+    against = []
+    for one, other in combinations(measured, 2):
+        if one.model == other.model and one.contradicts(other):
+            assert other.contradicts(one)
+            against.append((one.model, one.value, other.value))
     assert against == [("llama-2-13b", ("L3.N7678",), ("L3.N8811",))]
 
 
@@ -350,7 +352,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     other = 'model = "another"; quantity = "layers"; value = [0]; source = "third paper"'
     write(agreeing, other, 'model = "tiny"; quantity = "note"; value = "a word"; source = "a note"')
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    assert "of 2 published results of tiny, 1 agree, 0 do not" in out
+    assert "of the published results of tiny, 1 agree, 0 do not, 1 were not measured" in out
     assert "first paper" in out and "third paper" not in out
     found = Result.load("found.json")
     assert isinstance(found, Reproduction) and found.exit_code == 0
@@ -361,7 +363,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     write(agreeing, f'model = "tiny"; quantity = "layers"; value = [{layer + 1}]; source = "second paper"')
     out = typed("reproduce ./tiny --records mine.toml", 1).out
     assert "contradicts second paper" in out and "contradicts first paper" in out
-    assert "of 2 published results of tiny, 1 agree, 1 do not" in out
+    assert "of the published results of tiny, 1 agree, 1 do not" in out
 
 
 def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
@@ -386,9 +388,8 @@ def test_a_model_of_which_nothing_is_published_is_refused(folder, typed):
 
 def test_the_list_shows_every_record_with_source_and_measures_nothing(typed):
     found = ss.reproduce(every=True)
-    assert [(one.model, one.value, one.source) for one in found.records] == [
-        (one.model, one.value, one.source) for one in published()
-    ]
+    listed = [(one.model, one.quantity, one.value, one.source) for one in found.records]
+    assert sorted(map(str, listed)) == sorted(str((r.model, r.quantity, r.value, r.source)) for r in published())
     for one in found.records:
         assert one.measured is None and one.agrees is None
         if one.quantity == "note":
@@ -400,8 +401,6 @@ def test_the_list_shows_every_record_with_source_and_measures_nothing(typed):
     assert remarks[("L3.N8811",)] == "contradicts accounts in other papers"
     only = typed("reproduce Llama-2-7b-hf --list --csv -").out.splitlines()
     assert len(only) > 8 and all(line.startswith("llama-2-7b,") for line in only[1:])
-    for name in PROTOCOLS:
-        assert f"{name}: " in found.text()
 
 
 def test_without_a_model_it_lists_what_is_published_of_models_on_this_disk(tmp_path):

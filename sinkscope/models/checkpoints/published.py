@@ -77,8 +77,8 @@ class Published:
         return bool(np.allclose(self.value, measured, rtol=0, atol=self.tolerance + 1e-9))
 
     def contradicts(self, other: Published) -> bool:
-        """Whether another record of the same model and quantity, which is no note, cannot be right as well."""
-        if (self.model, self.quantity) != (other.model, other.quantity):
+        """Whether another record of the same model, which has a protocol, cannot be right as well."""
+        if self.quantity != other.quantity:
             return False
         return not (self.fits(other.value) or other.fits(self.value))
 

@@ -40,7 +40,7 @@ class Compared(Published):
     def of(
         cls, record: Published, beside: Sequence[Published], model: tuple[Setup, SinkContext] | None = None
     ) -> Compared:
-        """A published result beside what is measured now, if a model is given, and beside other results."""
+        """A published result beside what is measured now, if a model is given, and beside others of its model."""
         if record.quantity not in PROTOCOLS:
             return cls(**vars(record), remark="no protocol here")
         measured = agrees = None
@@ -77,21 +77,18 @@ class Reproduction(Result):
     def conclusion(self) -> str:
         """How many agree, or which models are there."""
         agree = [one.agrees for one in self.records]
-        if not self.model.n_layers:
-            return f"of models with published results, this disk holds {word_list(self.on_disk) or 'none'}."
-        return (
-            f"of {len(agree)} published results of {self.model.name}, {agree.count(True)} agree, {agree.count(False)} "
-            "do not, and the others were not measured."
-        )
+        if self.model.n_layers:
+            said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
+            return f"of the published results of {self.model.name}, {said}."
+        return f"of models with published results, this disk holds {word_list(self.on_disk) or 'none'}."
 
     def details(self) -> list[str]:
-        """What is remarked of a result, and how each quantity is measured."""
-        quantities = {one.quantity for one in self.records}
+        """What is remarked of each result."""
         lines: list[str] = []
         for one in self.records:
-            if one.remark is not None and one.quantity in PROTOCOLS:
-                lines.append(f"{one.quantity} {cell(one.value)} of {one.model} ({one.source}): {one.remark}.")
-        return lines + [f"{name}: {measure.__doc__}" for name, measure in PROTOCOLS.items() if name in quantities]
+            if one.remark is not None:
+                lines.append(f"{one.quantity} {cell(one.value)} ({one.source}): {one.remark}.")
+        return lines
 
 
 def known_as(name: str) -> str:
@@ -134,22 +131,27 @@ def reproduce(
         sinkscope reproduce --list
     """
     known = published() if records is None else read_published(records)
-    about = [known_as(record.model) for record in known]
+    about: dict[str, list[Published]] = {}
+    for record in known:
+        about.setdefault(known_as(record.model), []).append(record)
     if every or model is None:
-        on_disk = sorted({known_as(name) for name in cached_models()} & set(about))
-        wanted = about if every else on_disk
+        on_disk = sorted({known_as(name) for name in cached_models()} & about.keys())
+        wanted = list(about) if every else on_disk
         if model is not None:
             wanted = [known_as(str(model))]
-        listed = [Compared.of(one, known) for one, name in zip(known, about, strict=True) if name in wanted]
+        listed: list[Compared] = []
+        for name in wanted:
+            beside = about.get(name, [])
+            listed += [Compared.of(one, beside) for one in beside]
         return Reproduction(records=tuple(listed), on_disk=tuple(on_disk))
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
     scan = scan_layers(setup.target, setup.ids, whole=True)
     first = SinkContext.at_first(setup.target, setup.ids, scan)
-    name = known_as(setup.target.name)
-    compared = [Compared.of(one, known, (setup, first)) for one in known if known_as(one.model) == name]
-    if not compared:
+    beside = about.get(known_as(setup.target.name))
+    if beside is None:
         raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE, or see --list")
+    compared = [Compared.of(one, beside, (setup, first)) for one in beside]
     settings = {"records": records, "revision": revision}
     info, made = setup.info(), setup.provenance()
     return Reproduction(records=tuple(compared), model=info, settings=settings, provenance=made)
