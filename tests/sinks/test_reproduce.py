@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from organisms.organism import organism
 from refusals import refused
 
 import sinkscope as ss
+from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.names import find, models
 from sinkscope.models.checkpoints.published import QUANTITIES, Published, published, read_published
 from sinkscope.models.draws import draws
@@ -209,6 +211,17 @@ def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, quantity, t
     assert quantity == "sink_rate_repeated" or found > 0.02
 
 
+def test_no_bos_stands_first_where_the_tokenizer_has_one_and_does_not_put_it(tmp_path):
+    """As GPT-2's: other measurements put it first."""
+    one = planted("gpt2")
+    tokenizer = copy.deepcopy(one.tokenizer)
+    tokenizer.bos_token = "<unused>"
+    assert Setup.open(one.model, tokenizer=tokenizer).bos == 1
+    alpha = attention(one.model, pieces(one.tokenizer, False, 100, 64))[..., 0].mean(-1)
+    expected = float((alpha > 0.3).float().mean())
+    assert measured(one.model, tokenizer, "sink_rate", 0.5, tmp_path) == pytest.approx(expected, abs=2e-4)
+
+
 @FAMILIES
 def test_attention_to_the_first_token_is_the_mean_over_inner_layers_and_later_queries(family, tmp_path):
     one = planted(family)
@@ -352,7 +365,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     other = 'model = "another"; quantity = "layers"; value = [0]; source = "third paper"'
     write(agreeing, other, 'model = "tiny"; quantity = "note"; value = "a word"; source = "a note"')
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    assert "of the published results of tiny, 1 agree, 0 do not, 1 were not measured" in out
+    assert "Of the published results of tiny, 1 agree, 0 do not, 1 were not measured" in out
     assert "first paper" in out and "third paper" not in out
     found = Result.load("found.json")
     assert isinstance(found, Reproduction) and found.exit_code == 0
@@ -363,7 +376,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     write(agreeing, f'model = "tiny"; quantity = "layers"; value = [{layer + 1}]; source = "second paper"')
     out = typed("reproduce ./tiny --records mine.toml", 1).out
     assert "contradicts second paper" in out and "contradicts first paper" in out
-    assert "of the published results of tiny, 1 agree, 1 do not" in out
+    assert "Of the published results of tiny, 1 agree, 1 do not" in out
 
 
 def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
@@ -421,7 +434,7 @@ def test_without_a_model_it_lists_what_is_published_of_models_on_this_disk(tmp_p
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert f"Conclusion: of models with published results, this disk holds {expected}." in done.stdout
+        assert f"Conclusion: Of models with published results, this disk holds {expected}." in done.stdout
         assert ("sink_rate_repeated" in done.stdout) == (expected == "gpt2-xl") and "llama" not in done.stdout
 
 

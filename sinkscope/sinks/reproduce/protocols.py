@@ -11,8 +11,6 @@ from math import inf
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import PIECE, Setup
@@ -42,13 +40,6 @@ def texts(setup: Setup, count: int, length: int = PIECE) -> TokenRows:
     return text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
 
 
-def massive(first: SinkContext) -> Float[Tensor, "layer d_model"]:
-    """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| elsewhere; 0 in place of others."""
-    values = torch.stack([layer.residual for layer in first.scan.layers])
-    median = torch.tensor([[layer.hidden] for layer in first.scan.layers])
-    return values * (values.abs() > (RATIO * median).clamp(min=LEAST))
-
-
 def layers(_: Setup, first: SinkContext, __: Published) -> list[int | None]:
     """The layer whose MLP adds most to the norm of the first token."""
     return [first.scan.sink_layer]
@@ -65,22 +56,22 @@ def neurons(_: Setup, first: SinkContext, record: Published) -> list[str]:
     return found
 
 
-def residual_dims(_: Setup, first: SinkContext, __: Published) -> list[int]:
-    """Dimensions whose value at position 0, after any layer, exceeds 100 and 1000 times the median |hidden state|."""
-    return massive(first).any(0).nonzero().flatten().tolist()
+def massive(_: Setup, first: SinkContext, record: Published) -> list[Any]:
+    """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| of later positions, mean over texts.
 
-
-def massive_layers(_: Setup, first: SinkContext, __: Published) -> list[int]:
-    """The first and the last layer after which there is such a massive activation."""
-    after = massive(first).any(1).nonzero().flatten().tolist()
-    return [*after[:1], *after[-1:]]
-
-
-def massive_values(_: Setup, first: SinkContext, record: Published) -> list[list[float]]:
-    """Massive activations at position 0 after the first layer with any, mean over texts; 0 if there is none."""
-    after = massive_layers(_, first, record)[:1]
-    values = dict(enumerate(massive(first)[after].sum(0).tolist()))
-    return [[dim, round(values.get(dim, 0.0), 2)] for dim, _ in record.value]
+    The dimensions that have one after any layer; the first and the last layer after which there is one; or the values
+    after this first layer, 0 where they are not massive.
+    """
+    values = torch.stack([layer.residual for layer in first.scan.layers])
+    median = torch.tensor([[layer.hidden] for layer in first.scan.layers])
+    there = values.abs() > (RATIO * median).clamp(min=LEAST)
+    if record.quantity == "residual_dims":
+        return there.any(0).nonzero().flatten().tolist()
+    after = there.any(1).nonzero().flatten().tolist()
+    if record.quantity == "massive_layers":
+        return [*after[:1], *after[-1:]]
+    row = dict(enumerate((values * there)[after[:1]].sum(0).tolist()))
+    return [[dim, round(row.get(dim, 0.0), 2)] for dim, _ in record.value]
 
 
 def repeats(setup: Setup, first: SinkContext, record: Published) -> float:
@@ -114,9 +105,9 @@ def attention_to_first(setup: Setup, _: SinkContext, __: Published) -> float:
 PROTOCOLS: dict[str, Protocol] = {
     "layers": layers,
     "neurons": neurons,
-    "residual_dims": residual_dims,
-    "massive_layers": massive_layers,
-    "massive_values": massive_values,
+    "residual_dims": massive,
+    "massive_layers": massive,
+    "massive_values": massive,
     "repeats": repeats,
     "sink_rate": sink_rate,
     "sink_rate_random": sink_rate,

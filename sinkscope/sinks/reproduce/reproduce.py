@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked
@@ -13,6 +13,7 @@ from sinkscope.measure import Hidden, Option, Result, Setup
 from sinkscope.models.checkpoints.hub import cached_models
 from sinkscope.models.checkpoints.names import find
 from sinkscope.models.checkpoints.published import Published, published, read_published
+from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.text import put_before
 from sinkscope.results.notation import word_list
 from sinkscope.results.options import command
@@ -63,8 +64,8 @@ class Reproduction(Result):
         on_disk: Models with published results whose weights are on this disk, if none was measured.
     """
 
-    kind: ClassVar[str] = "reproduce"
-    columns: ClassVar[tuple[str, ...]] = ("model", "quantity", "value", "measured", "agrees", "source")
+    kind = "reproduce"
+    columns = ("model", "quantity", "value", "measured", "agrees", "source")
 
     records: tuple[Compared, ...]
     on_disk: tuple[str, ...] = ()
@@ -79,16 +80,13 @@ class Reproduction(Result):
         agree = [one.agrees for one in self.records]
         if self.model.n_layers:
             said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
-            return f"of the published results of {self.model.name}, {said}."
-        return f"of models with published results, this disk holds {word_list(self.on_disk) or 'none'}."
+            return f"Of the published results of {self.model.name}, {said}."
+        return f"Of models with published results, this disk holds {word_list(self.on_disk) or 'none'}."
 
     def details(self) -> list[str]:
         """What is remarked of each result."""
-        lines: list[str] = []
-        for one in self.records:
-            if one.remark is not None:
-                lines.append(f"{one.quantity} {cell(one.value)} ({one.source}): {one.remark}.")
-        return lines
+        remarked = [one for one in self.records if one.remark is not None]
+        return [f"{one.quantity} {cell(one.value)} ({one.source}): {one.remark}." for one in remarked]
 
 
 def known_as(name: str) -> str:
@@ -98,6 +96,7 @@ def known_as(name: str) -> str:
 
 
 @command(words="reproduce", group="Sinks", help="Compare a model with what is published about it.")
+@float32_by_default()
 def reproduce(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     records: Annotated[str | Path | None, Option(metavar="FILE")] = None,
