@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +27,8 @@ from sinkscope.models.checkpoints.published import QUANTITIES, Published, publis
 from sinkscope.models.draws import draws
 from sinkscope.models.text import typical_text
 from sinkscope.results.result import Result
+from sinkscope.sinks.find.layer_scan import scan_layers
+from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
 from sinkscope.sinks.reproduce.reproduce import Compared, Reproduction
 
@@ -286,6 +289,25 @@ def test_massive_activations_are_large_values_at_the_first_token_against_plain_h
     assert by_value.agrees is False  # no dimension 100000
 
 
+def test_a_massive_activation_exceeds_100_and_1000_times_the_median_of_its_layer():
+    """Three layers made by hand: the median is 0.05, 0.1 and 0.2."""
+    setup = Setup.open(ss.load())
+    scan = scan_layers(setup.target, setup.ids, whole=True)
+    layers = []
+    for hidden, values in ((0.05, [99, -99, 0, 0]), (0.1, [101, -99, 150, 0]), (0.2, [101, -199, 300, -201])):
+        residual = torch.zeros_like(scan.layers[0].residual)
+        residual[:4] = torch.tensor(values).float()
+        layers.append(replace(scan.layers[0], residual=residual, hidden=hidden))
+    first = SinkContext.at_first(setup.target, setup.ids, replace(scan, layers=layers))
+
+    def found(quantity: str, value: Any) -> Any:
+        return PROTOCOLS[quantity](setup, first, Published("m", quantity, value, "s"))
+
+    assert found("residual_dims", [0]) == [0, 2, 3]
+    assert found("massive_layers", [0, 1]) == [1, 2]
+    assert found("massive_values", [[2, 1.0], [1, 1.0], [9999, 1.0]]) == [[2, 150], [1, 0], [9999, 0]]
+
+
 @FAMILIES
 def test_neurons_and_their_layer_are_the_planted_ones(family, tmp_path):
     one = planted(family)
@@ -336,6 +358,8 @@ def test_repeats_are_copies_until_half_of_the_norm_of_the_first_token(tmp_path):
             counts.append(reached[0] + 1)
     assert counts, "none of these words becomes a sink"
     assert measured(one.model, one.tokenizer, "repeats", 120, tmp_path) == median(counts)
+    short = max(counts) - 1  # twice as many copies are tried
+    assert measured(one.model, one.tokenizer, "repeats", short, tmp_path) == median(counts)
     assert measured(one.model, one.tokenizer, "repeats", 2, tmp_path) == float("inf")  # not within 4 copies
     none = organism("llama", 0, kind="none")
     assert measured(none.model, none.tokenizer, "repeats", 20, tmp_path) == float("inf")
