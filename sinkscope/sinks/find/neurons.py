@@ -101,11 +101,9 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
 
 
 def largest_writer(context: SinkContext, layer: int) -> Neuron:
-    """The neuron of a layer that writes most at the place; it is not verified."""
-    target = context.target
-    with target.loaded(layer):
-        _, rank = contributions(target, _at_places(context, layer)).mean(1)
-    return Neuron(layer, *expert_and_neuron(target, layer, int(rank.argmax())))
+    """The neuron of a layer that writes most at the place, of a model in memory; it is not verified."""
+    _, rank = contributions(context.target, _at_places(context, layer)).mean(1)
+    return Neuron(layer, *expert_and_neuron(context.target, layer, int(rank.argmax())))
 
 
 def _at_places(context: SinkContext, layer: int) -> LayerView:
