@@ -22,6 +22,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.measure import Setup
 from sinkscope.models.text import typical_text
+from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
 from sinkscope.sinks.find.neurons import largest_writer
 from sinkscope.sinks.find.survey import Survey
@@ -126,16 +127,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model.
     """
-    training = [module for module in model.modules() if module.training]
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
         try:
-            for module in training:
-                module.training = False
             yield
         finally:
-            for module in training:
-                module.training = True
             random.setstate(of_python)
             np.random.set_state(of_numpy)
 
@@ -190,6 +186,9 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
     Returns:
         The attention (share of all, mean over heads, layers and texts), and that of the text which the copies replace;
         the loss (nats per token), and that of this text.
+
+    Raises:
+        UnsupportedError: The head of the model is one of another task.
     """
     target = setup.target
     words = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, setup.n_texts)
@@ -202,6 +201,8 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
     keys[:, 1:end] = 1
     with late_attention(target, keys, end) as total:
         logits = target.forward(rows, unembed=True).logits
+    if logits.ndim < rows.ndim + 1:
+        raise UnsupportedError(f"{target.name} has no head that gives logits of tokens")
     attending = list(filter(target.has_attention, range(target.n_layers)))
     attention = total[:, 0, attending].mean(1) / (rows.shape[1] - end)
     predicted = logits[:, end // 2 - 1 : end - 1].float().cpu()
