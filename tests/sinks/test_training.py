@@ -147,7 +147,8 @@ def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, 
     m = organism(family, 0)
     ids = text_of(m, tmp_path / "text.txt")
     before = by_hand(m, ids)
-    trainer, recorder, _, _ = run(m, tmp_path, ss.SinkCallback(STEPS, text=tmp_path / "text.txt"))
+    callback = ss.SinkCallback(STEPS, text=tmp_path / "text.txt")
+    trainer, recorder, _, _ = run(m, tmp_path, callback, learning_rate=1e-5)
     after = by_hand(m, ids)
     logged = [row for _, row in recorder.rows if "sink_rate" in row]
     assert before != pytest.approx(after, rel=1e-3)
