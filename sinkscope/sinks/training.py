@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.measure import Setup
+from sinkscope.models.loading.config import first_line
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
@@ -113,7 +114,8 @@ class SinkCallback(TrainerCallback):
                 numbers = read_sinks(Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening))
         except Exception as error:
             self._is_on = False
-            warn(f"SinkCallback stopped at step {state.global_step}, and the training goes on without: {error}")
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            warn(f"SinkCallback stopped at step {state.global_step}, and the training goes on without ({reason})")
             return
         should_log = control.should_log  # logging ends it, but the log of this step is still to come
         trainer.log(numbers)
@@ -163,13 +165,14 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         numbers["sink_rate"] = survey.rate.value
     if survey.spikes:
         context = survey.context(survey.spikes[0])
-        dims = dims_of(context.scan)
+    dims = dims_of(context.scan)
+    if dims:
         numbers |= {"spike_dim": dims[0], "spike_dims": len(dims)}
-        if context.scan.sink_layer is not None:
-            neuron = largest_writer(context, context.layer)
-            numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
-            if neuron.expert is not None:
-                numbers["spike_expert"] = neuron.expert
+    if context.scan.sink_layer is not None:
+        neuron = largest_writer(context, context.layer)
+        numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
+        if neuron.expert is not None:
+            numbers["spike_expert"] = neuron.expert
     numbers["spike_ratio"] = float(context.scan.ratios.max())
     names = "repeat_attention", "text_attention", "repeat_loss", "text_loss"
     return numbers | dict(zip(names, read_copies(setup).tolist(), strict=True))
