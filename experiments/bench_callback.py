@@ -1,6 +1,6 @@
 """What `SinkCallback` costs: the time of training with and without it, side by side in one run.
 
-    python -m experiments.bench_callback --out figures/bench_callback.json [--rounds 3] [--steps 8] [--every 2]
+    python -m experiments.bench_callback --out figures/bench_callback.json [--rounds 2] [--steps 6] [--every 3]
 
 Each row trains the network of the bundled model with so many tokens a step, in turn with and without the callback; the
 first round only warms up. So that the cost shows above the noise, the callback measures far more often than a user
@@ -89,7 +89,7 @@ def compared(size: str, steps: int, every: int, rounds: int) -> Row:
 
 
 def main(
-    *, rounds: int = 3, steps: int = 8, every: int = 2, sizes: Sequence[str] = SIZES, out: Path | None = None
+    *, rounds: int = 2, steps: int = 6, every: int = 3, sizes: Sequence[str] = SIZES, out: Path | None = None
 ) -> None:
     """Make what the module describes."""
     started = time.perf_counter()

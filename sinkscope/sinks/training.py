@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerCallback
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.measure import Setup
-from sinkscope.models.loading.config import first_line
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
@@ -114,8 +113,7 @@ class SinkCallback(TrainerCallback):
                 numbers = read_sinks(Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening))
         except Exception as error:
             self._is_on = False
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            warn(f"SinkCallback stopped at step {state.global_step}, and the training goes on without ({reason})")
+            warn(f"SinkCallback stopped at step {state.global_step}, and the training goes on without: {error!r}")
             return
         should_log = control.should_log  # logging ends it, but the log of this step is still to come
         trainer.log(numbers)

@@ -17,8 +17,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.measure import Setup
 from sinkscope.sinks.tokens import pick_tokens
-from sinkscope.sinks.training import undisturbed
+from sinkscope.sinks.training import read_sinks, undisturbed
 
 STEPS = 6
 SPIKE = ["spike_dim", "spike_dims", "spike_layer", "spike_neuron"]
@@ -109,9 +110,9 @@ def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings
 # --- what is logged ---------------------------------------------------------------------------------------------------
 
 
-def text_of(m, path):
+def text_of(m, path, ids=None):
     """A file with 130 pieces of 63 tokens of the planted model's language, and these with BOS before each."""
-    ids = m.natural(130, 64)
+    ids = m.natural(130, 64) if ids is None else ids
     path.write_text(" ".join(m.tokenizer.decode(row) for row in ids[:, 1:].tolist()), encoding="utf-8")
     return ids
 
@@ -169,6 +170,31 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
     _, recorder, _, _ = run(m, tmp_path, ss.SinkCallback(STEPS, text=tmp_path / "text.txt"))
     (row, _) = [row for _, row in recorder.rows if "sink_rate" in row]
     assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
+
+
+def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path):
+    m = organism("llama", 0)
+    weight = m.model.model.layers[m.truth.sink_layer].mlp.down_proj.weight
+    planted = weight.detach().clone()
+
+    @torch.no_grad()
+    def ratio(rows, factor):
+        weight.copy_(planted)
+        for _, neuron in m.truth.neurons:
+            weight[:, neuron] *= factor
+        profile = norms(m.model, rows)
+        return float((profile[:, :, 0].median(1).values / profile[:, :, 1:].flatten(1).quantile(0.5, 1)).max())
+
+    ids = m.natural(130, 64)
+    ids = ids[norms(m.model, ids)[-1, :, 1:].median(1).values.argsort(descending=True)]  # the first have large norms
+    text_of(m, tmp_path / "text.txt", ids)
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ratio(ids[:4], middle) < 2.98 else (low, middle)
+    assert ratio(ids[:100], low) > 3.02 and ratio(ids[:4], low) < 3
+    row = read_sinks(Setup.open(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt"))
+    assert row["spike_ratio"] == pytest.approx(2.98, abs=0.01) and not row.keys() & set(SPIKE)
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
@@ -261,7 +287,7 @@ def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
         m.model.transformer.h[1].mlp = Broken(m.model.transformer.h[1].mlp)
         return m
 
-    stopped(breaking, tmp_path, "stopped at step 0, and the training goes on without: ")
+    stopped(breaking, tmp_path, "stopped at step 0, and the training goes on without: .*it broke")
 
 
 def test_an_error_at_a_later_step_stops_it_from_there_on(tmp_path):
