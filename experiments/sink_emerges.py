@@ -1,6 +1,6 @@
 """When the sink comes while the bundled model trains, and what comes without the planted circuit.
 
-    python -m experiments.sink_emerges [--steps 400] [--every 40] [--out figures]
+    python -m experiments.sink_emerges [--steps 150] [--every 15] [--out figures]
 
 The recipe of `train_bundled` under `transformers.Trainer`, with `SinkCallback`. The run is shorter: fewer and smaller
 steps, and of the text only Python, random cycles and facts. The planted circuit makes the spike before the first step;
@@ -125,7 +125,7 @@ def figure(data: Row) -> Any:
     return fig.update_layout(title="The sink while the bundled model trains, and with nothing planted")
 
 
-def main(*, steps: int = 400, every: int = 40, tokens_per_step: int = 1024, out: Path = Path("figures")) -> None:
+def main(*, steps: int = 150, every: int = 15, tokens_per_step: int = 1024, out: Path = Path("figures")) -> None:
     """Make what the module describes."""
     started = time.perf_counter()
     tokenizer = ss.load().tokenizer
@@ -139,7 +139,7 @@ def main(*, steps: int = 400, every: int = 40, tokens_per_step: int = 1024, out:
             tokens_per_step=tokens_per_step,
             length=128,
             copy_steps=steps // 10,
-            warmup=steps // 10,
+            warmup=max(1, steps // 10),
         )
         logged = train(tokens, tokenizer, settings, every)
         result[name] = [row for row in logged if "sink_rate" in row]
