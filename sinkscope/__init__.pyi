@@ -41,6 +41,7 @@ from .sinks.patch.make import patch_make as patch_make
 from .sinks.precision.precision import precision as precision
 from .sinks.repetition.repeat import repeat as repeat
 from .sinks.reproduce.reproduce import reproduce as reproduce
+from .sinks.training import SinkCallback as SinkCallback
 
 __version__: str
 

@@ -23,7 +23,7 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
 from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived
-from sinkscope.sinks.find.layer_scan import massive_dims
+from sinkscope.sinks.find.layer_scan import LayerScan, massive_dims
 from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, sink_places, spike_places, stands_out
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
@@ -107,14 +107,18 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = Survey.of(Setup.open(model, **opening))
     dims: list[int] = []
     for place in survey.spikes:
-        scan = survey.context(place).scan
-        layer = int(scan.ratios.argmax())
-        squares = scan.spike_after(layer).double().square()
-        order = squares.argsort(descending=True, stable=True)
-        left = squares[order].flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
-        number = int(stands_out(left, torch.tensor(scan.typical_norm[layer])).sum())
-        dims += order[:number].tolist()
+        dims += dims_of(survey.context(place).scan)
     return tuple(dict.fromkeys(dims))
+
+
+def dims_of(scan: LayerScan) -> list[int]:
+    """The fewest dimensions of a spike without which its norm no longer stands out, where it stands out most."""
+    layer = int(scan.ratios.argmax())
+    squares = scan.spike_after(layer).double().square()
+    order = squares.argsort(descending=True, stable=True)
+    left = squares[order].flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
+    number = int(stands_out(left, torch.tensor(scan.typical_norm[layer])).sum())
+    return order[:number].tolist()
 
 
 @torch.no_grad()

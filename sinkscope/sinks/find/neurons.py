@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sinkscope.hooks.trace.layer_view import (
+    LayerView,
     contributions,
     expert_and_neuron,
     neutral_post,
@@ -57,12 +58,9 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         upto: The layer after which the norm is read, if it is later than `stage`.
     """
     target = context.target
-    ids = context.ids[:, : context.up_to_place]
-    where = torch.zeros_like(ids, dtype=torch.bool)
-    where[torch.arange(len(ids)), context.at] = True
     typical = context.typical
     with target.loaded(stage):
-        place = view_layer(target, stage, ids, where, context.entering)
+        place = _at_places(context, stage)
         text = neutral_view(target, stage, typical.ids, typical.entering)
         contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
@@ -100,3 +98,16 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         )
         neurons.append(verified)
     return tuple(neurons)
+
+
+def largest_writer(context: SinkContext, layer: int) -> Neuron:
+    """The neuron of a layer that writes most at the place, of a model in memory; it is not verified."""
+    _, rank = contributions(context.target, _at_places(context, layer)).mean(1)
+    return Neuron(layer, *expert_and_neuron(context.target, layer, int(rank.argmax())))
+
+
+def _at_places(context: SinkContext, layer: int) -> LayerView:
+    ids = context.ids[:, : context.up_to_place]
+    where = torch.zeros_like(ids, dtype=torch.bool)
+    where[torch.arange(len(ids)), context.at] = True
+    return view_layer(context.target, layer, ids, where, context.entering)
