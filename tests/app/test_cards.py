@@ -197,7 +197,9 @@ def test_the_command_and_the_demo(light, model, tmp_path, monkeypatch, typed):
     assert "holds no card" in said.err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
     shown = typed(f"demo --out {tmp_path}/d").out
-    assert shown.startswith("An attention sink is a token") and shown.index("Sink, by") < shown.index("Circuit, by")
+    assert shown.startswith("The attention of a head adds up to 100%.") and shown.index("Sink, by") < shown.index(
+        "Circuit, by"
+    )
     assert len(shown.splitlines()) <= 24
     assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
     assert (tmp_path / "d/card.html").is_file()

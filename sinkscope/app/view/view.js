@@ -232,7 +232,7 @@ class View {
       return;
     }
     const random_gone = control ? ` (${control.name}: ${gone(control)})` : "";
-    const said = `${gone(reading)} of the ${readers.length} heads that read ${sink} look elsewhere${random_gone}`;
+    const said = `${gone(reading)} of the ${readers.length} heads that read ${sink} look elsewhere: they give it less than half of what they gave${random_gone}`;
     this.headline.textContent = `${said}; ${this.nextWord(intact, reading, control)}.`;
   }
 
