@@ -487,7 +487,8 @@ export async function start(page) {
   const data = JSON.parse(page.querySelector("#data").textContent);
   const first = !location.hash && !tourSeen();
   const view = data ? await mount(root, data) : await live(root);
-  if (view && first) view.startTour();
+  const touched = view && (view.variant !== "intact" || view.off.size > 0);
+  if (view && first && !touched) view.startTour();
 }
 
 async function live(root) {
