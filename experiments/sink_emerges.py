@@ -125,7 +125,7 @@ def figure(data: Row) -> Any:
     return fig.update_layout(title="The sink while the bundled model trains, and with nothing planted")
 
 
-def main(*, steps: int = 150, every: int = 15, tokens_per_step: int = 1024, out: Path = Path("figures")) -> None:
+def main(*, steps: int = 400, every: int = 20, tokens_per_step: int = 1024, out: Path = Path("figures")) -> None:
     """Make what the module describes."""
     started = time.perf_counter()
     tokenizer = ss.load().tokenizer
