@@ -45,12 +45,12 @@ def claim(role: str, kind: str, place: str, left: float) -> Claim:
 MADE = CausalSet(PAIR, 0.99, 0.98, 0.9, 1.0, 0.01, claims=(claim("makes", "spike", FIRST.words, 0.02),))
 NOT_READ, READ = LayerAttention(0.0), LayerAttention(0.8, 4, 0.7, 0.02, 0.03)
 CARRIED = claim("carries", "attention", FIRST.words, 0.1)
-HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, True, CARRIED, TRIED)
+HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, TRIED, True, CARRIED)
 
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), (), True, (MADE,), MADE.claims, TRIED)
+    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), True, MADE, MADE.claims, TRIED)
 
 
 def sample_find_sinks(**changes) -> FindSinks:

@@ -194,7 +194,7 @@ def test_a_deep_sink_is_found_in_four_walks_through_a_streamed_model(tmp_path):
     assert layer >= 5 and streamed.repeats.median > 128
     assert max(count for number, count in reads.items() if number != layer) <= 4 and reads[layer] <= 6
     assert [neuron.site for neuron in streamed.neurons] == [neuron.site for neuron in live.neurons]
-    for one, other in zip(streamed.causal_sets, live.causal_sets, strict=True):
-        assert one.edit_sites == other.edit_sites
-        assert one.drop_sink_layer == pytest.approx(other.drop_sink_layer, abs=1e-6)
-        assert one.heads_lost == other.heads_lost == 1
+    one, other = streamed.minimal, live.minimal
+    assert one is not None and other is not None and one.edit_sites == other.edit_sites
+    assert one.drop_sink_layer == pytest.approx(other.drop_sink_layer, abs=1e-6)
+    assert one.heads_lost == other.heads_lost == 1

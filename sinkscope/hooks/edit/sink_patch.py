@@ -128,8 +128,8 @@ class SinkPatch(NeuronEdit):
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
-        for causal_set in result.causal_sets:
-            members = map(_site, causal_set.neurons)
+        if result.minimal is not None:
+            members = map(_site, result.minimal.neurons)
             sites += [member for member in members if member in neurons]
         if not sites:
             sites = [place for place, neuron in neurons.items() if neuron.causal]

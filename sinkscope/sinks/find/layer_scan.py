@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.hooks.trace.run import trace
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
@@ -60,25 +59,6 @@ class LayerReading:
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
     entering: LayerInput | None = None
-
-
-@dataclass(frozen=True)
-class Rise:
-    """A part of a spike: the layers after which the norm stands out until it falls, and what builds it there.
-
-    Attributes:
-        first: The first layer after which the norm stands out.
-        last: The last one.
-        layer: The layer of its stage that adds most.
-        readable: The last layer whose heads can read it.
-        is_first: Whether it is the first part.
-    """
-
-    first: int
-    last: int
-    layer: int
-    readable: int
-    is_first: bool
 
 
 @dataclass(frozen=True)
@@ -233,26 +213,6 @@ class LayerScan:
         return runs
 
     @property
-    def rises(self) -> list[Rise]:
-        """The parts of a spike that MLPs build: runs with a stage of their own; the one of the sink layer first."""
-        runs = self.spike_runs
-        built: dict[int, list[int]] = {}  # the stages of each run that has any
-        for stage in self.stages:
-            ends = [number for number, (_, last) in enumerate(runs) if stage <= last]
-            built.setdefault(ends[0] if ends else max(built, default=0), []).append(stage)
-        written = self.middle(self.mlp_norms).tolist()
-        rises = []
-        for number, stages in built.items():
-            following = min((other for other in built if other > number), default=len(runs))
-            last = max(runs[following - 1][1], *stages)
-            readable = self.n_layers
-            if following < len(runs):
-                readable = last + 1
-            layer = max(stages, key=lambda stage: written[stage])
-            rises.append(Rise(runs[number][0], last, layer, readable, not rises))
-        return sorted(rises, key=lambda rise: rise.layer != self.sink_layer)
-
-    @property
     def entering(self) -> Entering:
         """What entered each layer; nothing if passes over this model cannot begin at a layer."""
         return Entering({layer.entering.layer: layer.entering for layer in self.layers if layer.entering is not None})
@@ -403,22 +363,3 @@ def scan_layers(
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
     return LayerScan(target.n_layers, layers, at)
-
-
-def norms_after(
-    target: Target,
-    layer: int,
-    ids: TokenRows,
-    batch_size: int | None = None,
-    progress: Progress = silent,
-    what: str = "norms",
-) -> Float[Tensor, "row pos"]:
-    """Norm of the residual stream after a layer at every position; the passes end at this layer."""
-    site = f"blocks.{layer}.hook_resid_post"
-    batches = []
-    done = 0
-    for rows in ids.split(batch_size or len(ids)):
-        batches.append(trace(target, rows, [site], "norm")[site])
-        done += len(rows)
-        progress(what, done, len(ids))
-    return torch.cat(batches)

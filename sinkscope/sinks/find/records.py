@@ -64,9 +64,6 @@ class CausalSet:
         control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
-        equals: Neurons any one of which removes the spike as well, if the set is a single neuron.
-        layers: The first and last layer after which the norm stands out, if the spike falls and rises again: the set
-            makes this part of it.
         claims: What is left of the spike along its direction: without the set, and without each of it.
         readers: The heads of the sink, if all of them lose at least half of that attention without the set, and none
             without another member than the rest.
@@ -80,8 +77,6 @@ class CausalSet:
     control: float
     margin_norm: float | None = None
     margin_attention: float | None = None
-    equals: tuple[Neuron, ...] = ()
-    layers: tuple[int, int] | None = None
     claims: tuple[Claim, ...] = ()
     readers: Readers | None = None
 
@@ -102,10 +97,11 @@ class Spike:
         step_down: Layers that reduce it by at least 5 %.
         ratio: The largest ratio of the spike's norm to the typical norm.
         usual: The 95 % quantile of that ratio over ordinary positions.
-        maker: The parts without which the spike is gone, if no set of neurons makes it; empty if none were found.
-        begun_by: What makes a norm that stands out before neurons amplify it; empty if there is no such norm.
+        maker: The parts without which the spike is gone, if no set of neurons makes it. If one does, the parts that
+            make a norm which stands out before the neurons amplify it. Empty if none were found, or there is no such
+            norm.
         by_mlp: Whether MLPs make it.
-        sets: The smallest set found whose ablation removes the spike; if it falls and rises again, a set for each part.
+        set: The smallest set of neurons found whose ablation removes the spike. None if none was found.
         claims: Of its makers.
         search: What was searched.
         margin: Two standard errors of the ratio over texts; None for too few texts.
@@ -118,9 +114,8 @@ class Spike:
     ratio: float
     usual: float
     maker: Parts
-    begun_by: Parts
     by_mlp: bool
-    sets: tuple[CausalSet, ...]
+    set: CausalSet | None
     claims: tuple[Claim, ...]
     search: Search
     margin: float | None = None
@@ -128,15 +123,10 @@ class Spike:
     @property
     def makers(self) -> Parts:
         """The parts that make the spike."""
-        made = [*self.begun_by, *self.maker]
-        if self.by_mlp and not self.maker:
+        made = [*self.maker]
+        if self.by_mlp and (self.set is not None or not self.maker):
             made += [Component("mlp", layer) for layer in self.step_up]
         return tuple(made)
-
-    @property
-    def set(self) -> CausalSet | None:
-        """The smallest set that removes the spike or, if it has several parts, the largest part."""
-        return next(iter(self.sets), None)
 
 
 @dataclass(frozen=True)
@@ -148,18 +138,18 @@ class Readers:
         attention: Mean attention of each to the place.
         left: The same without what they need; the same as `attention` if nothing was found.
         needs: What each of these heads needs: the neurons of a spike, or components. Empty if nothing was found.
+        search: What was tried.
         by_spike: Whether that is what makes the spike of the place.
         claim: What is left of the attention without it. None if nothing was found.
-        search: What was tried.
     """
 
     heads: tuple[str, ...]
     attention: tuple[float, ...]
     left: tuple[float, ...]
     needs: Parts
-    by_spike: bool
-    claim: Claim | None
     search: Search
+    by_spike: bool = False
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +184,6 @@ class Sink:
         spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
         length: Length of the texts, in tokens.
         between: Smallest and largest mean attention of a head that attends in most cases.
-        before: Where the same heads attend as long as they have seen no such position. None: nowhere, or not known.
         window: Positions that the attending heads see, if a window hides others.
     """
 
@@ -206,7 +195,6 @@ class Sink:
     spike: int | None = None
     length: int = SHORT
     between: tuple[float, float] = (0.0, 0.0)
-    before: Place | None = None
     window: int | None = None
 
     @property

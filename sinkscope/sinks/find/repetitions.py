@@ -17,7 +17,7 @@ from sinkscope.models.norms import norm_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.sets import CausalSets, causal_sets
+from sinkscope.sinks.find.sets import FoundSet, causal_set
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import side_by_side
@@ -159,9 +159,9 @@ def repetition_spike(
         draws=1,
         search=Search("repeated tokens", len(needed.tokens)),
     )
-    own = CausalSets()
+    own = FoundSet()
     if same.verdict != "needed" and by_copies.verdict == "sufficient":
-        own = causal_sets(context.elsewhere(ids[row : row + 1], torch.tensor([last]), layers[-1]), by_copies.place)
+        own = causal_set(context.elsewhere(ids[row : row + 1], torch.tensor([last]), layers[-1]), by_copies.place)
     return RepetitionSpike(token, last, by_copies, same, own.minimal, own.members)
 
 

@@ -108,14 +108,9 @@ class FindSinks(Result):
         return next(iter(self.sinks), None)
 
     @property
-    def causal_sets(self) -> tuple[CausalSet, ...]:
-        """The smallest sets of neurons found whose ablation removes the first spike, or parts of it."""
-        return () if self.spike is None else self.spike.sets
-
-    @property
     def minimal(self) -> CausalSet | None:
         """The smallest set of neurons found whose ablation removes the first spike."""
-        return next(iter(self.causal_sets), None)
+        return None if self.spike is None else self.spike.set
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -29,6 +29,12 @@ from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.tokens import TokenRows
 
 
+def ordinary_position(norms: Float[Tensor, "text pos"], barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
+    """The position of each text that is not barred whose norm is nearest to the typical one of the text."""
+    distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
+    return distance.masked_fill(barred, torch.inf).argmin(1)
+
+
 @dataclass(frozen=True, eq=False)
 class SinkContext:
     """The model, texts with a place in each, and their layer scan. Every step after the scan reads it.
@@ -106,14 +112,15 @@ class SinkContext:
         spikes = torch.stack([self.scan.spike_after(layer) for layer in range(size)])
         return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
 
-    def ordinary(self, layer: int, length: int | None = None) -> Int[Tensor, " row"]:
-        """The position of each text, or of its beginning, whose norm after a layer is nearest to the typical one."""
-        norms = self.scan.norms[layer][:, :length]
-        distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
-        distance[torch.arange(len(norms)), self.at] = torch.inf
-        begin = norms.shape[1] // 8
-        end = max(norms.shape[1] // 2, begin + 1) if length is None else norms.shape[1]
-        return begin + distance[:, begin:end].argmin(1)
+    def ordinary(self, layer: int, length: int) -> Int[Tensor, " row"]:
+        """The position of the beginning of each text whose norm after a layer is nearest to the typical one.
+
+        The first eighth of this beginning is left out, and so is the place.
+        """
+        norms = self.scan.norms[layer]
+        barred = torch.arange(norms.shape[1]).expand_as(norms) < length // 8
+        barred = barred | (torch.arange(norms.shape[1]) == self.at[:, None])
+        return ordinary_position(norms[:, :length], barred[:, :length])
 
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
         """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
@@ -208,8 +215,8 @@ class Survey:
         """The model at a place of a spike."""
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
-        ids, at, _ = texts_with(place, self.norms.ids)
-        return self.first.elsewhere(ids, at)
+        rows, at = texts_with(place, self.norms.ids)
+        return self.first.elsewhere(self.norms.ids[rows], at)
 
     def spiking(self, place: Place) -> Bool[Tensor, "text pos"]:
         """The positions of a spike in the texts in which sinks were looked for."""
