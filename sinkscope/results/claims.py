@@ -184,7 +184,9 @@ class Claim:
         """The same with what is left and the control, as a clause."""
         left, chance = percent_pair(self.value, self.control.value)
         control = f"{self.control.in_words(self.subject)}: {chance}"
-        if not any(isinstance(part, Tokens) or part == POSITION for part in self.subject):
+        if isinstance(self.subject[0], Tokens):
+            return f"{in_words(self.subject, most)} give {left} ({control})"
+        if self.subject[0] != POSITION:
             left = f"{removed(self.subject)} {left} stays"
         return f"{self.said(most, called)}: {left} ({control})"
 

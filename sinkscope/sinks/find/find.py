@@ -83,7 +83,7 @@ def find_sinks(
         context, found = made[0].context, made[0].found
         if context.scan.stages:
             repeats = repeat_until_half(context, words, first_tokens, limit, setup.progress)
-            repetition = repetition_spike(context, repeats, first_tokens, found.sites)
+            repetition = repetition_spike(setup, context, repeats, first_tokens, found.sites)
 
     scan = context.scan
     reported = published_for(setup.target.name)

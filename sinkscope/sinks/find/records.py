@@ -216,6 +216,11 @@ class RepeatedToken:
     id: int
     repeats: int | None
 
+    @property
+    def by_repetition(self) -> bool:
+        """Whether it takes several copies."""
+        return self.repeats is not None and self.repeats > 1
+
 
 @dataclass(frozen=True)
 class RepeatsNeeded:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
-from sinkscope.models.draws import draws
+from sinkscope.measure import Setup
 from sinkscope.models.norms import norm_of
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Contrast, Outcome, Search
 from sinkscope.results.parts import Tokens, neurons_of
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.sets import FoundSet, causal_set
 from sinkscope.sinks.find.survey import SinkContext
@@ -23,8 +24,10 @@ from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
+TIMES = 2  # copies that are looked at, of those that are needed
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
@@ -78,100 +81,54 @@ def repeat_until_half(
     rows = []
     for token, count in zip(tokens, repeats, strict=True):
         rows.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
-    by_repetition = [count for count in repeats if count is not None and count > 1]  # the others are sinks already
+    by_repetition = [row.repeats for row in rows if row.by_repetition]  # the others are sinks already
     middle = float(median(by_repetition)) if by_repetition else None
     return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit)
 
 
 @torch.no_grad()
 def repetition_spike(
-    context: SinkContext,
-    needed: RepeatsNeeded,
-    prefixes: Sequence[int],
-    sites: Sites,
-    times: int = 2,
+    setup: Setup, context: SinkContext, needed: RepeatsNeeded, prefixes: Sequence[int], sites: Sites
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
+    Twice as many copies as the first token needs are looked at, which is well inside the sink.
+
     Args:
+        setup: The model and its text.
         context: The model at the places of the spike.
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
-        sites: The neurons that make the spike, all its parts.
-        times: How many times as many copies as the token needs are looked at: more than 1 is well inside the sink.
+        sites: The neurons that make the spike.
 
     Returns:
-        None if no repeated token's norm stands out.
+        None if no token reaches that by repetition.
     """
-    repeats = [token.repeats for token in needed.tokens]
-    places = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
-    reached = [place for place in places if repeats[place] is not None][:1]
-    rows = []
-    for place in reached or places:
-        copies = min(times * (repeats[place] or needed.max_repeats), needed.max_repeats)
-        rows.append([prefixes[place], *[needed.tokens[place].id] * copies])
-    if not rows:
+    found = [(token, before) for token, before in zip(needed.tokens, prefixes, strict=True) if token.by_repetition]
+    if not found:
         return None
-    ids, beside = torch.tensor(rows), torch.tensor(_contrasts(context, rows))
-    last = ids.shape[1] - 1
-    layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out after the sink layer
-    if reached:
-        layers = [max(context.layer, *(site[0] for site in sites))]
-    reading: dict[str, Any] = {"at": last, "upto": layers[-1], "without": context.scan.shared_dims}
-    drawn = [
-        random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM if sites else 0)
-    ]
-    trials = [Trial(ids, silencing([sites, *drawn]), **reading), Trial(beside, [], **reading)]
+    token, before = found[0]
+    copies = min(TIMES * (token.repeats or 0), needed.max_repeats)
+    rows, *beside = beside_copies(setup, torch.tensor([[before, *[token.id] * copies]]), 1)
+    layer = max(context.layer, *(site[0] for site in sites))
+    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": context.scan.shared_dims}
+    drawn = [random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM)]
+    trials = [Trial(rows, silencing([sites, *drawn] if sites else []), **reading)]
+    trials.append(Trial(torch.cat(beside), [], **reading))
     edited, contrasts = side_by_side(context.target, trials)
-    spike = torch.tensor(context.scan.spike_norm)[layers]
-    heights = edited.intact_norms[:, layers] / spike
-    if float(heights.max()) < NEEDED and reached and times > 1:  # it is no sink any more
-        return repetition_spike(context, needed, prefixes, sites, times=1)
-    if float(heights.max()) < NEEDED:
-        return None
-    row = int(heights.max(1).values.argmax())
-    place = int(heights[row].argmax())
-    layer = layers[place]
-    token = context.target.tokenizer.decode([int(ids[row, -1])])
-    copies, outcome = len(rows[row]) - 1, Outcome("norm", layers=(layer,))
-    single, others = (contrasts.intact_norms[:, layer] / spike[place])[2 * row : 2 * row + 2].tolist()
-    height = float(heights[row, place])
-    by_copies = Claim(
-        role="repeats",
-        subject=(Tokens("copies", copies),),
-        outcome=outcome,
-        place=repr(token),
-        value=height,
-        contrasts=(Contrast("one copy", single), Contrast("other tokens", others)),
-        draws=1,
-        search=Search("repeated tokens", len(needed.tokens)),
-    )
+    spike, outcome = context.scan.spike_norm[layer], Outcome("norm", layers=(layer,))
+    tried, intact = Search("repeated tokens", len(needed.tokens)), edited.intact_norms[:, layer]
+    single, others = (contrasts.intact_norms[:, layer] / spike).tolist()
+    contrasts_of = [Contrast("one copy", single), Contrast("other tokens", others)]
+    subject = (Tokens("copies", copies),)
+    by_copies = claim_of("repeats", subject, outcome, repr(token.token), intact / spike, contrasts_of, tried)
     if not sites:
-        return RepetitionSpike(token, last, by_copies, None, None, ())
-    left, *by_chance = (edited.norms[:, row, layer] / edited.intact_norms[row, layer]).tolist()
-    same = Claim(
-        role="repeats",
-        subject=neurons_of(sites),
-        outcome=outcome,
-        place=f"the last of {copies} copies of {token!r}",
-        value=left,
-        contrasts=(Contrast("intact", 1.0), Contrast("random", min(by_chance), RANDOM)),
-        draws=1,
-        search=Search("repeated tokens", len(needed.tokens)),
-    )
+        return RepetitionSpike(token.token, copies, by_copies, None, None, ())
+    left = edited.norms[..., layer] / intact
+    place = f"the last of {copies} copies of {token.token!r}"
+    random = by_chance(neurons_of(sites), left[1:, 0])
+    same = claim_of("repeats", neurons_of(sites), outcome, place, left[0], [INTACT, random], tried)
     own = FoundSet()
     if same.verdict != "needed" and by_copies.verdict == "sufficient":
-        own = causal_set(context.elsewhere(ids[row : row + 1], torch.tensor([last]), layers[-1]), by_copies.place)
-    return RepetitionSpike(token, last, by_copies, same, own.minimal, own.members)
-
-
-def _contrasts(context: SinkContext, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each row of copies, one copy behind other tokens at the same position, and only other tokens."""
-    ids = context.typical.ids[:, 1:].unique()
-    generator = draws(context.seed, "tokens beside copies")
-    contrasts = []
-    for first, *copies in rows:
-        others = ids[ids != copies[0]]
-        filler = others[torch.randint(len(others), (len(copies),), generator=generator)].tolist()
-        contrasts += [[first, *filler[:-1], copies[-1]], [first, *filler]]
-    return contrasts
+        own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place)
+    return RepetitionSpike(token.token, copies, by_copies, same, own.minimal, own.members)

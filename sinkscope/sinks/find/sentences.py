@@ -136,7 +136,7 @@ def repeats(needed: RepeatsNeeded, spike: Spike | None, found: RepetitionSpike |
         sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
     sentences += left_out_line([token.token for token in needed.at_once], norm)
     if found is not None:
-        sentences.append(f"For half of the spike's norm at {found.token!r}, {found.by_copies.phrase()}.")
+        sentences.append(f"Of the spike's norm at {found.token!r}, {found.by_copies.phrase()}.")
         if found.set is not None:
             sentences.append(f"Other neurons make it: {found.set.claims[0].phrase()}.")
         elif found.same is not None and found.by_copies.verdict == "sufficient":
