@@ -222,5 +222,5 @@ def test_what_is_no_input_is_refused_in_one_line(ids, mask, message):
 
 def test_a_result_of_another_model_is_refused():
     _, result = found()
-    with pytest.raises(SinkscopeError, match="give the model that was measured"):
+    with pytest.raises(SinkscopeError, match=r"the result was made for .*: give that model"):
         result.mask(hard("no_norm", "gpt2").model, torch.full((1, 20), 9))

@@ -195,6 +195,10 @@ class LayerScan:
         spike[self.shared_dims] = 0
         return spike
 
+    def largest_dims(self, layer: int) -> Int[Tensor, " d_model"]:
+        """The residual dimensions of the place after a layer, the largest first."""
+        return self.spike_after(layer).abs().argsort(descending=True, stable=True)
+
     @property
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
@@ -247,10 +251,10 @@ class LayerScan:
         """
         if self.sink_layer is None:
             return []
-        size = self.spike_after(self.sink_layer).abs()
+        order = self.largest_dims(self.sink_layer)
+        size = self.spike_after(self.sink_layer)[order].abs()
         massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
-        order = size.argsort(descending=True, stable=True)
-        return order[massive[order]].tolist()
+        return order[massive].tolist()
 
 
 def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
