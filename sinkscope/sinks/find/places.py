@@ -67,10 +67,6 @@ class Places:
     def __len__(self) -> int:
         return int(self.there.sum())
 
-    def of(self, rule: Rule) -> Places:
-        """Those of the places that words mean."""
-        return Places(self.ids, self.there & rule.means(self.ids))
-
     def without(self, there: Bool[Tensor, "text pos"]) -> Places:
         """The places without some."""
         return Places(self.ids, self.there & ~there)
@@ -82,11 +78,6 @@ class Places:
         for index in counts.argsort(descending=True, stable=True)[:COMMON].tolist():
             shares.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / len(self)))
         return tuple(shares)
-
-    @property
-    def earliest(self) -> int:
-        """The first position at which there is one in any text."""
-        return int(self.there.any(0).int().argmax())
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ class Place:
             coverage=len(piece) / len(whole),
             precision=int((meant & whole.there).sum()) / max(1, int(meant.sum())),
             share=float(piece.there.any(1).float().mean()),
-            position=piece.earliest,
+            position=int(piece.there.any(0).int().argmax()),
             common=piece.common(decode),
         )
 
@@ -305,32 +296,26 @@ def pieces(
 
 def _rules(places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool]) -> list[Rule]:
     """The words for the parts of a set of places."""
-    precise: list[Rule] = []
+    precise: dict[Rule, Tensor] = {}  # with the places that they mean
     chosen: list[Rule] = []
-    few = (1 - ENOUGH) * len(places)
+    least, few = min(LEAST_CASES, len(places.ids)), (1 - ENOUGH) * len(places)
     for rules, most in ((_simple, FEW_PARTS), (_of_a_kind, MOST_PARTS)):
         for rule in rules(places, decode):
-            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(places.of(rule).there):
-                precise.append(rule)
-        rest = places
-        chosen = []
+            fits = rule.means(places.ids)
+            there = fits & places.there
+            if int(there.sum()) >= max(least, ENOUGH * int(fits.sum())) and holds(there):
+                precise[rule] = there
+        rest, chosen = places.there, []
         while len(chosen) < most and precise:
-            best = max(precise, key=lambda rule: len(rest.of(rule)))
-            if len(rest.of(best)) < min(LEAST_CASES, len(places.ids)):
+            adding = {rule: int((rest & there).sum()) for rule, there in precise.items()}
+            best = max(precise, key=adding.__getitem__)
+            if adding[best] < least:
                 break
             chosen.append(best)
-            rest = rest.without(best.means(rest.ids))
-        if len(rest) <= few:
+            rest = rest & ~precise[best]
+        if int(rest.sum()) <= few:
             break
-    return sorted(chosen, key=precise.index)
-
-
-def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
-    """Share of the positions which are such places; 0 if these are too few to say so."""
-    both = int((places.there & fits).sum())
-    if both < min(LEAST_CASES, len(places.ids)):
-        return 0.0
-    return both / int(fits.sum())
+    return sorted(chosen, key=list(precise).index)
 
 
 def _simple(places: Places, decode: Decode) -> list[Rule]:
@@ -364,16 +349,12 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
 
 
 def _tokens_behind(places: Places) -> list[int]:
-    """Tokens that stand at places after the first position, and not always at the same one; the most common first.
-
-    Those that are at least half as common as the first keep the order of their ids: other texts give the same words.
-    """
+    """Tokens that stand at places after the first position, and not always at the same one; the most common first."""
     there = places.there.clone()
     there[:, 0] = False
     seen, counts = places.ids[there].unique(return_counts=True)
-    half = (1 + max(counts.tolist(), default=0)) // 2
     tokens = []
-    for token in seen[counts.clamp(max=half).argsort(descending=True, stable=True)].tolist():
+    for token in seen[counts.argsort(descending=True, stable=True)].tolist():
         if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
             tokens.append(token)
     return tokens
@@ -385,11 +366,12 @@ def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
     token = ""
     if len(tokens) == 1:
         token = decode([int(tokens[0])])
+    words = f"position {position} (any token)"
     if position == 0:
-        return Rule("the first token", position=0, token=token)
-    if token:
-        return Rule(f"{token!r} at position {position}", position=position, token=token)
-    return Rule(f"position {position} (any token)", position=position)
+        words = "the first token"
+    elif token:
+        words = f"{token!r} at position {position}"
+    return Rule(words, position=position, token=token)
 
 
 def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:

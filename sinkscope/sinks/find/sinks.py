@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from einops import reduce
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.find.attention_received import AttentionReceived
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.readers import HeadByHead
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, LayerAttention, Readers, Sink
@@ -28,43 +26,12 @@ def _of_heads(
     received: Float[Tensor, "head case"], rates: Float[Tensor, "head case"], readers: Bool[Tensor, " head"]
 ) -> LayerAttention:
     """The attention of some heads: of those that attend in most cases, and the share of all that attend."""
-    attention = None
-    margin = None
+    attention = margin = None
     if bool(readers.any()):
         attention = float(received[readers].mean())
         margin = margin_of(received[readers].mean(0).numpy())
-    return LayerAttention(
-        rate=float(rates.mean()),
-        readers=int(readers.sum()),
-        attention=attention,
-        rate_margin=margin_of(rates.mean(0).numpy()),
-        attention_margin=margin,
-    )
-
-
-def _attention(received: AttentionReceived, place: Place | None, heads: Heads) -> list[LayerAttention]:
-    """The attention of all layers together, and of each, to places, or to learned sink logits.
-
-    That to places is the sum over those of each text that has one.
-    """
-    attention, rates = received.learned, (received.learned > RATE_EPS).float()
-    if place is not None:
-        there = place.there(received.places.ids)
-        texts = there.any(1)
-        attention = received.given(there)[:, :, texts]
-        rates = reduce(received.above[:, :, texts] & there[texts], "layer head text at -> layer head text", "sum")
-        rates = rates / there[texts].sum(1)
-    readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
-    for layer, head in heads:
-        readers[layer, head] = True
-    layers = []
-    each = torch.eye(len(readers), dtype=torch.bool)
-    for some in (received.attending, *each):
-        of_heads = LayerAttention(None)
-        if bool(received.attending[some].all()):
-            of_heads = _of_heads(attention[some].flatten(0, 1), rates[some].flatten(0, 1), readers[some].flatten())
-        layers.append(of_heads)
-    return layers
+    rate_margin = margin_of(rates.mean(0).numpy())
+    return LayerAttention(float(rates.mean()), int(readers.sum()), attention, rate_margin, margin)
 
 
 def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> tuple[Sink, ...]:
@@ -77,36 +44,52 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
     """
     received = survey.received
     sinks: list[Sink] = []
-    attending: list[tuple[Place | None, Heads]] = []
     for place in survey.sinks:
-        attending.append((place, received.readers(place.there(received.ids))))
+        sinks.append(_sink(setup, survey, made, place, received.readers(place.there(received.ids))))
     if received.learned_heads:
-        attending.append((None, received.learned_heads))
-    for place, heads in attending:
-        everywhere, *layers = _attention(received, place, heads)
-        spike, groups, window = None, (), None
-        given = received.learned if place is None else received.given(place.there(received.places.ids))
-        each = [float(given[layer, head].mean()) for layer, head in heads]
-        if place is not None:
-            standing = [one for one in made if survey.stands_at(one.spike.place, place)]
-            spike = made.index(standing[0]) if standing else None
-            groups = _readers(setup, survey, place, heads, standing)
-            windows = [received.windows[layer] for layer, _ in heads]
-            window = None if None in windows else min(filter(None, windows))
-        sinks.append(
-            Sink(
-                place=place,
-                everywhere=everywhere,
-                layers=tuple(layers),
-                n_heads=int(received.attending.sum()) * setup.target.n_heads,
-                groups=groups,
-                spike=spike,
-                length=received.ids.shape[1],
-                between=(min(each), max(each)),
-                window=window,
-            )
-        )
+        sinks.append(_sink(setup, survey, made, None, received.learned_heads))
     return tuple(sinks)
+
+
+def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place | None, heads: Heads) -> Sink:
+    """A place, or the learned sink logits, with the heads that attend to it.
+
+    The attention to several places of a text is their sum.
+    """
+    received = survey.received
+    attention, rates = received.learned, (received.learned > RATE_EPS).float()
+    spike, groups, window = None, (), None
+    if place is not None:
+        there = place.there(received.places.ids)
+        texts = there.any(1)
+        attention = received.given(there)[:, :, texts]
+        rates = (received.above & there)[:, :, texts].sum(-1) / there[texts].sum(1)
+        standing = [one for one in made if survey.stands_at(one.spike.place, place)]
+        spike = made.index(standing[0]) if standing else None
+        groups = _readers(setup, survey, place, heads, standing)
+        windows = [received.windows[layer] for layer, _ in heads]
+        window = None if None in windows else min(filter(None, windows))
+    readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
+    layer, head = torch.tensor(heads).T
+    readers[layer, head] = True
+    layers: list[LayerAttention] = []
+    for values in zip(attention, rates, readers, strict=True):
+        layers.append(_of_heads(*values))
+    for number in (~received.attending).nonzero().flatten().tolist():
+        layers[number] = LayerAttention(None)
+    some = received.attending
+    each = attention[layer, head].mean(1)
+    return Sink(
+        place=place,
+        everywhere=_of_heads(attention[some].flatten(0, 1), rates[some].flatten(0, 1), readers[some].flatten()),
+        layers=tuple(layers),
+        n_heads=rates[some].shape[:2].numel(),
+        groups=groups,
+        spike=spike,
+        length=received.ids.shape[1],
+        between=(float(each.min()), float(each.max())),
+        window=window,
+    )
 
 
 def _readers(

@@ -18,10 +18,10 @@ from sinkscope.sinks.find.attention_received import (
     AttentionReceived,
     attention_of_all,
     attention_received,
-    with_long_texts,
+    long_texts,
 )
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, LeftOver, Place, pieces, spike_places, texts_with
+from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Edit, Heads
 from sinkscope.sinks.removal.effects import side_by_side
@@ -176,40 +176,22 @@ class Survey:
     def _made(cls, setup: Setup, whole: bool) -> Survey:
         scan, received = _scanned(setup, whole)
         without = tuple(scan.shared_dims)
-        rate = None
+        rate, longer = None, None
         if whole:
             received, rate = attention_of_all(setup, without)
-        first = SinkContext.at_first(setup.target, setup.ids, scan, setup.seed)
-        survey = cls._read(setup, first, received, received)
-        longer = None
-        if len(scan.layers) == setup.target.n_layers and not survey.sinks and not received.learned_heads:
-            longer = with_long_texts(setup)  # they may show a sink that short ones do not
-        if longer is None:
-            return replace(survey, rate=rate)
-        more = attention_received(longer.target, longer.ids, without=without)
-        in_longer = cls._read(longer, first, more, received if survey.spikes else more)
-        if not in_longer.sinks and not more.learned_heads:
-            in_longer = replace(in_longer, received=received, other_sinks=survey.other_sinks)
-        return replace(in_longer, lengths=(*survey.lengths, longer.ids.shape[1]), rate=rate)
-
-    @classmethod
-    def _read(cls, setup: Setup, first: SinkContext, received: AttentionReceived, norms: AttentionReceived) -> Survey:
-        """The places in some texts."""
-        decode = setup.tokenizer.decode
+        norms, lengths, decode = received, (received.ids.shape[1],), setup.tokenizer.decode
         spikes, other_spikes = pieces(spike_places(norms.norms, norms.ids), decode)
-        attended = received.places
-        sinks: list[Place] = []
-        for spike in spikes if norms is received else ():  # a place of both is one place
-            there = spike.there(attended.ids)
-            share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
-            if share >= MOST_TEXTS and received.readers(there & attended.there):
-                sinks.append(Place.of(attended, there, spike.rule, decode))
-                attended = attended.without(there)
-        further, other_sinks = pieces(attended, decode, lambda there: bool(received.readers(there)))
-        other_sinks = replace(other_sinks, share=other_sinks.count / max(1, len(received.places)))
-        sinks = sorted([*sinks, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
-        length = received.ids.shape[1]
-        return cls(first, received, tuple(sinks), other_sinks, norms, spikes, other_spikes, (length,))
+        sinks, other_sinks = _sinks(received, spikes, decode)
+        if len(scan.layers) == setup.target.n_layers and not sinks and not received.learned_heads:
+            longer = long_texts(setup)  # they may show a sink that short ones do not
+        if longer is not None:
+            lengths = (*lengths, longer.shape[1])
+            more = attention_received(setup.target, longer, without=without)
+            in_longer = _sinks(more, (), decode)
+            if in_longer[0] or more.learned_heads:
+                received, (sinks, other_sinks) = more, in_longer
+        first = SinkContext.at_first(setup.target, setup.ids, scan, setup.seed)
+        return cls(first, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
 
     def context(self, place: Place) -> SinkContext:
         """The model at a place of a spike."""
@@ -235,6 +217,22 @@ class Survey:
         return float(self.spiking(spike)[there].float().mean()) >= ENOUGH
 
 
+def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode) -> tuple[tuple[Place, ...], LeftOver]:
+    """The places that heads attend to, those with most heads first; that of a spike in these texts is one place."""
+    attended = received.places
+    found: list[Place] = []
+    for spike in spikes:
+        there = spike.there(attended.ids)
+        share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
+        if share >= MOST_TEXTS and received.readers(there & attended.there):
+            found.append(Place.of(attended, there, spike.rule, decode))
+            attended = attended.without(there)
+    further, left = pieces(attended, decode, lambda there: bool(received.readers(there)))
+    left = replace(left, share=left.count / max(1, len(received.places)))
+    found = sorted([*found, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
+    return tuple(found), left
+
+
 def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
     """The layers of typical text and, unless all of them are read, its attention in the same pass."""
     target = setup.target
@@ -244,4 +242,7 @@ def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
         listening = received.listening(target, slice(None))
     with listening:
         scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
-    return scan, received.up_to(len(scan.layers), scan.norms)
+    depth = len(scan.layers)
+    received.norms[:depth] = scan.norms
+    received.attending[depth:] = False
+    return scan, received
