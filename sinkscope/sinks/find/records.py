@@ -153,33 +153,18 @@ class Readers:
 
 
 @dataclass(frozen=True)
-class LayerAttention:
-    """The attention of one layer, or of all, to a sink.
-
-    Attributes:
-        rate: Share of its heads that attend to the sink. None if it has no softmax attention.
-        readers: Number of heads that do in most cases.
-        attention: Mean attention of these to the sink. None if there are none.
-        rate_margin: Two standard errors over texts; None for too few texts.
-        attention_margin: The same of the mean attention.
-    """
-
-    rate: float | None
-    readers: int = 0
-    attention: float | None = None
-    rate_margin: float | None = None
-    attention_margin: float | None = None
-
-
-@dataclass(frozen=True)
 class Sink:
     """Positions that heads attend to.
 
     Attributes:
         place: The positions. None: the learned sink logits of the heads.
-        everywhere: The attention of all layers that were read.
-        layers: That of each.
-        n_heads: Number of heads of these layers.
+        rate: Share of the (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024).
+        layer_rates: The same share of each layer. None if it has no softmax attention, or was not read.
+        n_heads: Number of heads of the layers that were read.
+        readers: Number of heads that attend in most cases.
+        attention: Mean attention of these heads.
+        rate_margin: Two standard errors of the rate over texts; None for too few texts.
+        attention_margin: The same of the attention.
         groups: The heads that attend in most cases, by what they need, the largest group first.
         spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
         length: Length of the texts, in tokens.
@@ -188,9 +173,13 @@ class Sink:
     """
 
     place: Place | None
-    everywhere: LayerAttention
-    layers: tuple[LayerAttention, ...]
+    rate: float
+    layer_rates: tuple[float | None, ...]
     n_heads: int
+    readers: int
+    attention: float
+    rate_margin: float | None = None
+    attention_margin: float | None = None
     groups: tuple[Readers, ...] = ()
     spike: int | None = None
     length: int = SHORT
@@ -201,11 +190,6 @@ class Sink:
     def words(self) -> str:
         """Where it is."""
         return "their learned sink logits" if self.place is None else self.place.words
-
-    @property
-    def rate(self) -> float:
-        """Share of (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024)."""
-        return self.everywhere.rate or 0.0
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,13 @@ def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> 
 def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups: int = GROUPS) -> str:
     """How many heads attend to a place and, of so many groups of them, what each needs."""
     if sink.place is None:
-        readers = sum(layer.readers for layer in sink.layers)
         least, most = sink.between
         return (
-            f"{readers} of {sink.n_heads} heads give {least:.0%} to {most:.0%} of their attention to learned sink "
+            f"{sink.readers} of {sink.n_heads} heads give {least:.0%} to {most:.0%} of their attention to learned sink "
             "logits, which stand in for a token"
         )
-    count = sum(len(group.heads) for group in sink.groups)
-    who = f"{count} of {sink.n_heads} heads {word_form(count, 'attends', 'attend')} to {sink.words}{_when(sink)}"
+    attend = word_form(sink.readers, "attends", "attend")
+    who = f"{sink.readers} of {sink.n_heads} heads {attend} to {sink.words}{_when(sink)}"
     if len(sink.groups) == 1:
         return f"{who}; {need(sink.groups[0], named)}"
     known = sorted(sink.groups, key=lambda group: group.claim is None)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.readers import HeadByHead
-from sinkscope.sinks.find.records import RATE_EPS, SHORT, LayerAttention, Readers, Sink
+from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey, ordinary_position
 from sinkscope.sinks.removal.components import Heads
@@ -20,18 +18,6 @@ from sinkscope.sinks.removal.position_effect import PositionEffect
 
 READER_TEXTS = 2
 READER_LENGTH = 48  # typical text in which components are replaced
-
-
-def _of_heads(
-    received: Float[Tensor, "head case"], rates: Float[Tensor, "head case"], readers: Bool[Tensor, " head"]
-) -> LayerAttention:
-    """The attention of some heads: of those that attend in most cases, and the share of all that attend."""
-    attention = margin = None
-    if bool(readers.any()):
-        attention = float(received[readers].mean())
-        margin = margin_of(received[readers].mean(0).numpy())
-    rate_margin = margin_of(rates.mean(0).numpy())
-    return LayerAttention(float(rates.mean()), int(readers.sum()), attention, rate_margin, margin)
 
 
 def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> tuple[Sink, ...]:
@@ -69,25 +55,24 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
         groups = _readers(setup, survey, place, heads, standing)
         windows = [received.windows[layer] for layer, _ in heads]
         window = None if None in windows else min(filter(None, windows))
-    readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
     layer, head = torch.tensor(heads).T
-    readers[layer, head] = True
-    layers: list[LayerAttention] = []
-    for values in zip(attention, rates, readers, strict=True):
-        layers.append(_of_heads(*values))
-    for number in (~received.attending).nonzero().flatten().tolist():
-        layers[number] = LayerAttention(None)
-    some = received.attending
-    each = attention[layer, head].mean(1)
+    each, of_all = attention[layer, head], rates[received.attending].flatten(0, 1)
+    layer_rates: list[float | None] = []
+    for attends, of_layer in zip(received.attending.tolist(), rates, strict=True):
+        layer_rates.append(float(of_layer.mean()) if attends else None)
     return Sink(
         place=place,
-        everywhere=_of_heads(attention[some].flatten(0, 1), rates[some].flatten(0, 1), readers[some].flatten()),
-        layers=tuple(layers),
-        n_heads=rates[some].shape[:2].numel(),
+        rate=float(of_all.mean()),
+        layer_rates=tuple(layer_rates),
+        n_heads=len(of_all),
+        readers=len(heads),
+        attention=float(each.mean()),
+        rate_margin=margin_of(of_all.mean(0).numpy()),
+        attention_margin=margin_of(each.mean(0).numpy()),
         groups=groups,
         spike=spike,
         length=received.ids.shape[1],
-        between=(float(each.min()), float(each.max())),
+        between=(float(each.mean(1).min()), float(each.mean(1).max())),
         window=window,
     )
 
