@@ -100,7 +100,7 @@ def test_repeats_are_those_of_one_long_pass():
     grouped, free, bos = o.tokens_of(0)[0], o.tokens_of(-1)[0], o.tokenizer.bos_token_id
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     scan = scan_layers(target, o.natural(), whole=True)
-    context = SinkContext.at_first(target, o.natural(), scan)
+    context = SinkContext(target, o.natural(), scan, 0)
     needed = repeat_until_half(context, [grouped, free], [bos, bos], limit)
     site = f"blocks.{layer}.hook_resid_post"
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]

@@ -216,7 +216,7 @@ class LayerScan:
                 runs.append((layer, layer))
         return runs
 
-    @property
+    @cached_property
     def entering(self) -> Entering:
         """What entered each layer; nothing if passes over this model cannot begin at a layer."""
         return Entering({layer.entering.layer: layer.entering for layer in self.layers if layer.entering is not None})

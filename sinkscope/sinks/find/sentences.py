@@ -73,7 +73,7 @@ def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
     """What makes a spike, with what is left without it and the control."""
     if not spike.claims:
         return f"the norm at {spike.place.words} is {spike.ratio:.0f} times the typical one; {NOTHING} ({spike.search})"
-    return f"for the spike at {spike.place.words}, {spike.claims[0].phrase(named)}"
+    return f"the spike at {spike.place.words}: {spike.claims[0].phrase(named)}"
 
 
 def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:

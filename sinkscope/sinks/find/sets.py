@@ -296,4 +296,4 @@ def causal_set(context: SinkContext, place: str, heads: Heads = (), top_k: int =
     if not context.scan.stages:
         return FoundSet()
     later = [head for head in heads if head[0] > context.layer]
-    return _SpikeSearch(context, later, place).search(verify_neurons(context, context.layer, top_k))
+    return _SpikeSearch(context, later, place).search(verify_neurons(context, top_k))

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.models.target import Entering, Target
+from sinkscope.models.target import Target
 from sinkscope.sinks.find.attention_received import (
     AttentionReceived,
     attention_of_all,
@@ -44,8 +44,6 @@ class SinkContext:
         ids: The texts.
         scan: The layers, as these texts show them at the place.
         seed: Seed of every random draw.
-        at: The place in each text.
-        entering: What entered each layer when the texts were read.
         beside: The first token of typical text. None: this is it.
     """
 
@@ -53,14 +51,12 @@ class SinkContext:
     ids: Int[Tensor, "row pos"]
     scan: LayerScan
     seed: int
-    at: Int[Tensor, " row"]
-    entering: Entering
     beside: SinkContext | None = None
 
-    @classmethod
-    def at_first(cls, target: Target, ids: TokenRows, scan: LayerScan, seed: int = 0) -> SinkContext:
-        """The first token of typical text."""
-        return cls(target, ids, scan, seed, torch.zeros(len(ids), dtype=torch.long), scan.entering)
+    @cached_property
+    def at(self) -> Int[Tensor, " row"]:
+        """The place in each text."""
+        return torch.as_tensor(self.scan.at).expand(len(self.ids))
 
     @property
     def typical(self) -> SinkContext:
@@ -95,7 +91,7 @@ class SinkContext:
             edits,
             at=self.at[texts],
             without=self.scan.shared_dims,
-            entering=self.entering.part(texts, length),
+            entering=self.scan.entering.part(texts, length),
             **reading,
         )
 
@@ -128,7 +124,7 @@ class SinkContext:
             upto = len(self.scan.layers) - 1
         scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
         scan = replace(scan, beside=self.typical.scan)
-        return replace(self, ids=ids, scan=scan, at=at, entering=scan.entering, beside=self.typical)
+        return SinkContext(self.target, ids, scan, self.seed, self.typical)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +186,7 @@ class Survey:
             in_longer = _sinks(more, (), decode)
             if in_longer[0] or more.learned_heads:
                 received, (sinks, other_sinks) = more, in_longer
-        first = SinkContext.at_first(setup.target, setup.ids, scan, setup.seed)
+        first = SinkContext(setup.target, setup.ids, scan, setup.seed)
         return cls(first, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
 
     def context(self, place: Place) -> SinkContext:
