@@ -166,7 +166,8 @@ class LayerScan:
         builds = (along >= least) & (along > STAGE_OUTLIER * typically_along)
         # A stage may also be orthogonal to the rest of the spike.
         written = self.middle(self.mlp_norms)
-        large = (written >= least) & (written > STAGE_OUTLIER * self.mlp_typical)
+        typically = self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
+        large = (written >= least) & (written > STAGE_OUTLIER * typically)
         stages = []
         for layer in (builds | large).nonzero().flatten().tolist():
             if not self._points_against(layer):
@@ -175,11 +176,6 @@ class LayerScan:
             if max(self.spike_norm[stages[0] :]) <= AS_BEFORE * self.spike_norm[stages[0] - 1]:
                 return []  # the norm stood out before, and they add next to nothing
         return stages
-
-    @property
-    def mlp_typical(self) -> Float[Tensor, " layer"]:
-        """Norm of what each MLP adds at later positions, median."""
-        return self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
 
     def _points_against(self, layer: int) -> bool:
         """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
@@ -262,19 +258,22 @@ def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "q
     return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
 
 
-def massive_dims(resid: Float[Tensor, "row pos d_model"], place: Float[Tensor, "row d_model"]) -> list[int]:
+def _sample(values: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "place d_model"]:
+    """Some later positions."""
+    return values[:, 1:].flatten(0, 1)[:SAMPLE_POSITIONS].float()
+
+
+def massive_dims(sample: Float[Tensor, "place d_model"], place: Float[Tensor, "row d_model"]) -> list[int]:
     """Dimensions massive on all tokens alike, if they make up more than half of a typical residual stream.
 
     A dimension in which the place itself stands out does not count, because leaving it out would hide a spike.
 
     Args:
-        resid: Residual stream.
+        sample: Residual stream at some later positions.
         place: That of the place of each row.
     """
-    later = rearrange(resid[:, 1:], "row pos d_model -> (row pos) d_model")[:SAMPLE_POSITIONS]
-    size = later.abs().median(0).values
-    there = place.abs().median(0).values
-    massive = (size > MASSIVE_RATIO * size.median()) & ~stands_out(there, size)
+    size = sample.abs().median(0).values
+    massive = (size > MASSIVE_RATIO * size.median()) & ~stands_out(place.abs().median(0).values, size)
     if size[massive].square().sum() > size[~massive].square().sum():
         return massive.nonzero().flatten().tolist()
     return []
@@ -330,8 +329,8 @@ def scan_layers(
                 "try --dtype float32, and check the checkpoint"
             )
         here = resid[rows, at].float()
-        massive = massive_dims(resid.float(), here)
-        later = rearrange(written[:, 1:], "row pos d_model -> (row pos) d_model")
+        sample = _sample(resid)
+        massive = massive_dims(sample, here)
         entering = None
         if "entering" in parts:
             entering = LayerInput(len(layers), parts["entering"], isinstance(output, tuple))
@@ -341,9 +340,9 @@ def scan_layers(
             massive_dims=massive,
             residual=here.mean(0).cpu(),
             mlp_norms=written.norm(dim=-1).cpu(),
-            hidden=float(resid[:, 1:].flatten(0, 1)[:SAMPLE_POSITIONS].float().abs().median()),
+            hidden=float(sample.abs().median()),
             written=written[rows, at].mean(0).cpu(),
-            sample=later[:SAMPLE_POSITIONS].cpu().clone(),
+            sample=_sample(written).cpu().clone(),
             entering=entering,
         )
         parts.clear()

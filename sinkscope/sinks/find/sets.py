@@ -20,7 +20,7 @@ from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE
 from sinkscope.sinks.find.left import INTACT, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
-from sinkscope.sinks.find.places import stands_out
+from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
@@ -122,16 +122,13 @@ class _SpikeSearch:
         typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
         norms = self.read(sets)[0][..., layers]
         intact = self.asked[()][0][:, layers]
-
-        def is_low(norm: Tensor) -> Tensor:
-            return ~stands_out(norm, typical) | (norm <= AS_BEFORE * before)
-
-        stood_out = ~is_low(intact)  # where it did not, nothing can be taken away
+        lowest = torch.maximum(SPIKE_RATIO * typical, torch.tensor(AS_BEFORE * before))
+        stood_out = intact > lowest  # where it did not, nothing can be taken away
         most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
-        gone = (is_low(norms) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
-        gone = gone.float().mean(1) / stood_out.any(1).float().mean().clamp(min=1e-9)
+        gone = ((norms <= lowest) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
+        share = gone.float().mean(1) / stood_out.any(1).float().mean().clamp(min=1e-9)
         drops = (1 - norms / intact)[..., -1].mean(1)
-        return list(map(Removal, (gone >= NEARLY_ALL).tolist(), drops.tolist()))
+        return list(map(Removal, (share >= NEARLY_ALL).tolist(), drops.tolist()))
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -229,51 +226,47 @@ class _SpikeSearch:
             claims.append(claim_of(role, neurons_of(sites), outcome, self.place, left[0], [INTACT, random], search))
         return tuple(claims)
 
-    def with_backups(self, here: Sites) -> tuple[dict[Site, Candidate], Sites | None]:
-        """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
-        context, whole = self.context, None
-        backups: dict[Site, Candidate] = {}
-        for _ in range(BACKUP_ROUNDS):
-            silent = (*here, *backups)
+    def with_backups(self, candidates: dict[Site, Candidate]) -> Sites | None:
+        """The set with neurons that bring the spike back while others are silent; these join the candidates."""
+        context, known = self.context, {*candidates}
+        here = self.smallest(tuple(candidates), context.layer)
+        for _ in range(BACKUP_ROUNDS if here else 0):
+            silent = (*(here or ()), *(site for site in candidates if site not in known))
             with Ablate(sites=silent).on(context.target):
                 without = context.elsewhere(context.ids, context.at, self.ends[1])
+                returning: list[Candidate] = []
                 for stage in without.scan.stages:
                     if stage > context.layer:
-                        returning = stage_neurons(without, stage, BACKUP_CANDIDATES)
-                        backups |= {neuron.site: neuron for neuron in returning if neuron.site not in silent}
-            if len(silent) == len(here) + len(backups):
+                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES)
+            backups = {neuron.site: neuron for neuron in returning if neuron.site not in silent}
+            if not backups:
                 break
-            whole = self.smallest((*here, *backups), *self.ends)
+            candidates |= backups
+            whole = self.smallest((*silent, *backups), *self.ends)
             if whole is not None:
-                break
-        return backups, whole
+                return whole
+        return None
 
     def search(self, neurons: Sequence[Candidate]) -> FoundSet:
         """The smallest set of these neurons and, if necessary, of further ones."""
-        layer, last = self.ends
-        known = {neuron.site: neuron for neuron in neurons}
-        candidates = dict(known)
-        here, minimal, sites = None, None, ()
-        for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
-            if more:
-                further = stage_neurons(self.context, layer, min(more, self.context.target.d_mlp // 2))
-                candidates |= {neuron.site: neuron for neuron in further}
-            sites = tuple(site for site in candidates if site[0] <= last)
-            minimal = self.smallest(sites, layer, last)
-            here = minimal or self.smallest(sites, layer)
-            if here is not None:
-                break
-        if here is not None and minimal is None:
-            backups, minimal = self.with_backups(here)
-            candidates |= backups
+        candidates = {neuron.site: neuron for neuron in neurons}
+        minimal = self.smallest(tuple(candidates), *self.ends)
+        if minimal is None:
+            most = min(MORE_CANDIDATES, self.context.target.d_mlp // 2)
+            for neuron in stage_neurons(self.context, self.context.layer, most):
+                candidates.setdefault(neuron.site, neuron)
+            minimal = self.smallest(tuple(candidates), *self.ends)
+        tried = len(candidates)
+        if minimal is None:
+            minimal = self.with_backups(candidates)
         best = None
         if minimal is not None:
-            others = tuple(site for site in sites if site not in minimal)
+            others = tuple(site for site in candidates if site not in minimal)
             best = self.compared(minimal, tuple(candidates), others)
         if best is None:
-            return FoundSet(None, tuple(neurons), len(sites))
-        added = [candidates[site] for site in candidates if site in best.edit_sites and site not in known]
-        found = FoundSet(best, (*neurons, *added), len(sites))
+            return FoundSet(None, tuple(neurons), tried)
+        added = tuple(candidates[site] for site in best.edit_sites if candidates[site] not in neurons)
+        found = FoundSet(best, (*neurons, *added), tried)
         adding = tuple(neuron.site for neuron in found.adding)
         claims = self.claims([(site,) for site in adding], adding, "adds")
         return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
