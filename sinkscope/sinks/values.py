@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure.margin import margin_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.parts import VALUE
+from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.survey import Survey, ordinary_position
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.repetition.distance import output_weights
@@ -103,19 +103,9 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
             if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
                 taken, control, name = change, typical, "a typical value there"
             other = Contrast("other", 1 - float(control.mean()), 1, name)
-            claims.append(
-                Claim(
-                    role=WRITES,
-                    subject=(VALUE,),
-                    outcome=Outcome("output", heads=tuple(names[number] for number in numbers)),
-                    place=place.words,
-                    value=1 - float(taken.mean()),
-                    contrasts=(Contrast("intact", 1.0), other),
-                    draws=len(taken),
-                    search=Search("heads", len(heads)),
-                    margin=margin_of(taken.mean(1).numpy()),
-                )
-            )
+            outcome = Outcome("output", heads=tuple(names[number] for number in numbers))
+            left, search = 1 - taken.mean(1), Search("heads", len(heads))
+            claims.append(claim_of(WRITES, (VALUE,), outcome, place.words, left, [INTACT, other], search))
     return tuple(values), tuple(claims)
 
 

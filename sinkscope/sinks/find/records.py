@@ -237,9 +237,9 @@ class RepetitionSpike:
     token: str
     repeats: int
     by_copies: Claim
-    same: Claim | None
-    set: CausalSet | None
-    candidates: tuple[Candidate, ...]
+    same: Claim | None = None
+    set: CausalSet | None = None
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def other_neurons(self) -> bool:

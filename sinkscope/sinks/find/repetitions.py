@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -11,29 +12,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.models.norms import norm_of
-from sinkscope.results.claims import Contrast, Outcome, Search
-from sinkscope.results.parts import Tokens, neurons_of
-from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
+from sinkscope.results.claims import Outcome
+from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.sets import FoundSet, causal_set
+from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
-from sinkscope.sinks.repetition.sweep import beside_copies
+from sinkscope.sinks.repetition.sweep import beside_copies, claim_of, claim_of_copies, norms_at_sink
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
 TIMES = 2  # copies that are looked at, of those that are needed
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
-def repeats_until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
-    """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
-    reached = (norms >= first / 2).nonzero().flatten()
+def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int | None:
+    """The first number of repetitions whose norm reaches half of the spike's; None if it never does."""
+    reached = (norms >= spike / 2).nonzero().flatten()
     if not len(reached):
         return None
     return int(reached[0]) + 1
@@ -58,23 +56,19 @@ def repeat_until_half(
         For each token, the first n whose norm reaches half of the spike's.
     """
     target = context.target
-    site = f"blocks.{context.layer}.hook_resid_post"
     lengths = [min(FIRST_LENGTH, limit)]
     while lengths[-1] < limit:
         lengths.append(min(2 * lengths[-1], limit))
     if not target.resident:
         lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
     repeats: list[int | None] = [None] * len(tokens)
+    half_of = context.scan.spike_norm[context.layer]
     for length in lengths:
-        waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
-        for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
-            ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
-            norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
-            for row, place in enumerate(places.tolist()):
-                half_of = norms[row, 0]
-                if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
-                    half_of = context.scan.spike_norm[context.layer]
-                repeats[place] = repeats_until_half(norms[row, 1:], half_of)
+        waiting = [number for number, count in enumerate(repeats) if count is None]
+        ids = torch.tensor([[prefixes[number], *[tokens[number]] * length] for number in waiting])
+        norms = norms_at_sink(context, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
+        for number, row in zip(waiting, norms, strict=True):
+            repeats[number] = repeats_until_half(row[1:], half_of)
         progress("repetitions", length, limit)
         if None not in repeats:
             break
@@ -108,27 +102,25 @@ def repetition_spike(
     if not found:
         return None
     token, before = found[0]
-    copies = min(TIMES * (token.repeats or 0), needed.max_repeats)
+    copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
     rows, *beside = beside_copies(setup, torch.tensor([[before, *[token.id] * copies]]), 1)
     layer = max(context.layer, *(site[0] for site in sites))
     reading: dict[str, Any] = {"at": copies, "upto": layer, "without": context.scan.shared_dims}
     drawn = [random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM)]
     trials = [Trial(rows, silencing([sites, *drawn] if sites else []), **reading)]
     trials.append(Trial(torch.cat(beside), [], **reading))
-    edited, contrasts = side_by_side(context.target, trials)
-    spike, outcome = context.scan.spike_norm[layer], Outcome("norm", layers=(layer,))
-    tried, intact = Search("repeated tokens", len(needed.tokens)), edited.intact_norms[:, layer]
-    single, others = (contrasts.intact_norms[:, layer] / spike).tolist()
-    contrasts_of = [Contrast("one copy", single), Contrast("other tokens", others)]
-    subject = (Tokens("copies", copies),)
-    by_copies = claim_of("repeats", subject, outcome, repr(token.token), intact / spike, contrasts_of, tried)
+    edited, others = side_by_side(context.target, trials)
+    outcome, intact = Outcome("norm", layers=(layer,)), edited.intact_norms[:, layer]
+    heights = torch.cat([intact, others.intact_norms[:, layer]]) / context.scan.spike_norm[layer]
+    by_copies = replace(claim_of_copies(copies, outcome, heights[:, None], tried), role="repeats")
+    result = RepetitionSpike(token.token, copies, by_copies)
     if not sites:
-        return RepetitionSpike(token.token, copies, by_copies, None, None, ())
+        return result
     left = edited.norms[..., layer] / intact
-    place = f"the last of {copies} copies of {token.token!r}"
-    random = by_chance(neurons_of(sites), left[1:, 0])
-    same = claim_of("repeats", neurons_of(sites), outcome, place, left[0], [INTACT, random], tried)
-    own = FoundSet()
-    if same.verdict != "needed" and by_copies.verdict == "sufficient":
-        own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place)
-    return RepetitionSpike(token.token, copies, by_copies, same, own.minimal, own.members)
+    values = torch.stack([left[0], torch.ones(1), left[1:].amin(0)])
+    same = claim_of(neurons_of(sites), f"the last of {copies} copies of {token.token!r}", outcome, values, tried)
+    result = replace(result, same=replace(same, role="repeats"))
+    if same.verdict == "needed" or by_copies.verdict != "sufficient":
+        return result
+    own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), repr(token.token))
+    return replace(result, set=own.minimal, candidates=own.members)

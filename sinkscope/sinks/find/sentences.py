@@ -9,7 +9,6 @@ from sinkscope.results.notation import count_of, short_sentence, word_form, word
 from sinkscope.results.parts import POSITION
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import SHORT, Readers, RepeatsNeeded, RepetitionSpike, Sink, SinkRate, Spike
-from sinkscope.sinks.tokens import left_out_line
 
 NAMED = (4, 2, 1)  # neurons that a conclusion names; in shorter versions fewer
 GROUPS = 3  # groups of heads that a sentence tells apart
@@ -133,7 +132,10 @@ def repeats(needed: RepeatsNeeded, spike: Spike | None, found: RepetitionSpike |
             never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
         over = f"median over {count_of(repeated - needed.unreached, 'token')}{never}"
         sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
-    sentences += left_out_line([token.token for token in needed.at_once], norm)
+    if needed.at_once:
+        names = word_list([repr(token.token) for token in needed.at_once])
+        do = word_form(len(needed.at_once), "reaches", "reach")
+        sentences.append(f"{names} {do} {norm} without repetition, and the median leaves this out.")
     if found is not None:
         sentences.append(f"Of the spike's norm at {found.token!r}, {found.by_copies.phrase()}.")
         if found.set is not None:
