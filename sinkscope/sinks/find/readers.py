@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import compress
 
 import torch
@@ -41,7 +40,6 @@ class HeadByHead:
         place: The words for the place.
         effect: The attention of these heads, in some texts.
         sites: The neurons that make the spike of the place; none if it has none, or components make it.
-        further: Neurons that add to it.
         makers: Components that make the spike.
     """
 
@@ -49,7 +47,6 @@ class HeadByHead:
     place: str
     effect: PositionEffect
     sites: Sites = ()
-    further: Sites = ()
     makers: Parts = ()
 
     def edit(self, parts: Parts) -> Edit:
@@ -58,31 +55,14 @@ class HeadByHead:
             return Edit(swap=tuple(self.effect.written))
         return edit_of(parts)
 
-    @cached_property
-    def parts_of_spike(self) -> list[Parts]:
-        """What makes the spike, then each part of it, and what adds to it; nothing if there is no spike."""
-        spike = neurons_of(self.sites) or self.makers
-        if not spike:
-            return []
-        each: list[Parts] = [spike]
-        if len(self.sites) > 1:
-            each += [(neuron,) for neuron in neurons_of(self.sites)]
-        return each + [(neuron,) for neuron in neurons_of(self.further)]
-
     def needs(self) -> list[Need]:
-        """What each head needs: the spike and neurons of it, or else components, or the position."""
-        each = self.parts_of_spike
+        """What each head needs: the spike, or else components, or the position."""
         needs = [Need()] * len(self.effect.heads)
-        if each:
-            of_parts = (self.effect.lost([self.edit(parts) for parts in each]) >= NEEDED).T.tolist()
-            differ = len({tuple(of_head) for of_head in of_parts if of_head[0]}) > 1
-            for head, of_head in enumerate(of_parts):
-                if of_head[0]:
-                    own = [part for parts in compress(each[1:], of_head[1:]) for part in parts]
-                    needs[head] = Need(each[0], by_spike=True)
-                    if own and differ:  # heads need different neurons of it
-                        kept = each[0] if self.further else ()
-                        needs[head] = Need(tuple(dict.fromkeys([*kept, *own])), by_spike=True)
+        spike = neurons_of(self.sites) or self.makers
+        if spike:
+            (lost,) = self.effect.lost([self.edit(spike)])
+            for head in (lost >= NEEDED).nonzero().flatten().tolist():
+                needs[head] = Need(spike, by_spike=True)
         others = [head for head, need in enumerate(needs) if not need.parts]
         if others:
             for head, need in zip(others, self._needs_of_components(others), strict=True):

@@ -65,8 +65,7 @@ class CausalSet:
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
         claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: The heads of the sink, if all of them lose at least half of that attention without the set, and none
-            without another member than the rest.
+        readers: The heads of the sink, if all of them lose at least half of that attention without the set.
     """
 
     neurons: tuple[Neuron, ...]

@@ -15,6 +15,7 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import neurons_of
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.find.survey import SinkContext
@@ -22,7 +23,7 @@ from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
-from sinkscope.sinks.repetition.sweep import beside_copies, claim_of, claim_of_copies, norms_at_sink
+from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
 TIMES = 2  # copies that are looked at, of those that are needed
@@ -112,15 +113,17 @@ def repetition_spike(
     edited, others = side_by_side(context.target, trials)
     outcome, intact = Outcome("norm", layers=(layer,)), edited.intact_norms[:, layer]
     heights = torch.cat([intact, others.intact_norms[:, layer]]) / context.scan.spike_norm[layer]
-    by_copies = replace(claim_of_copies(copies, outcome, heights[:, None], tried), role="repeats")
+    by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
+    by_copies = replace(by_copies, role="repeats", place=repr(token.token))
     result = RepetitionSpike(token.token, copies, by_copies)
     if not sites:
         return result
     left = edited.norms[..., layer] / intact
-    values = torch.stack([left[0], torch.ones(1), left[1:].amin(0)])
-    same = claim_of(neurons_of(sites), f"the last of {copies} copies of {token.token!r}", outcome, values, tried)
-    result = replace(result, same=replace(same, role="repeats"))
+    neurons, place = neurons_of(sites), f"the last of {copies} copies of {token.token!r}"
+    contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
+    same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, by_copies.search)
+    result = replace(result, same=same)
     if same.verdict == "needed" or by_copies.verdict != "sufficient":
         return result
-    own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), repr(token.token))
+    own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place)
     return replace(result, set=own.minimal, candidates=own.members)

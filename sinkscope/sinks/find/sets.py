@@ -26,7 +26,7 @@ from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.removal.search import CONTROL_DRAWS, Removal, random_sets, smallest_set, without_unneeded
+from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -152,10 +152,9 @@ class _SpikeSearch:
             others: Candidates that join the set if attention needs them as well.
         """
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.seed)]
-        alone = [(site,) for site in chosen] if len(chosen) > 1 else []
         trials: list[Trial] = []
         if self.heads:
-            trials.append(self.attention_trial([*sets, *alone, chosen + others]))
+            trials.append(self.attention_trial([*sets, chosen + others]))
             if len(self.context.ids) > 1:
                 trials.append(self.attention_trial([chosen], OTHER_TEXTS))
         read = self.ask(sets, *trials)
@@ -182,22 +181,22 @@ class _SpikeSearch:
             )
         if min(here, last) <= found.control:
             return None
+        alone = [(site,) for site in chosen] if len(chosen) > 1 else []
         claims = self.claims([chosen], excluded, "makes") + self.claims(alone, chosen, "makes alone")
         return replace(found, margin_norm=margin_of(lost[0, :, self.context.layer].numpy()), claims=claims)
 
     def readers(self, chosen: Sites, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
-        """The heads, if each loses half of its attention without a set, and no two lose it without different members.
+        """The heads, if each loses half of its attention without a set.
 
         Args:
             chosen: The set.
-            read: What edits leave: of the set, of random ones, of each member if there are several, and one more.
+            read: What edits leave: of the set, of random ones, and of one more.
             left: What the set leaves of the attention in each text.
         """
         drops = read.attention_drops(self.heads)
-        random = drops[1 : 1 + CONTROL_DRAWS]
-        needed = drops[1 + CONTROL_DRAWS : -1] >= NEEDED
-        if float(drops[0].min()) < NEEDED or bool((needed != needed[:, :1]).any()):
+        if float(drops[0].min()) < NEEDED:
             return None
+        random = drops[1:-1]
         layer, head = torch.tensor(self.heads).T
         intact, after = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
         neurons, search = neurons_of(chosen), Search("sets of neurons", len(self.asked))

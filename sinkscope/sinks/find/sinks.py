@@ -95,9 +95,8 @@ def _readers(
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
     effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
-    sites, further, makers = (), (), ()
+    sites, makers = (), ()
     for one in standing:
         sites += one.found.sites
-        further += tuple(neuron.site for neuron in one.found.adding)
         makers += one.spike.makers
-    return HeadByHead(setup, place.words, effect, sites, further, makers).groups()
+    return HeadByHead(setup, place.words, effect, sites, makers).groups()
