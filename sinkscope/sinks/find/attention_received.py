@@ -90,18 +90,17 @@ class AttentionReceived:
     def listening(self, target: Target, texts: slice, without: tuple[int, ...] = ()) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
         depth = len(self.windows)
+
+        def take_norms(layer: int, output: Any) -> None:
+            self.norms[layer, texts] = norm_of(first_tensor(output), without).reshape(len(self.ids[texts]), -1).cpu()
+
         hooks = []
         for layer in range(depth):
-            take_norms = partial(self._layer_done, texts, layer, without)
-            hooks.append((target.layers[layer], "post", on_output(take_norms)))
+            hooks.append((target.layers[layer], "post", on_output(partial(take_norms, layer))))
         read = partial(self._read, texts, target.adapter.learned_sinks)
         rows = visible_rows(target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
         with target.hooks(*hooks), rows:
             yield
-
-    def _layer_done(self, texts: slice, layer: int, without: tuple[int, ...], output: Any) -> None:
-        norms = norm_of(first_tensor(output), without)
-        self.norms[layer, texts] = norms.reshape(len(self.ids[texts]), -1).cpu()
 
     def _read(
         self,

@@ -63,9 +63,7 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
-        spare = torch.ones_like(contribution, dtype=torch.bool)
-        if place.routing is not None:  # neurons of an expert that was not chosen give no valid control
-            spare = contribution > 0
+        spare = contribution > 0  # silent neurons, such as those of an expert that was not chosen, are no control
         spare[top] = False
         others = spare.nonzero().flatten()
         drawn = torch.zeros(0, dtype=torch.long)

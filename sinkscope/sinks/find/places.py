@@ -194,15 +194,15 @@ def texts_with(place: Place, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[
         place: The place.
         ids: The texts in which it was found, whole.
     """
-    first: dict[tuple[int, int], int] = {}  # the first position of each token in each text
-    for text, position in sorted(place.cases, key=lambda case: case[1]):
-        token = 0 if place.is_first else int(ids[text, position])
-        first.setdefault((token, text), position)
     seen: Counter[int] = Counter()
+    known: set[tuple[int, int]] = set()
     cases: list[tuple[int, int, int]] = []
-    for (token, text), position in first.items():
-        cases.append((seen[token], position, text))
-        seen[token] += 1
+    for text, position in sorted(place.cases, key=lambda case: case[1]):
+        token = int(ids[text, position])
+        if (token, text) not in known:
+            known.add((token, text))
+            cases.append((seen[token], position, text))
+            seen[token] += 1
     _, at, rows = torch.tensor(sorted(cases)).T
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:

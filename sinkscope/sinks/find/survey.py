@@ -113,10 +113,9 @@ class SinkContext:
 
         The first eighth of this beginning is left out, and so is the place.
         """
-        norms = self.scan.norms[layer]
-        barred = torch.arange(norms.shape[1]).expand_as(norms) < length // 8
-        barred = barred | (torch.arange(norms.shape[1]) == self.at[:, None])
-        return ordinary_position(norms[:, :length], barred[:, :length])
+        positions = torch.arange(length).expand(len(self.ids), -1)
+        barred = (positions < length // 8) | (positions == self.at[:, None])
+        return ordinary_position(self.scan.norms[layer][:, :length], barred)
 
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
         """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
