@@ -185,10 +185,7 @@ class Claim:
         left, chance = percent_pair(self.value, self.control.value)
         control = f"{self.control.in_words(self.subject)}: {chance}"
         if isinstance(self.subject[0], Tokens):
-            give = "give"
-            if self.verdict == "sufficient":
-                give = "are enough: they give"
-            return f"{in_words(self.subject, most)} {give} {left} ({control})"
+            return f"{in_words(self.subject, most)} give {left} ({control})"
         if self.subject[0] != POSITION:
             left = f"{removed(self.subject)} {left} stays"
         return f"{self.said(most, called)}: {left} ({control})"

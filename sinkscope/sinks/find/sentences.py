@@ -137,7 +137,7 @@ def repeats(needed: RepeatsNeeded, spike: Spike | None, found: RepetitionSpike |
         do = word_form(len(needed.at_once), "reaches", "reach")
         sentences.append(f"{names} {do} {norm} without repetition, and the median leaves this out.")
     if found is not None:
-        sentences.append(f"For half of the spike's norm at {found.token!r}, {found.by_copies.phrase()}.")
+        sentences.append(f"Of the spike's norm at {found.token!r}, {found.by_copies.phrase()}.")
         if found.set is not None:
             sentences.append(f"Other neurons make it: {found.set.claims[0].phrase()}.")
         elif found.same is not None and found.by_copies.verdict == "sufficient":
