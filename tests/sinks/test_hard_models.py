@@ -43,7 +43,7 @@ ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there t
 def options_of(h: HardModel, folder: Path) -> dict[str, Any]:
     """The options of a measurement in the model's own words."""
     text = folder / "text.txt"
-    text.write_text(h.text(40 if h.truth.share < 1 or h.truth.length else 6), encoding="utf-8")
+    text.write_text(h.text(40 if h.truth.share < 1 else 6), encoding="utf-8")
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
@@ -70,10 +70,10 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth = h.truth
     spikes = {spike.place.position: spike for spike in result.spikes if spike.place.token == "" or spike.place.is_first}
-    spike = spikes.get(truth.positions[0])
+    spike = spikes.get(0)
     sink = result.sink
     placed = [each.place for each in result.sinks if each.place is not None]
-    words = {token: "" if token in truth.positions else h.tokenizer.decode([token]) for token in truth.later}
+    words = {token: h.tokenizer.decode([token]) for token in truth.later}
     further = [each for each in result.spikes if each is not spike]
     found = {one.place.token: frozenset(one.set.edit_sites) for one in further if one.set}
     named = {one.token for one in placed if one.rule is None or one.rule.position is None or one.rule.tokens}
@@ -81,10 +81,10 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         "spike": (spike is not None, truth.spike),
         "positions": (
             {one.rule.position for one in placed if one.rule is not None and one.rule.position is not None},
-            {*truth.positions} if truth.sink else set(),
+            {0} if truth.sink else set(),
         ),
         "sink layer": (result.sink_layer, truth.sink_layer),
-        "later sinks": (named - {""}, {*words.values()} - {""}),
+        "later sinks": (named - {""}, {*words.values()}),
         "later spikes": (found, {words[token]: frozenset(sites) for token, sites in truth.later.items() if sites}),
         "places of spikes": ({one.place.token for one in further} <= set(words.values()), True),
         "shared dimensions": (sorted(result.shared_dims), sorted(truth.shared_dims)),
@@ -95,7 +95,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         share = 1.0 if sink.place is None else sink.place.share
         pairs |= {
             "window": (sink.window, truth.window),
-            "length": (sink.length > 64, truth.length > 0),
+            "length": (sink.length, 64),
             "all texts": (share == 1, truth.share == 1),
             "share of texts": (abs(share - truth.share) <= 0.25, True),
         }
@@ -141,10 +141,7 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
         "Neither an attention sink nor a norm spike": not risen and not attended,
         "(window ": truth.window is not None,
         "of texts": truth.share < 1,
-        "texts of 512": truth.length > 0,
     }
-    if truth.positions[0]:
-        words[f"position {truth.positions[0]}"] = True
     wrong = [word for word, there in words.items() if (word in text) != there]
     named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
     planted = {site[-1] for sites in (*truth.sets, *truth.later.values()) for site in sites}
