@@ -48,7 +48,7 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
 
 
 def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.circuit.marks.random_edits", lambda *_: [])
+    monkeypatch.setattr("sinkscope.sinks.find.left.heads_of", lambda *_: [])
     (claim,) = traced(organism("llama", 3), tmp_path).of(MARKS)
     assert claim.control.name == "the median of other components" and "random" not in claim.phrase()
     assert claim.verdict == "needed" and 1 < claim.control.draws < 20

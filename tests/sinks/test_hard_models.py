@@ -43,7 +43,7 @@ ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there t
 def options_of(h: HardModel, folder: Path) -> dict[str, Any]:
     """The options of a measurement in the model's own words."""
     text = folder / "text.txt"
-    text.write_text(h.text(40 if h.truth.share < 1 or h.truth.length else 6), encoding="utf-8")
+    text.write_text(h.text(40 if h.truth.share < 1 else 6), encoding="utf-8")
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
@@ -70,10 +70,10 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth = h.truth
     spikes = {spike.place.position: spike for spike in result.spikes if spike.place.token == "" or spike.place.is_first}
-    spike = spikes.get(truth.positions[0])
+    spike = spikes.get(0)
     sink = result.sink
     placed = [each.place for each in result.sinks if each.place is not None]
-    words = {token: "" if token in truth.positions else h.tokenizer.decode([token]) for token in truth.later}
+    words = {token: h.tokenizer.decode([token]) for token in truth.later}
     further = [each for each in result.spikes if each is not spike]
     found = {one.place.token: frozenset(one.set.edit_sites) for one in further if one.set}
     named = {one.token for one in placed if one.rule is None or one.rule.position is None or one.rule.tokens}
@@ -81,10 +81,10 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         "spike": (spike is not None, truth.spike),
         "positions": (
             {one.rule.position for one in placed if one.rule is not None and one.rule.position is not None},
-            {*truth.positions} if truth.sink else set(),
+            {0} if truth.sink else set(),
         ),
         "sink layer": (result.sink_layer, truth.sink_layer),
-        "later sinks": (named - {""}, {*words.values()} - {""}),
+        "later sinks": (named - {""}, {*words.values()}),
         "later spikes": (found, {words[token]: frozenset(sites) for token, sites in truth.later.items() if sites}),
         "places of spikes": ({one.place.token for one in further} <= set(words.values()), True),
         "shared dimensions": (sorted(result.shared_dims), sorted(truth.shared_dims)),
@@ -95,7 +95,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         share = 1.0 if sink.place is None else sink.place.share
         pairs |= {
             "window": (sink.window, truth.window),
-            "length": (sink.length > 64, truth.length > 0),
+            "length": (sink.length, 64),
             "all texts": (share == 1, truth.share == 1),
             "share of texts": (abs(share - truth.share) <= 0.25, True),
         }
@@ -103,16 +103,11 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         sites = result.repetition and result.repetition.set and result.repetition.set.edit_sites
         pairs["repetition"] = (set(sites or ()), set(truth.repeated))
     wrong = [f"{name}: found {got}, planted {planted}" for name, (got, planted) in pairs.items() if got != planted]
-    minimal = [frozenset(causal_set.edit_sites) for causal_set in result.causal_sets]
-    # A spike that falls and rises again has a set for each part; the others make a smaller stage.
-    for part in result.causal_sets[1:]:
-        minimal.remove(frozenset(part.edit_sites))
-        if part.layers is None or {site[0] for site in part.edit_sites} - set(truth.step_up):
-            wrong.append(f"part of the spike: found {part}, planted {truth.step_up}")
+    minimal = None if result.minimal is None else frozenset(result.minimal.edit_sites)
     carrier = carried(sink)
     if carrier not in {truth.carried_by} | ALSO.get(h.name, set()):
         wrong.append(f"carried by: found {carrier}, planted {truth.carried_by}")
-    if bool(minimal) != bool(truth.sets) or any(sites not in truth.sets for sites in minimal):
+    if minimal not in (truth.sets or (None,)):
         wrong.append(f"minimal set: found {minimal}, planted {truth.sets}")
     return [*wrong, *unproven(h, result), *misleading(h, result)]
 
@@ -146,10 +141,7 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
         "Neither an attention sink nor a norm spike": not risen and not attended,
         "(window ": truth.window is not None,
         "of texts": truth.share < 1,
-        "texts of 512": truth.length > 0,
     }
-    if truth.positions[0]:
-        words[f"position {truth.positions[0]}"] = True
     wrong = [word for word, there in words.items() if (word in text) != there]
     named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
     planted = {site[-1] for sites in (*truth.sets, *truth.later.values()) for site in sites}
@@ -179,7 +171,7 @@ def test_without_bos(name, family, tmp_path):
     h = hard(name, family, 1)
     result = look(h, tmp_path, bos=False)
     assert h.truth.bos_only
-    assert not result.spikes and not result.sinks and result.causal_sets == ()
+    assert not result.spikes and not result.sinks and result.minimal is None
     assert result.conclusion().startswith("Neither an attention sink nor a norm spike")
 
 
@@ -261,7 +253,7 @@ def nothing_in(count: int, layers: tuple[int, ...], folder: Path):
         result = find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=8)
         says = result.conclusion()
         nothing = not result.spikes and not result.sinks and result.sink_layer is None
-        if not (nothing and result.causal_sets == () and says.startswith("Neither an attention sink nor a norm spike")):
+        if not (nothing and result.minimal is None and says.startswith("Neither an attention sink nor a norm spike")):
             wrong.append(f"{family} {number} {kind} bos {bos}: {says}")
     assert not wrong and chance < 0.1 * count + 2, f"seed {seed}: {chance} by chance\n" + "\n".join(wrong)
 

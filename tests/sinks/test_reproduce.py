@@ -298,7 +298,7 @@ def test_a_massive_activation_exceeds_100_and_1000_times_the_median_of_its_layer
         residual = torch.zeros_like(scan.layers[0].residual)
         residual[:4] = torch.tensor(values).float()
         layers.append(replace(scan.layers[0], residual=residual, hidden=hidden))
-    first = SinkContext.at_first(setup.target, setup.ids, replace(scan, layers=layers))
+    first = SinkContext(setup.target, setup.ids, replace(scan, layers=layers), 0)
 
     def found(quantity: str, value: Any) -> Any:
         return PROTOCOLS[quantity](setup, first, Published("m", quantity, value, "s"))

@@ -18,7 +18,7 @@ from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit, NeuronValues
 from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
-from sinkscope.models.origin import is_checkpoint
+from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 
 _PAGE = "patch-file"
@@ -128,8 +128,8 @@ class SinkPatch(NeuronEdit):
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
-        for causal_set in result.causal_sets:
-            members = map(_site, causal_set.neurons)
+        if result.minimal is not None:
+            members = map(_site, result.minimal.neurons)
             sites += [member for member in members if member in neurons]
         if not sites:
             sites = [place for place, neuron in neurons.items() if neuron.causal]
@@ -198,29 +198,8 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The model has another shape.
         """
-        if self.model is None:
-            return
-        origin, config = self.model.get("name"), target.config
-        shape = {
-            "family": config.model_type,
-            "n_layers": target.n_layers,
-            "d_model": target.d_model,
-            "d_mlp": target.d_mlp,
-        }
-        for name, here in shape.items():
-            there = self.model.get(name, here)
-            if there != here:
-                raise SinkscopeError(
-                    f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
-                    "give that model, or make a patch for this one",
-                    page=_PAGE,
-                )
-        fingerprint = self.model.get("fingerprint")
-        if fingerprint and not is_checkpoint(target, fingerprint):
-            warn(
-                f"the patch was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
-                "and other weights, so its sink may have other neurons: make a patch for this model"
-            )
+        if self.model is not None:
+            check_made_for(target, self.model, "patch", page=_PAGE)
 
     def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""

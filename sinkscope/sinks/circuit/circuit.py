@@ -201,7 +201,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     claims: list[Claim] = []
     for each in made[:TRACED]:
         claims += marks_of(setup, each)
-    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
+    words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
         repeats = (word.repeats or 0) * 3 // 2

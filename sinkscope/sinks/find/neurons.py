@@ -24,24 +24,20 @@ CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the 
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 
 
-@torch.no_grad()
-def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Candidate, ...]:
-    """Candidate neurons of a layer that builds the spike, and the effect of zeroing each after this layer.
+def verify_neurons(context: SinkContext, top_k: int) -> tuple[Candidate, ...]:
+    """Candidate neurons of the spike, and the effect of zeroing each after the sink layer.
 
     Args:
         context: The model and its spike.
-        layer: The layer. With the sink layer come the candidates of all other stages.
-        top_k: Number of candidates in this layer.
+        top_k: Number of candidates of the sink layer.
 
     Returns:
-        The neurons of the layer, largest contribution first, followed by those of other stages.
+        The neurons of the sink layer, largest contribution first, followed by those of other stages.
     """
-    candidates = {layer: top_k}
-    if layer == context.layer:
-        candidates |= {stage: STAGE_CANDIDATES for stage in context.scan.stages if stage != layer}
-    neurons = ()
-    for stage, number in candidates.items():
-        neurons += stage_neurons(context, stage, number, upto=layer)
+    neurons = stage_neurons(context, context.layer, top_k)
+    for stage in context.scan.stages:
+        if stage != context.layer:
+            neurons += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
     return neurons
 
 
@@ -61,13 +57,11 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
     typical = context.typical
     with target.loaded(stage):
         place = _at_places(context, stage)
-        text = neutral_view(target, stage, typical.ids, typical.entering)
+        text = neutral_view(target, stage, typical.ids, typical.scan.entering)
         contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
-        spare = torch.ones_like(contribution, dtype=torch.bool)
-        if place.routing is not None:  # neurons of an expert that was not chosen give no valid control
-            spare = contribution > 0
+        spare = contribution > 0  # silent neurons, such as those of an expert that was not chosen, are no control
         spare[top] = False
         others = spare.nonzero().flatten()
         drawn = torch.zeros(0, dtype=torch.long)
@@ -110,4 +104,4 @@ def _at_places(context: SinkContext, layer: int) -> LayerView:
     ids = context.ids[:, : context.up_to_place]
     where = torch.zeros_like(ids, dtype=torch.bool)
     where[torch.arange(len(ids)), context.at] = True
-    return view_layer(context.target, layer, ids, where, context.entering)
+    return view_layer(context.target, layer, ids, where, context.scan.entering)

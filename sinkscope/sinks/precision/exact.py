@@ -69,8 +69,8 @@ class Sink:
         places = [each.place for each in found.spikes or found.sinks if each.place is not None]
         neurons: Sites = ()
         for spike in found.spikes:
-            for one in spike.sets:
-                neurons += one.edit_sites
+            if spike.set is not None:
+                neurons += spike.set.edit_sites
         layers = {stage.layer for stage in found.stages} | {site[0] for site in neurons}
         return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
 

@@ -146,7 +146,7 @@ def reproduce(
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
     scan = scan_layers(setup.target, setup.ids, whole=True)
-    first = SinkContext.at_first(setup.target, setup.ids, scan)
+    first = SinkContext(setup.target, setup.ids, scan, setup.seed)
     beside = about.get(known_as(setup.target.name))
     if beside is None:
         raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE, or see --list")
