@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkscope.results.notation import word_form
-from sinkscope.results.parts import Parts, in_words, kind_of, removed
+from sinkscope.results.parts import Parts, Tokens, in_words, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
@@ -169,6 +169,8 @@ class Claim:
         left, chance = percent_pair(self.value, self.control.value)
         control = f"{self.control.in_words(self.subject)}: {chance}"
         count = len(self.subject)
+        if isinstance(self.subject[0], Tokens):
+            return f"{names} give {left} ({control})"
         match self.verdict:
             case "needed":
                 return (
@@ -180,6 +182,10 @@ class Claim:
                 return f"no effect of {names} is shown: {left} stays ({control})"
             case _:
                 return f"{names}: {removed(self.subject)} {left} stays ({control}), which decides nothing"
+
+    def sentence(self) -> str:
+        """The clause with what was read, and where."""
+        return f"For {self.outcome} at {self.place}, {self.phrase()}."
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:

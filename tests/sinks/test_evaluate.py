@@ -22,6 +22,7 @@ from sinkscope.sinks.patch.evaluate import (
     losses,
     patch_eval,
     random_patch,
+    under,
 )
 
 
@@ -44,8 +45,12 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     ids = held_out(made, 5, 24)
     control = random_patch(made, patch)
     target = target_of(o.model, o.tokenizer)
-    plain, patched, drawn = (float(losses(target, ids, e).mean().exp()) for e in (None, patch, control))
-    assert found.perplexity == pytest.approx((plain, patched, drawn), rel=1e-5)
+    perplexities: list[float] = []
+    for edit in (None, patch, control):
+        with under(edit, target):
+            perplexities.append(float(losses(target, ids).mean().exp()))
+    plain, patched, _ = perplexities
+    assert found.perplexity == pytest.approx(perplexities, rel=1e-5)
     none, row, random_row = found.rows()
     assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row["change"]) > 10 * abs(random_row["change"])
@@ -59,7 +64,9 @@ def test_perplexity_is_that_of_single_rows():
     o = organism("llama", 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
-    before, after = losses(target, ids), losses(target, ids, edit, batch_size=2)
+    before = losses(target, ids)
+    with edit.on(target):
+        after = losses(target, ids, batch_size=2)
 
     def loss(row):
         logits = o.model(row[None]).logits[0].log_softmax(-1)

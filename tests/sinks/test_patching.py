@@ -161,13 +161,13 @@ def test_only_words_that_need_repair_prove_it():
     norms[:, 0] = proof.ceiling[0] / 2
     some = replace(made, proof=replace(proof, norms=norms))
     assert some.claims[1].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
-    assert f"of {len(proof.words) - 1} words" in some.conclusion() and "of 0 in one copy" in some.details()[0]
+    assert f"of {len(proof.words) - 1} words" in some.conclusion() and "(one copy: 0%)" in some.details()[0]
     none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
     assert none.judged(0.01)[0] == "no-repeats"
     at_once = replace(proof, once=np.broadcast_to(proof.norms[0], proof.once.shape))
     assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
     assert replace(made, proof=at_once).claims[0].verdict == "not shown"
-    assert "is not finite" in replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[1]
+    assert replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[0] == "refused"
     harmful = replace(proof, perplexity=np.array([50.0, 51.0, 50.0]))
     assert harmful.judged(0.01) == (
         "refused",

@@ -17,7 +17,7 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.patch.evaluate import random_patch
-from sinkscope.sinks.repetition.attention import late_attention
+from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.probability import chosen_patch
 from sinkscope.sinks.repetition.sweep import norms_at_sink
 from sinkscope.sinks.tokens import TokenRows
@@ -85,14 +85,10 @@ def after_attack(
     end = ids.shape[1] - TAIL
     layers = [number for number in range(context.layer + 1, target.n_layers) if target.has_attention(number)]
     keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
-    received: list[Tensor] = []
-    output: list[Tensor] = []
-    for batch, places in zip(ids.split(ROWS), keys.split(ROWS), strict=True):
-        with late_attention(target, places, end, layers) as total:
-            output.append(trace(target, batch, ["logits"], partial(next_token, place=end - 1))["logits"])
-        received.append(total[:, 0].sum(1) / (TAIL * len(layers)))
+    received = attention_from(target, ids, keys, end, size=ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
+    output = trace(target, ids, ["logits"], partial(next_token, place=end - 1), batch_size=ROWS)["logits"]
     uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
-    return float(torch.cat(received).mean()), float(uniform), torch.cat(output)
+    return float(received.mean()), float(uniform), output
 
 
 def next_token(logits: Float[Tensor, "row pos vocab"], place: int) -> Float[Tensor, "row vocab"]:

@@ -64,31 +64,22 @@ def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
 
 
 @torch.no_grad()
-def losses(
-    target: Target,
-    ids: TokenRows,
-    edit: Intervention | None = None,
-    batch_size: int = 8,
-    progress: Progress = silent,
-) -> Float[Tensor, " row"]:
+def losses(target: Target, ids: TokenRows, batch_size: int = 8, progress: Progress = silent) -> Float[Tensor, " row"]:
     """Mean next-token loss of each piece in nats, without the first token's prediction, which no patch changes.
 
     Args:
         target: The whole model.
         ids: Pieces of text.
-        edit: The edit to act under.
         batch_size: Pieces per pass.
         progress: Called after every batch.
     """
-    out = []
-    for start in range(0, len(ids), batch_size):
-        rows = ids[start : start + batch_size].to(target.device)
-        with under(edit, target):
-            logits = target.hf(input_ids=rows, use_cache=False).logits
+    out: list[Tensor] = []
+    for rows in ids.to(target.device).split(batch_size):
+        logits = target.hf(input_ids=rows, use_cache=False).logits
         predictions = rearrange(logits[:, 1:-1].float(), "row pos vocab -> row vocab pos")
         each = functional.cross_entropy(predictions, rows[:, 2:].to(logits.device), reduction="none")
         out.append(each.mean(1).cpu())
-        progress("perplexity", min(start + batch_size, len(ids)), len(ids))
+        progress("perplexity", sum(map(len, out)), len(ids))
     return torch.cat(out)
 
 
@@ -197,7 +188,6 @@ def patch_eval(
     """
     edit = read_patch_argument(patch)
     edit.check_made_for(setup.target)
-    edits = (None, edit, random_patch(setup, edit))
     ids = held_out(setup, pieces, length)
     setup.record(
         patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
@@ -207,7 +197,11 @@ def patch_eval(
         pieces=len(ids),
         length=ids.shape[1],
     )
-    samples = torch.stack([losses(setup.target, ids, each, progress=setup.progress) for each in edits]).double()
+    losses_of: list[Tensor] = []
+    for each in (None, edit, random_patch(setup, edit)):
+        with under(each, setup.target):
+            losses_of.append(losses(setup.target, ids, progress=setup.progress))
+    samples = torch.stack(losses_of).double()
     perplexity = samples.mean(1).exp()
     errors = torch.cat([torch.tensor([torch.nan]), errors_of(samples) * perplexity[1:]])
     return PatchEvaluation(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -118,13 +117,8 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     keys = one_hot(roles, len(CLASSES)).float()
     seen = keys.cumsum(1)[:, -TAIL:]  # row query class
     visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
-    received: list[Tensor] = []
-    for number, row in enumerate(ids):
-        with late_attention(target, keys[[number]], ids.shape[1] - TAIL) as total, torch.no_grad():
-            target.forward(row[None])
-        received.append(total[0] / seen[number].sum(0)[:, None])
-        setup.progress("attention", number + 1, len(ids))
-    attention = torch.stack(received)
+    begin = ids.shape[1] - TAIL
+    attention = attention_from(target, ids, keys, begin, setup.progress) / seen.sum(1)[:, :, None]
     attention[:, :, ~torch.tensor(list(map(target.has_attention, range(target.n_layers))))] = torch.nan
     attending = attention[0, 1].isfinite().nonzero().flatten().tolist()
     layer = next((one for one in attending if sink.layer is None or one > sink.layer), attending[-1])
@@ -142,29 +136,36 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     )
 
 
-@contextmanager
-def late_attention(
-    target: Target, keys: Float[Tensor, "... kind"], begin: int, layers: list[int] | None = None
-) -> Iterator[Float[Tensor, "... kind layer"]]:
-    """Context manager: attention from the positions from `begin` on to kinds of keys, in the passes of this context.
-
-    Summed over the queries, mean over heads.
+@torch.no_grad()
+def attention_from(
+    target: Target,
+    ids: TokenRows,
+    keys: Float[Tensor, "row pos kind"],
+    begin: int,
+    progress: Progress = silent,
+    size: int = 1,
+) -> Float[Tensor, "row kind layer"]:
+    """Attention from the positions from `begin` on to kinds of keys, summed over these queries, mean over heads.
 
     Args:
         target: The model.
-        keys: Which positions belong to which kind, `[row pos kind]`.
+        ids: The sequences.
+        keys: Which positions belong to which kind; 1 or 0.
         begin: The first of the positions whose attention is read.
-        layers: The layers. None: all.
-
-    Yields:
-        The attention, `[row kind layer]`.
+        progress: Called after each pass.
+        size: Sequences per pass.
     """
-    received = torch.zeros(len(keys), keys.shape[2], target.n_layers)
+    received: list[Tensor] = []
+    for rows, kinds in zip(ids.split(size), keys.split(size), strict=True):
+        total = torch.zeros(len(rows), keys.shape[2], target.n_layers)
 
-    def add(layer: int, start: int, probs: Float[Tensor, "row head query key"]) -> None:
-        late = probs[:, :, max(0, begin - start) :]
-        total = einsum(late, keys.to(late.device), "row head query key, row key kind -> row kind")
-        received[:, :, layer] += total.cpu() / probs.shape[1]
+        def add(layer: int, start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
+            late = probs[:, :, max(0, begin - start) :]
+            given = einsum(late, kinds.to(late.device), "row head query key, row key kind -> row kind")
+            total[:, :, layer] += given.cpu() / probs.shape[1]
 
-    with attention_rows(target, add, layers=layers, rows_per_chunk=QUERIES_AT_ONCE):
-        yield received
+        with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE):
+            target.forward(rows)
+        received.append(total)
+        progress("attention", sum(map(len, received)), len(ids))
+    return torch.cat(received)

@@ -141,9 +141,10 @@ def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tupl
     if ablate and sink.neurons:
         zeroed |= {"set": sites_of(sink.neurons), "control": sink.controls}
     norms: list[Any] = []
-    for name, neurons in zeroed.items():
+    for neurons in zeroed.values():
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
-            norms.append(norms_at_sink(context, ids, setup.progress, f"repetitions, {name}"))
+            norms.append(norms_at_sink(context, ids))
+        setup.progress("repetitions", len(norms), len(zeroed))
     table = torch.stack(norms)  # condition token pos
     before, reference = len(sweep.before), context.scan.spike_norm[layer]
     repeats = np.array([repeats_until_half(intact[before:], reference) for intact in table[0]], dtype=float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
@@ -207,24 +207,18 @@ def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind ca
     return claim_of((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
 
 
-def norms_at_sink(
-    context: SinkContext, ids: TokenRows, progress: Progress = silent, what: str = "norms", size: int = SEQUENCES
-) -> Float[Tensor, "row pos"]:
+@torch.no_grad()
+def norms_at_sink(context: SinkContext, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
     """Norms after the sink layer, as those of the spike: without the dimensions that are massive on all tokens.
 
     Args:
         context: The model at the place of its spike.
         ids: The sequences.
-        progress: Called after each pass.
-        what: Name of the work.
         size: Sequences per pass, which ends at this layer.
     """
     site = f"blocks.{context.layer}.hook_resid_post"
-    norms: list[Tensor] = []
-    for rows in ids.split(size):
-        norms.append(trace(context.target, rows, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site])
-        progress(what, sum(map(len, norms)), len(ids))
-    return torch.cat(norms)
+    reduce = partial(norm_of, without=context.scan.shared_dims)
+    return trace(context.target, ids, [site], reduce, batch_size=size)[site]
 
 
 def rounded(values: Tensor) -> np.ndarray:
