@@ -184,8 +184,9 @@ class Claim:
                 return f"{names}: {removed(self.subject)} {left} stays ({control}), which decides nothing"
 
     def sentence(self) -> str:
-        """The clause with what was read, and where."""
-        return f"For {self.outcome} at {self.place}, {self.phrase()}."
+        """The clause, with what was read and where before it."""
+        outcome = str(self.outcome)
+        return f"{outcome[:1].upper()}{outcome[1:]} ({self.place}): {self.phrase()}."
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:
