@@ -13,7 +13,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
+from sinkscope.results.claims import Claim
 from sinkscope.results.notation import count_of
+from sinkscope.results.parts import kind_of
 from sinkscope.results.tables import WIDTH, Grid, cell, glossary, height, long_table, shortened, strings
 
 if TYPE_CHECKING:
@@ -41,6 +43,15 @@ class Number:
     value: float | str | None
     control: float | None = None
     margin: float | None = None
+
+
+def numbers_of(claims: Sequence[Claim]) -> list[Number]:
+    """The value of each claim beside its nearest control; of claims about the same outcome and kind, the first."""
+    numbers: dict[str, Number] = {}
+    for claim in claims:
+        label = f"{claim.outcome.kind} ({kind_of(claim.subject)})"
+        numbers.setdefault(label, Number(label, claim.value, claim.control.value, claim.margin))
+    return list(numbers.values())
 
 
 @dataclass(frozen=True, kw_only=True)

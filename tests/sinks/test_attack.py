@@ -21,8 +21,8 @@ from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, attack
-from sinkscope.sinks.attack.patched import PATCHES
+from sinkscope.sinks.attack.attack import ClusterAttack, attack
+from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first
 from sinkscope.sinks.find.spikes import sink_neurons
 
@@ -169,7 +169,6 @@ def test_lengths_that_no_cluster_has(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": []}, "at least 2"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),

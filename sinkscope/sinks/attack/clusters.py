@@ -14,15 +14,15 @@ from torch import Tensor
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.spikes import SinkNeurons
 from sinkscope.sinks.marking_heads import replacing
+from sinkscope.sinks.repetition.sweep import claim_of
 from sinkscope.sinks.tokens import TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
@@ -75,7 +75,7 @@ class TokenClusters:
     head: Float[np.ndarray, " token"]
     best: Float[np.ndarray, " token"]
     background: Float[np.ndarray, " token"]
-    other: Float[np.ndarray, " token"] | None = None
+    other: Float[np.ndarray, " token"]
 
     @property
     def heads(self) -> list[int]:
@@ -84,30 +84,24 @@ class TokenClusters:
         return [int(served[place]) for place in np.lexsort((served, -sizes))]
 
     @property
-    def without_heads(self) -> int:
-        """Tokens that fire the neuron with no head of layer 0 intact; something else marks them."""
-        return int((self.background >= FIRES).sum())
+    def without_heads(self) -> float:
+        """Share of the tokens that fire the neuron with no head of layer 0 intact; something else marks them."""
+        return float((self.background >= FIRES).mean())
 
     @property
     def claims(self) -> tuple[Claim, ...]:
         """What each head does to the activation at its tokens, beside no head and another one."""
         claims: list[Claim] = []
-        if self.other is None:
-            return ()
         for head in self.heads:
-            mine = self.head == head
-            no_head = Contrast("other", float(self.background[mine].mean()), name="no head")
+            values = np.stack([self.best, self.background, self.other])[:, self.head == head]
             claims.append(
-                Claim(
-                    role="marks",
-                    subject=(Head(0, head),),
-                    outcome=Outcome(f"activation of {neuron_name(*self.neuron)}"),
-                    place=f"the tokens that {head_name(0, head)} serves",
-                    value=float(self.best[mine].mean()),
-                    contrasts=(no_head, Contrast("random", float(self.other[mine].mean()), name="another head")),
-                    draws=int(mine.sum()),
-                    search=Search("tokens", len(self.ids), float(self.best.max())),
-                    margin=margin_of(self.best[mine]),
+                claim_of(
+                    (Head(0, head),),
+                    f"the tokens that {head_name(0, head)} serves",
+                    Outcome(f"activation of {neuron_name(*self.neuron)}"),
+                    torch.from_numpy(values),
+                    len(self.ids),
+                    (("other", "no head"), ("random", "another head")),
                 )
             )
         return tuple(claims)
@@ -121,10 +115,10 @@ class TokenClusters:
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
         served = int(np.isfinite(self.head).sum())
-        share = f"{self.without_heads / len(self.ids):.1%}"
-        control = f"{share} have their mark without these heads"
-        if self.without_heads > len(self.ids) / 2:
+        share = f"{self.without_heads:.1%}"
+        if self.without_heads > 0.5:
             return f"The heads of layer 0 do not make the mark: {share} of the tokens have it without these heads."
+        control = f"{share} have their mark without these heads"
         if not served:
             return f"No single head of layer 0 is enough to mark a token; {control}."
         tokens = f"{served:,} of {count_of(len(self.ids), 'token')}"

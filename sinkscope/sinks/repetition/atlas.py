@@ -67,9 +67,7 @@ class AtlasReading(Reading):
     def details(self) -> list[str]:
         """After how many repetitions, beside what, and whether the resisting tokens are those that no head serves."""
         resists, served = self.resists, np.isfinite(self.head)
-        lines = []
-        if self.claims:
-            lines.append(f"{self.copies('reach', 'of that norm')}; mean of {self.claims[0].draws} tokens.")
+        lines = super().details()
         if (self.repeats > 1).any():
             lines.append(f"In the median, a token needs {np.median(self.repeats[self.repeats > 1]):.0f} copies.")
         if resists.any() and not resists.all() and served.any():

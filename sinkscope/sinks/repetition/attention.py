@@ -23,8 +23,8 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Rule
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of_copies, rounded
+from sinkscope.sinks.tokens import TokenRows, beside_copies
 from sinkscope.tap.observers import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
@@ -60,23 +60,13 @@ class AttentionReading(Reading):
     received: Float[np.ndarray, "sequence class layer"]
     uniform: Float[np.ndarray, "sequence class"]
 
-    @property
-    def times(self) -> Float[np.ndarray, "sequence class"]:
-        """How many times as much as by uniform attention a token receives in this layer."""
-        return self.received[:, :, self.layer] / self.uniform
-
     def conclusion(self) -> str:
         """What copies receive in the first layer after the spike, beside one copy and other tokens there."""
         return f"{self.copies('receive', f'of the attention in layer {self.layer} together')}."
 
     def details(self) -> list[str]:
-        """What each token receives, in natural text and with copies."""
-        natural, *copies = self.times[: 1 + len(self.sweep.tokens)]
-        sink, there, _ = np.median(copies, axis=0)
-        return [
-            f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
-            f"{natural[1]:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {natural[0]:,.1f} times its own."
-        ]
+        """Where the sink is, and the claim."""
+        return [f"The sink is at {self.place}.", *super().details()]
 
     def rows(self) -> Table:
         """One row per sequence, layer and class that it has."""
@@ -105,7 +95,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     before, count = len(sweep.before), len(sweep.tokens)
     natural = text_rows(target.tokenizer, setup.text, 1, repeated.shape[1] + TAIL, setup.bos)
     natural[:, :before] = repeated[:1, :before]
-    _, single, _ = beside_copies(setup, repeated, before)
+    _, single, _ = beside_copies(setup.ids, setup.seed, repeated, before)
     texts = torch.cat([natural[:, :-TAIL], repeated, single])
     ids = torch.cat([texts, natural[:, -TAIL:].expand(len(texts), -1)], 1)
     sink = sink_neurons(setup)
@@ -118,9 +108,10 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     seen = keys.cumsum(1)[:, -TAIL:]  # row query class
     visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
     begin = ids.shape[1] - TAIL
-    attention = attention_from(target, ids, keys, begin, setup.progress) / seen.sum(1)[:, :, None]
-    attention[:, :, ~torch.tensor(list(map(target.has_attention, range(target.n_layers))))] = torch.nan
-    attending = attention[0, 1].isfinite().nonzero().flatten().tolist()
+    received = attention_from(target, ids, keys, begin, setup.progress) / seen.sum(1)[:, :, None]
+    attending = list(filter(target.has_attention, range(target.n_layers)))
+    attention = torch.full_like(received, torch.nan)
+    attention[:, :, attending] = received[:, :, attending]
     layer = next((one for one in attending if sink.layer is None or one > sink.layer), attending[-1])
     together = sweep.max_repeats * attention[:, 1, layer]
     copies = torch.stack([together[1 : 1 + count], together[1 + count :], together[:1].expand(count)])

@@ -24,8 +24,8 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of_copies, rounded
+from sinkscope.sinks.tokens import TokenRows, beside_copies
 from sinkscope.tap.observers import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
@@ -141,9 +141,8 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     norms = alone.norm(dim=-1)
     claims: tuple[Claim, ...] = ()
     if bool(norms[0].all()):
-        last = [
-            attention_outputs(target, each, [first], last=True)[1][0] for each in beside_copies(setup, rows, before)
-        ]
+        texts = beside_copies(setup.ids, setup.seed, rows, before)
+        last = [attention_outputs(target, each, [first], last=True)[1][0] for each in texts]
         like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
         claims = (claim_of_copies(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),)
     outside = outside_theorem(target, first, rows.shape[1])

@@ -24,8 +24,8 @@ from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of, claim_of_copies, rounded
+from sinkscope.sinks.tokens import TokenRows, beside_copies
 
 CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
 ANSWER_AFTER = (50, 400)  # repetitions
@@ -88,9 +88,8 @@ class ProbabilityReading(Reading):
         return f"{said}, under the patch {patch[0]:.2g}, under a patch of random neurons {control:.2g}."
 
     def details(self) -> list[str]:
-        """One copy and other tokens, and where the repetition ends with and without the patch."""
-        single, others = (contrast.value for contrast in self.claims[0].contrasts)
-        lines = [f"It has {single:.2g} after one copy there, and {others:.2g} after other tokens."]
+        """The copies beside one copy, and where the repetition ends with and without the patch."""
+        lines = [self.claims[0].sentence()]
         for condition, left in zip(self.conditions, self.left, strict=True):
             stopped = left[np.isfinite(left)]
             line = f"{len(stopped)} of {len(left)} tokens stop being repeated ({condition}"
@@ -168,18 +167,16 @@ def read_probabilities(
                 follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
                 answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
             setup.progress(f"answers, {name}", count, max(after))
-    last = torch.zeros(3, len(rows))
-    for kind, texts in enumerate(beside_copies(setup, rows, len(before))):
-        for token, word in enumerate(sweep.ids):
-            after_text = trace(target, texts[[token]], ["logits"], lambda logits: logits[0, -1].float().softmax(-1))
-            last[kind, token] = after_text["logits"][word]
+    last: list[Tensor] = []
+    for texts in beside_copies(setup.ids, setup.seed, rows, len(before)):
+        follows = trace(target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
+        last.append(follows["logits"][range(len(rows)), sweep.ids])
     outcome = Outcome("probability of the token", unit="cases")
-    claims = [claim_of_copies(sweep.max_repeats, outcome, last)]
+    claims = [claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))]
     neurons: tuple[tuple[int, ...], ...] = ()
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
-        place = f"the last of {sweep.max_repeats} copies"
-        claims.append(claim_of(neurons_of(neurons), place, outcome, probability[[1, 0, 2], :, -1]))
+        claims.append(claim_of(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
 from sinkscope.results.claims import Claim
-from sinkscope.results.result import Number
+from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
@@ -82,11 +82,7 @@ class Repeat(Result):
 
     def numbers(self) -> list[Number]:
         """What is there after the copies, and with neurons edited; each beside its nearest control."""
-        numbers = []
-        for label, claim in zip(("after copies", "then with neurons edited"), self.claims, strict=False):
-            label = f"{claim.outcome.kind} {label}"
-            numbers.append(Number(label, claim.value, claim.control.value, claim.margin))
-        return numbers
+        return numbers_of(self.claims)
 
 
 def draw(result: Repeat) -> go.Figure:
@@ -106,12 +102,14 @@ def refuse_unused(
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
     if every and read != "norm":
         raise SinkscopeError(f"--tokens all is read for its norm only: leave out --read {read}, or name some tokens")
-    if ablate and (read != "norm" or every):
-        raise SinkscopeError("--ablate belongs to --read norm of some tokens: leave it out")
-    if patch is not None and read != "probability":
-        raise SinkscopeError("--patch belongs to --read probability: give that, or leave --patch out")
-    if sample is not None and not every:
-        raise SinkscopeError(f"--sample {sample} draws from the vocabulary: give --tokens all, or leave it out")
+    unused = {
+        "--ablate belongs to --read norm of some tokens": ablate and (read != "norm" or every),
+        "--patch belongs to --read probability": patch is not None and read != "probability",
+        "--sample belongs to --tokens all": sample is not None and not every,
+    }
+    for why, is_unused in unused.items():
+        if is_unused:
+            raise SinkscopeError(f"{why}: leave it out, or ask for that")
 
 
 @measurement(

@@ -1,4 +1,4 @@
-"""What is repeated, and what every reading of `repeat` has: sequences, curves, and one copy or other tokens beside."""
+"""What is repeated, and what every reading of `repeat` has: sequences, curves, and claims beside their contrasts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
@@ -34,6 +33,7 @@ SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
+Kinds = Sequence[tuple[ContrastKind, str]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Reading:
 
     def details(self) -> list[str]:
         """Further lines."""
-        return []
+        return [claim.sentence() for claim in self.claims]
 
     def copies(self, reach: str, what: str) -> str:
         """What copies reach of something, beside one copy and other tokens at the position of the last."""
@@ -116,6 +116,9 @@ def sweep_rows(
 ) -> tuple[Sweep, TokenRows]:
     """Choose the tokens of a reading and build its sequences.
 
+    What stands before a text (BOS, or several special tokens) and the prefix stand first; if neither, a word of the
+    text does.
+
     Args:
         setup: The model and its text.
         read: The reading.
@@ -130,7 +133,16 @@ def sweep_rows(
     if prefix is None:
         prefix = PAPER_PREFIXES.get(read)
     words = words_to_repeat(setup, tokens, prefix, PAPER_WORDS.get(read, ()))
-    before = tokens_before(setup, prefix, words)
+    leading = encode(setup, prefix)
+    for token in leading:
+        if token in words:  # its first occurrence would count as a repetition
+            raise SinkscopeError(
+                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
+                "one more repetition; give another --prefix or --token"
+            )
+    # Any token in first place is marked, so it must not be a repeated one.
+    others = [token for token in setup.ids.flatten().tolist() if token not in words]
+    before = [*beginning(setup.tokenizer, setup.bos), *leading] or [*others, 0][:1]
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count, prefix=prefix)
     counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
@@ -139,67 +151,32 @@ def sweep_rows(
     return sweep, torch.tensor([[*before, *[word] * count] for word in words])
 
 
-def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list[int]:
-    """What stands before every text (BOS, or several special tokens) and the prefix; if neither, a word of the text.
-
-    Raises:
-        SinkscopeError: The prefix contains a repeated token.
-    """
-    before = encode(setup, prefix)
-    for token in before:
-        if token in repeated:  # its first occurrence would count as a repetition
-            raise SinkscopeError(
-                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
-                "one more repetition; give another --prefix or --token"
-            )
-    # Any token in first place is marked, so it must not be a repeated one.
-    others = [token for token in setup.ids.flatten().tolist() if token not in repeated]
-    return [*beginning(setup.tokenizer, setup.bos), *before] or [*others, 0][:1]
-
-
-def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows, TokenRows]:
-    """The rows of copies; one copy behind other tokens at the last position; and other tokens everywhere.
+def claim_of(
+    subject: Parts,
+    place: str,
+    outcome: Outcome,
+    values: Float[Tensor, "kind case"],
+    tried: int = 0,
+    beside: Kinds = (("intact", ""), ("random", "")),
+) -> Claim:
+    """What tokens, neurons or a head do, mean over cases.
 
     Args:
-        setup: The model and its text, from which the other tokens are drawn.
-        rows: The sequences.
-        before: Number of tokens before the copies, which stay.
-    """
-    ids = setup.ids[:, 1:].unique()
-    generator = draws(setup.seed, "tokens beside copies")
-    others = rows.clone()
-    for row in others:
-        ordinary = ids[ids != row[-1]]
-        row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
-    single = others.clone()
-    single[:, -1] = rows[:, -1]
-    return rows, single, others
-
-
-def claim_of(subject: Parts, place: str, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
-    """What tokens or neurons do, mean over cases.
-
-    Args:
-        subject: The tokens or neurons.
+        subject: The tokens, neurons or head.
         place: Where it was read.
         outcome: What was read.
         values: The outcome with these tokens, with one of them behind others, and with other tokens; or with edited
             neurons, without an edit, and with as many random neurons.
         tried: Number of cases of which these were taken. 0: all of them.
+        beside: Kinds of the contrasts, and their names, if they are no tokens.
     """
     value, *controls = values.mean(1).tolist()
-    kinds: list[ContrastKind] = ["one copy", "other tokens"] if isinstance(subject[0], Tokens) else ["intact", "random"]
-    return Claim(
-        role="makes",
-        subject=subject,
-        outcome=outcome,
-        place=place,
-        value=value,
-        contrasts=tuple(map(Contrast, kinds, controls)),
-        draws=values.shape[1],
-        search=Search("tokens", tried or values.shape[1], float(values[0].max())),
-        margin=margin_of(values[0].numpy()),
-    )
+    if isinstance(subject[0], Tokens):
+        beside = (("one copy", ""), ("other tokens", ""))
+    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
+    search = Search("tokens", tried or values.shape[1], float(values[0].max()))
+    margin = margin_of(values[0].numpy())
+    return Claim("makes", subject, outcome, place, value, tuple(contrasts), values.shape[1], search, margin)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
