@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,7 +126,7 @@ class ClusterAttack(Result):
 
     def numbers(self) -> list[Number]:
         """Success of the attack, and the tokens that one head serves."""
-        numbers: list[Number] = []
+        numbers = []
         if self.clusters is not None:
             served = float(np.isfinite(self.clusters.head).mean())
             numbers.append(Number("tokens that one head of layer 0 marks", served, self.clusters.without_heads))
@@ -141,8 +140,6 @@ def draw(result: ClusterAttack) -> go.Figure:
         names = [row["subject"] for row in rows]
         fig = px.bar(x=names, y=[row["draws"] for row in rows], labels={"x": "head", "y": "tokens"})
         return figure_of(fig, result, width=1200, height=480)
-    for row in rows:
-        row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
     axes: dict[str, Any] = {"x": "length", "y": "positions", "facet_col": "context", "facet_row": "patch"}
     fig = px.line(rows, render_mode="svg", **axes, color="source", log_x=True, markers=True, range_y=(-0.06, 1.06))
     fig.update_traces(line_width=7, selector={"name": "cluster"})  # one token repeated leaves the same curve

@@ -91,7 +91,7 @@ class TokenClusters:
     @property
     def claims(self) -> tuple[Claim, ...]:
         """What each head does to the activation at its tokens, beside no head and another one."""
-        claims: list[Claim] = []
+        claims = []
         for head in self.heads:
             values = np.stack([self.best, self.background, self.other])[:, self.head == head]
             claims.append(

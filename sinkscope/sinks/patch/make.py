@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -16,9 +15,7 @@ from pydantic import Field
 
 from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
-from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claim, Outcome
@@ -30,11 +27,10 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.records import RepeatedToken
-from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of
+from sinkscope.sinks.repetition.sweep import claim_of, norms_at
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
@@ -101,9 +97,9 @@ class PatchProof:
         return float(taken[compared].sum()), float(restored[compared].sum())
 
     @property
-    def rise(self) -> float:
-        """What the patch adds to the perplexity, as a share of it; NaN if one of both is not finite."""
-        return float(self.perplexity[PATCHED] / self.perplexity[INTACT] - 1)
+    def rise(self) -> Float[np.ndarray, " condition"]:
+        """What the perplexity rises by, as a share of the intact one; NaN if it is not finite."""
+        return self.perplexity / self.perplexity[INTACT] - 1
 
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
@@ -115,8 +111,9 @@ class PatchProof:
         taken, restored = self.taken
         if restored < taken / 2:
             return "not-repaired", "under the patch, repeated words still take the attention of the first token."
-        if not self.rise <= limit:
-            return "refused", f"the perplexity of held-out text rises by {self.rise:.2%}, and the limit is {limit:.2%}."
+        rise = self.rise[PATCHED]
+        if not rise <= limit:
+            return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
         return "made", "repeated words keep a typical norm, and ordinary text is read as before."
 
 
@@ -179,7 +176,7 @@ class PatchMade(Result):
             return f"No patch was made: {self.reason}"
         claim = self.claims[1]
         random = round(claim.control.value * claim.draws)
-        sentences: list[str] = []
+        sentences = []
         for names in (neuron_names(self.sites, NAMED), count_of(len(self.sites), "neuron")):
             sentences.append(
                 f"The patch of {names} repairs repetition: of {count_of(claim.draws, 'word')} whose norm stands out in "
@@ -189,15 +186,15 @@ class PatchMade(Result):
 
     def details(self) -> list[str]:
         """Copies beside one copy, the attention, and the perplexity."""
-        lines = [claim.sentence() for claim in self.claims]
-        if self.proof is not None:
-            taken, restored = self.proof.taken
-            if taken:
-                lines.append(
-                    f"Of the attention that repetition takes from the first token, {restored / taken:.0%} returns."
-                )
-            lines.append(f"The patch changes the perplexity of held-out text by {self.proof.rise:+.3%}.")
-        return lines
+        if self.proof is None:
+            return []
+        taken, restored = self.proof.taken
+        _, patched, random = self.proof.rise
+        return [
+            *[claim.sentence() for claim in self.claims],
+            f"Repetition takes {taken:.2f} of attention from the first token (sum over layers); {restored:.2f} returns.",
+            f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}.",
+        ]
 
     def rows(self) -> Table:
         """One row per word: its largest norm in the layer that completes the spike."""
@@ -292,15 +289,14 @@ def patch_make(
     except SinkscopeError:
         reason = "no neurons were found that the spike needs at the first token and at repeated words."
         return PatchMade(verdict="not-repaired", reason=reason)
-    words, slowest = repeated_words(sinks, most)
+    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
     if not words:
         number = len(sinks.repeats.tokens)
         reason = f"none of {number} words reaches half of the first token's norm when it is repeated {most} times."
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    proof = proof_of(
-        setup, sink.made.context.scan, patch, words, min(most, 2 * slowest), held_out(setup, pieces, length)
-    )
+    count = min(most, 2 * max(word.repeats or 0 for word in words))
+    proof = proof_of(setup, sink.made.context.scan, patch, words, count, held_out(setup, pieces, length))
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
     return PatchMade(
@@ -310,14 +306,6 @@ def patch_make(
         calibrated=tuple(patch.calibrated[site] for site in sites),
         proof=proof,
     )
-
-
-def repeated_words(sinks: FindSinks, most: int) -> tuple[list[RepeatedToken], int]:
-    """The words that become sinks within so many repetitions, and the number that the slowest one needs."""
-    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
-    if not words and sinks.repetition is not None:  # they become sinks after the sink layer
-        return list(sinks.repeats.tokens), sinks.repetition.repeats
-    return words, max((word.repeats or 0 for word in words), default=0)
 
 
 @torch.no_grad()
@@ -342,13 +330,13 @@ def proof_of(
     one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows)[:, 1:].amax(1)
-    norms: list[np.ndarray] = []
-    attention: list[np.ndarray] = []
-    perplexity: list[float] = []
+    before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows, SEQUENCES)[:, 1:].amax(1)
+    norms = []
+    attention = []
+    perplexity = []
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
-            norms.append(norms_at(target, after, scan, rows)[:, 1:].amax(1).numpy())
+            norms.append(norms_at(target, after, scan, rows, SEQUENCES)[:, 1:].amax(1).numpy())
             attention.append(attention_to_first(target, rows)[layers[1:]])
             perplexity.append(float(losses(target, text, SEQUENCES, setup.progress).double().mean().exp()))
     return PatchProof(
@@ -357,7 +345,7 @@ def proof_of(
         layers=np.array(layers),
         ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before.numpy()),
         norms=np.array(norms),
-        once=np.array([norms_at(target, after, scan, ids)[:, -1].numpy() for ids in (one_copy, others)]),
+        once=np.array([norms_at(target, after, scan, ids, SEQUENCES)[:, -1].numpy() for ids in (one_copy, others)]),
         attention=np.array(attention),
         ordinary_attention=attention_to_first(target, ordinary)[layers[1:]],
         perplexity=np.array(perplexity),
@@ -369,12 +357,6 @@ def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " l
     ceilings = HEADROOM * scan.norms[layers, :, 1:].flatten(1).quantile(0.95, 1).double().numpy()
     slack = SLACK * np.array(scan.spike_norm)[layers]
     return np.append(ceilings[0], np.maximum(ceilings, slack)[1:])
-
-
-def norms_at(target: Target, sites: list[str], scan: LayerScan, rows: TokenRows) -> Float[torch.Tensor, "row pos site"]:
-    """Norms of the residual stream, without the dimensions that are massive on all tokens."""
-    norms = trace(target, rows, sites, partial(norm_of, without=scan.shared_dims), batch_size=SEQUENCES)
-    return torch.stack([norms[site] for site in sites], dim=2)
 
 
 def attention_to_first(target: Target, rows: TokenRows) -> Float[np.ndarray, " layer"]:

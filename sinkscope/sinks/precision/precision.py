@@ -162,7 +162,7 @@ class Precision(Result):
 
     def best(self, scheme: str) -> Kept | None:
         """Of what regains at least half, beyond random ones, what takes the fewest bits; None if nothing does."""
-        worth: list[Kept] = []
+        worth = []
         for one in self.rounded:
             if one.scheme == scheme and one.random is not None and self.claim_of(one, one.random).verdict == "needed":
                 worth.append(one)
@@ -257,7 +257,7 @@ def precision(
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     compared = comparisons(setup, sink, ids, experts)
-    rounded: list[Kept] = []
+    rounded = []
     costliest: dict[str, tuple[int, ...]] = {}
     for name in names:
         setup.progress(f"precision, {name}", len(costliest), len(names))

@@ -146,7 +146,7 @@ def attention_from(
         progress: Called after each pass.
         size: Sequences per pass.
     """
-    received: list[Tensor] = []
+    received = []
     for rows, kinds in zip(ids.split(size), keys.split(size), strict=True):
         total = torch.zeros(len(rows), keys.shape[2], target.n_layers)
 

@@ -130,7 +130,7 @@ def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tupl
     zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and sink.neurons:
         zeroed |= {"set": sites_of(sink.neurons), "control": sink.controls}
-    norms: list[Any] = []
+    norms = []
     for neurons in zeroed.values():
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
             norms.append(norms_at_sink(context, ids))
@@ -140,7 +140,7 @@ def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tupl
     tried = np.flatnonzero(repeats != 1)
     reached = np.flatnonzero(repeats > 1)
     rows = reached if len(reached) else tried
-    claims: list[Claim] = []
+    claims = []
     if len(rows):
         claims.append(norms_of_copies(setup, context, ids[rows], before, len(tried)))
     if len(zeroed) > 1 and len(reached):

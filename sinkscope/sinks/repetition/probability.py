@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
 from sinkscope.hooks.trace.run import trace
@@ -22,7 +24,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows, beside_copies
@@ -152,7 +154,7 @@ def read_probabilities(
         edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
     probability = torch.zeros(len(edits), len(rows), len(sweep.counts))
     left = np.full(probability.shape[:2], np.nan)
-    answers: list[RepeatAnswer] = []
+    answers = []
     uniform = 1 / int(target.config.vocab_size)
     for condition, (name, act) in enumerate(edits.items()):
         for token, word in enumerate(sweep.ids):
@@ -167,7 +169,7 @@ def read_probabilities(
                 follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
                 answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
             setup.progress(f"answers, {name}", count, max(after))
-    last: list[Tensor] = []
+    last = []
     for texts in beside_copies(setup.ids, setup.seed, rows, len(before)):
         follows = trace(target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
         last.append(follows["logits"][range(len(rows)), sweep.ids])
@@ -190,14 +192,11 @@ def read_probabilities(
 
 
 def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
-    """The given patch, or one of the causal neurons; None if the model has none."""
+    """The given patch, or that of `find_sinks`; None if there is none for this model."""
     if patch is not None:
         return read_patch_argument(patch)
-    sink = sink_neurons(setup)
-    calibrated = {neuron.site: neuron.neutral_post for neuron in sink.neurons}
-    if not calibrated or sink.made is None or not sink.made.spike.place.is_first:  # it keeps the first token's value
-        return None
-    return SinkPatch(sites=list(calibrated), calibrated=calibrated)
+    with suppress(SinkscopeError):
+        return SinkPatch.from_result(find_sinks.on(setup))
 
 
 def stopped_after(is_token: Bool[Tensor, " n"]) -> float:
