@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -163,7 +162,6 @@ def attack(
     lengths: Sequence[Annotated[int, Field(ge=2)]] = (8, 32, 128),
     sequences: Whole = 200,
     prefix: str | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
@@ -181,7 +179,6 @@ def attack(
         sequences: Sequences of each kind and length; 0 finds the clusters only.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
-        resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
@@ -202,7 +199,7 @@ def attack(
     ordinary = vocabulary(target, tokens)
     token_clusters = None
     if clusters is None:
-        token_clusters = find_clusters(setup, sink, ordinary, resume)
+        token_clusters = find_clusters(setup, sink, ordinary)
     if token_clusters is not None:
         clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import hold_layers, token_texts
 from sinkscope.sinks.find.spikes import SinkNeurons
 from sinkscope.sinks.marking_heads import replacing
 from sinkscope.sinks.repetition.sweep import claim_of
@@ -125,7 +124,7 @@ class TokenClusters:
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str | Path | None) -> TokenClusters | None:
+def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int]) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most.
 
     None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
@@ -134,7 +133,6 @@ def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str |
         setup: The model and its text.
         sink: The sink neurons.
         ids: The tokens.
-        resume: Folder that keeps finished chunks.
     """
     if sink.made is None or not sink.neurons or not sink.made.spike.place.is_first:
         return None
@@ -147,27 +145,23 @@ def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str |
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
     mean = later_mean(target, setup.ids)
 
-    def work(tokens: list[int]) -> Columns:
-        shares = head_activations(target, layer, flat, mean, tokens) / reference
-        best, head = shares[:, 1:].max(1)
-        columns: Columns = {"head": head.tolist()}
-        for name, values in (("best", best), ("other", shares[:, 1:].median(1).values), ("background", shares[:, 0])):
-            columns[name] = [round(value, 4) for value in values.tolist()]  # what threads may change is beyond this
-        return columns
-
     size = max(1, ROWS // (target.n_heads + 1))
-    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
-    best = np.array(columns["best"])
-    background = np.array(columns["background"])
-    served = (best >= FIRES) & (background < FIRES)
+    shares = []
+    for start in range(0, len(ids), size):
+        shares.append(head_activations(target, layer, flat, mean, ids[start : start + size]) / reference)
+        setup.progress("clusters", start, len(ids))
+    activations = torch.cat(shares).double().numpy().round(4)  # what threads may change is beyond this
+    heads = torch.cat(shares)[:, 1:]
+    best = activations[:, 1:].max(1)
+    served = (best >= FIRES) & (activations[:, 0] < FIRES)
     return TokenClusters(
         neuron=largest.site,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
-        head=np.where(served, np.array(columns["head"], dtype=float), np.nan),
+        head=np.where(served, heads.argmax(1).double().numpy(), np.nan),
         best=best,
-        background=background,
-        other=np.array(columns["other"]),
+        background=activations[:, 0],
+        other=heads.median(1).values.double().numpy().round(4),
     )
 
 

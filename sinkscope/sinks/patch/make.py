@@ -192,7 +192,7 @@ class PatchMade(Result):
         _, patched, random = self.proof.rise
         return [
             *[claim.sentence() for claim in self.claims],
-            f"Repetition takes {taken:.2f} of attention from the first token (sum over layers); {restored:.2f} returns.",
+            f"Repetition takes {taken:.2f} of attention from the first token (sum of layers); {restored:.2f} returns.",
             f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}.",
         ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
@@ -134,7 +133,6 @@ def repeat(
     answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
     new_tokens: Natural | None = None,
     sample: Natural | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
 
@@ -160,13 +158,12 @@ def repeat(
             holds beside the answer.
         new_tokens: Maximum length of an answer in tokens. By default 100, or a quarter of the context.
         sample: With all tokens: only this many, drawn at random.
-        resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
     if tokens is not None and list(tokens) == [EVERY_TOKEN]:
-        layer, reading = read_vocabulary(setup, max_repeats, sample, resume)
+        layer, reading = read_vocabulary(setup, max_repeats, sample)
         return Repeat(read=read, sink_layer=layer, reading=reading)
     figure = "ablation" if ablate else read
     sweep, ids = sweep_rows(setup, figure, tokens, prefix, max_repeats, TAIL if read == "attention" else 0)
