@@ -170,8 +170,7 @@ class Claim:
         control = f"{self.control.in_words(self.subject)}: {chance}"
         count = len(self.subject)
         if isinstance(self.subject[0], Tokens):
-            give = "are enough: they give" if self.verdict == "sufficient" else "give"
-            return f"{names} {give} {left} ({control})"
+            return f"{names} give {left} ({control})"
         match self.verdict:
             case "needed":
                 return (

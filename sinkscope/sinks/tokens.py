@@ -13,7 +13,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
-from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.results.notation import word_form, word_list
 
@@ -200,28 +199,6 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     if requested is None:
         return min(MAX_REPEATS, largest)
     return requested
-
-
-def beside_copies(
-    typical: Int[Tensor, "text word"], seed: int, rows: TokenRows, before: int
-) -> tuple[TokenRows, TokenRows, TokenRows]:
-    """The rows of copies; one copy behind other tokens at the last position; and other tokens everywhere.
-
-    Args:
-        typical: Typical text, from which the other tokens are drawn; not from its first column.
-        seed: Seed of the draw.
-        rows: The sequences.
-        before: Number of tokens before the copies, which stay.
-    """
-    ids = typical[:, 1:].unique()
-    generator = draws(seed, "tokens beside copies")
-    others = rows.clone()
-    for row in others:
-        ordinary = ids[ids != row[-1]]
-        row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
-    single = others.clone()
-    single[:, -1] = rows[:, -1]
-    return rows, single, others
 
 
 def left_out_line(words: Sequence[str], norm: str = "half of the first token's norm") -> list[str]:

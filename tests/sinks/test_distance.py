@@ -19,7 +19,7 @@ from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.sinks.tokens import beside_copies
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 organism = functools.cache(new_organism)  # only read here
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")
@@ -91,7 +91,7 @@ def test_one_pass_is_n_passes(family):
         return trace(o.model, torch.tensor([ids]), sites, lambda out: out[:, -1].float())
 
     setup = Setup.open(o.model, tokenizer=o.tokenizer)
-    beside = beside_copies(setup.ids, setup.seed, torch.tensor([[1, 4, 5] + [word] * 33 for word in sweep.ids]), 3)
+    beside = beside_copies(setup, torch.tensor([[1, 4, 5] + [word] * 33 for word in sweep.ids]), 3)
     like = np.zeros((3, 2))
     for token, word in enumerate(sweep.ids):
         alone = last([word])

@@ -19,7 +19,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.probability import ProbabilityReading, stopped_after
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.sinks.tokens import beside_copies
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 PREFIX = "cat the"
 
@@ -110,7 +110,7 @@ def test_curve_against_a_pass_of_its_own():
         assert likeliest.equal(logits.argmax(-1))
         if edit is None:
             setup = Setup.open(o.model, tokenizer=o.tokenizer)
-            beside = beside_copies(setup.ids, setup.seed, ids, len(head))
+            beside = beside_copies(setup, ids, len(head))
             last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[word]) for rows in beside]
             claim = plain().claims[0]
             assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(last, rel=1e-3)

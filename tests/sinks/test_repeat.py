@@ -23,7 +23,7 @@ from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.sinks.tokens import beside_copies
+from sinkscope.sinks.repetition.sweep import beside_copies
 
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
     (claim,), (word,) = result.claims, result.reading.sweep.ids
     setup = Setup.open(llama.model, tokenizer=llama.tokenizer)
-    rows = beside_copies(setup.ids, setup.seed, torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]]), 1)
+    rows = beside_copies(setup, torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]]), 1)
     copies, single, others = (rows[0] for rows in rows)
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
     shares = [float(norms_of(llama, row.tolist())[-1]) / result.reading.reference for row in (copies, single, others)]
@@ -142,7 +142,7 @@ def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
     found, bos = result.reading, llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
     setup = Setup.open(llama.model, tokenizer=llama.tokenizer, text=text)
-    copies, single, _ = beside_copies(setup.ids, setup.seed, torch.tensor([[bos, *[found.sweep.ids[0]] * count]]), 1)
+    copies, single, _ = beside_copies(setup, torch.tensor([[bos, *[found.sweep.ids[0]] * count]]), 1)
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
     every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
     assert found.received[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy(), abs=1e-5)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
+from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Tokens, neurons_of
@@ -22,7 +23,6 @@ from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
-from sinkscope.sinks.tokens import beside_copies
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
@@ -112,8 +112,7 @@ def repetition_spike(
         rows.append([prefixes[place], *[needed.tokens[place].id] * copies])
     if not rows:
         return None
-    ids = torch.tensor(rows)
-    beside = torch.stack(beside_copies(context.typical.ids, context.seed, ids, 1)[1:], 1).flatten(0, 1)
+    ids, beside = torch.tensor(rows), torch.tensor(_contrasts(context, rows))
     last = ids.shape[1] - 1
     layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out after the sink layer
     if reached:
@@ -164,3 +163,15 @@ def repetition_spike(
     if same.verdict != "needed" and by_copies.verdict == "sufficient":
         own = causal_sets(context.elsewhere(ids[row : row + 1], torch.tensor([last]), layers[-1]), by_copies.place)
     return RepetitionSpike(token, last, by_copies, same, own.minimal, own.members)
+
+
+def _contrasts(context: SinkContext, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each row of copies, one copy behind other tokens at the same position, and only other tokens."""
+    ids = context.typical.ids[:, 1:].unique()
+    generator = draws(context.seed, "tokens beside copies")
+    contrasts = []
+    for first, *copies in rows:
+        others = ids[ids != copies[0]]
+        filler = others[torch.randint(len(others), (len(copies),), generator=generator)].tolist()
+        contrasts += [[first, *filler[:-1], copies[-1]], [first, *filler]]
+    return contrasts

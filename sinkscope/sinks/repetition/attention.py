@@ -23,8 +23,8 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Rule
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of_copies, rounded
-from sinkscope.sinks.tokens import TokenRows, beside_copies
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
@@ -95,7 +95,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     before, count = len(sweep.before), len(sweep.tokens)
     natural = text_rows(target.tokenizer, setup.text, 1, repeated.shape[1] + TAIL, setup.bos)
     natural[:, :before] = repeated[:1, :before]
-    _, single, _ = beside_copies(setup.ids, setup.seed, repeated, before)
+    _, single, _ = beside_copies(setup, repeated, before)
     texts = torch.cat([natural[:, :-TAIL], repeated, single])
     ids = torch.cat([texts, natural[:, -TAIL:].expand(len(texts), -1)], 1)
     sink = sink_neurons(setup)

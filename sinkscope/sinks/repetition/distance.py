@@ -24,8 +24,8 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of_copies, rounded
-from sinkscope.sinks.tokens import TokenRows, beside_copies
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
@@ -135,7 +135,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         closest.append(torch.where(heads > rounding, heads / bound, 0.0).amax(-1))
         setup.progress("repetitions", number + 1, len(rows))
     norms = alone.norm(dim=-1)
-    texts = beside_copies(setup.ids, setup.seed, rows, before)
+    texts = beside_copies(setup, rows, before)
     last = [attention_outputs(target, each, [first], last=True)[1][0] for each in texts]
     like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
     outside = outside_theorem(target, first, rows.shape[1])

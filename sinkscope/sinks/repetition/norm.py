@@ -26,12 +26,13 @@ from sinkscope.sinks.repetition.sweep import (
     NoReading,
     Reading,
     Sweep,
+    beside_copies,
     claim_of,
     claim_of_copies,
     norms_at_sink,
     rounded,
 )
-from sinkscope.sinks.tokens import TokenRows, beside_copies
+from sinkscope.sinks.tokens import TokenRows
 
 AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
@@ -115,7 +116,7 @@ def norms_of_copies(setup: Setup, context: SinkContext, rows: TokenRows, before:
         before: Number of tokens before the copies.
         tried: Number of tokens of which these were taken.
     """
-    texts = beside_copies(setup.ids, setup.seed, rows, before)
+    texts = beside_copies(setup, rows, before)
     shares = torch.stack([norms_at_sink(context, ids)[:, -1] for ids in texts]) / context.scan.spike_norm[context.layer]
     return claim_of_copies(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried)
 

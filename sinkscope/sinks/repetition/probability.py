@@ -26,8 +26,8 @@ from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, claim_of, claim_of_copies, rounded
-from sinkscope.sinks.tokens import TokenRows, beside_copies
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
+from sinkscope.sinks.tokens import TokenRows
 
 CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
 ANSWER_AFTER = (50, 400)  # repetitions
@@ -170,7 +170,7 @@ def read_probabilities(
                 answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
             setup.progress(f"answers, {name}", count, max(after))
     last = []
-    for texts in beside_copies(setup.ids, setup.seed, rows, len(before)):
+    for texts in beside_copies(setup, rows, len(before)):
         follows = trace(target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
         last.append(follows["logits"][range(len(rows)), sweep.ids])
     outcome = Outcome("probability of the token", unit="cases")

@@ -18,6 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning
@@ -151,6 +152,24 @@ def sweep_rows(
     labels = [text.strip() or repr(text) for text in token_texts(setup.target, words)]
     sweep = Sweep(tuple(labels), tuple(words), token_texts(setup.target, before), count, counts)
     return sweep, torch.tensor([[*before, *[word] * count] for word in words])
+
+
+def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows, TokenRows]:
+    """The rows of copies; one copy behind other tokens at the last position; and other tokens everywhere.
+
+    Args:
+        setup: The model and its text, from which the other tokens are drawn.
+        rows: The sequences.
+        before: Number of tokens before the copies, which stay.
+    """
+    ids = setup.ids[:, 1:].unique()
+    generator = draws(setup.seed, "tokens beside copies")
+    others = rows.clone()
+    for row in others:
+        ordinary = ids[ids != row[-1]]
+        row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
+    single = torch.cat([others[:, :-1], rows[:, -1:]], 1)
+    return rows, single, others
 
 
 def claim_of(
