@@ -20,7 +20,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, neuron_names, short_sentence
-from sinkscope.results.parts import Tokens, neurons_of
+from sinkscope.results.parts import neurons_of
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
@@ -30,7 +30,7 @@ from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of, norms_at
+from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
@@ -162,13 +162,12 @@ class PatchMade(Result):
         if proof is None:
             return ()
         outcome = Outcome("a norm that stands out", tuple(proof.layers.tolist()), unit="cases")
-        place, failing = f"{proof.repeats} copies of a word", torch.from_numpy(proof.failing)
-        stands_out = torch.from_numpy(proof.stands_out).double()
-        copies = claim_of((Tokens("copies", proof.repeats),), place, outcome, stands_out[[INTACT, ONCE, OTHERS]])
+        stands_out, failing = torch.from_numpy(proof.stands_out).double(), torch.from_numpy(proof.failing)
+        copies = claim_of_copies(proof.repeats, outcome, stands_out[[INTACT, ONCE, OTHERS]])
         if not failing.any():
             return (copies,)
         left = stands_out[[PATCHED, INTACT, RANDOM]][:, failing]
-        return copies, claim_of(neurons_of(self.sites), place, outcome, left)
+        return copies, claim_of(neurons_of(self.sites), copies.place, outcome, left)
 
     def conclusion(self) -> str:
         """Whether there is a patch, and its effect on repeated words beside a random patch."""

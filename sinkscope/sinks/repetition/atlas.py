@@ -19,10 +19,10 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import hold_layers, token_texts
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
 from sinkscope.sinks.repetition.norm import norms_of_copies
-from sinkscope.sinks.repetition.sweep import NO_LAYER, NoReading, Reading
-from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
+from sinkscope.sinks.repetition.sweep import Reading
+from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
 
 COMPARED = 16  # tokens whose copies are compared with one copy and with other tokens
 
@@ -91,21 +91,13 @@ class AtlasReading(Reading):
         return fig.update_yaxes(title_text="tokens")
 
 
-def read_vocabulary(
-    setup: Setup, max_repeats: int | None, sample: int | None
-) -> tuple[int | None, AtlasReading | NoReading]:
-    """The sink layer, and the repetitions that every token needs; without a layer, what there is instead."""
-    target = setup.target
-    limit = repetition_limit(target, max_repeats, 1)
-    setup.record(max_repeats=limit)
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None) -> AtlasReading:
+    """The repetitions that every token needs at the layer of a spike."""
+    target, context = setup.target, made.context
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    sink = sink_neurons(setup)
-    if sink.made is None:
-        return None, NoReading(absence=sink.absence(NO_LAYER))
-    context = sink.made.context
-    clusters = find_clusters(setup, sink, ids)
+    clusters = find_clusters(setup, sink_neurons(setup), ids)
     hold_layers(target, context.layer)
     needed = repeat_until_half(context, ids, prefixes(setup, ids), limit, setup.progress)
     repeats = np.array([token.repeats for token in needed.tokens], dtype=float)
@@ -116,12 +108,12 @@ def read_vocabulary(
     if compared:
         rows = [[first, *[token] * limit] for first, token in zip(prefixes(setup, compared), compared, strict=True)]
         claims = (norms_of_copies(setup, context, torch.tensor(rows), 1, len(tried)),)
-    return context.layer, AtlasReading(
+    return AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),
         repeats=repeats,
         head=np.full(len(ids), np.nan) if clusters is None else clusters.head,
         max_repeats=limit,
-        place=sink.made.spike.place.words,
+        place=made.spike.place.words,
         claims=claims,
     )

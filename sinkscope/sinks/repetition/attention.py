@@ -83,8 +83,8 @@ class AttentionReading(Reading):
         return fig.update_layout(height=180 + 300 * (1 + (len(self.sequences) - 1) // 3))
 
 
-def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int | None, AttentionReading]:
-    """The sink layer, and the attention that each class of tokens receives.
+def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> AttentionReading:
+    """The attention that each class of tokens receives.
 
     Args:
         setup: The model and its text.
@@ -115,7 +115,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     layer = next((one for one in attending if sink.layer is None or one > sink.layer), attending[-1])
     together = sweep.max_repeats * attention[:, 1, layer]
     copies = torch.stack([together[1 : 1 + count], together[1 + count :], together[:1].expand(count)])
-    return sink.layer, AttentionReading(
+    return AttentionReading(
         sweep=sweep,
         place=place.words,
         layer=layer,

@@ -18,12 +18,10 @@ from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import (
-    NO_LAYER,
-    NoReading,
     Reading,
     Sweep,
     beside_copies,
@@ -121,12 +119,9 @@ def norms_of_copies(setup: Setup, context: SinkContext, rows: TokenRows, before:
     return claim_of_copies(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried)
 
 
-def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
-    """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
-    sink = sink_neurons(setup)
-    if sink.made is None:
-        return None, NoReading(absence=sink.absence(NO_LAYER))
-    context, before = sink.made.context, len(sweep.before)
+def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, ablate: bool) -> NormReading:
+    """The norms of repeated tokens at the layer of a spike."""
+    sink, context, before = sink_neurons(setup), made.context, len(sweep.before)
     reference, outcome = context.scan.spike_norm[context.layer], Outcome("norm", (context.layer,))
     zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and sink.neurons:
@@ -147,9 +142,9 @@ def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tupl
     if len(zeroed) > 1 and len(reached):
         left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
         claims.append(claim_of(neurons_of(zeroed["set"]), claims[0].place, outcome, left, len(tried)))
-    return context.layer, NormReading(
+    return NormReading(
         sweep=sweep,
-        place=sink.made.spike.place.words,
+        place=made.spike.place.words,
         conditions=tuple(zeroed),
         zeroed=tuple(zeroed.values()),
         norms=rounded(table[:, :, before - 1 + sweep.counts]),

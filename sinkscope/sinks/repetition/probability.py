@@ -179,6 +179,7 @@ def read_probabilities(
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
         claims.append(claim_of(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
+    setup.record(patch=neurons)
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),

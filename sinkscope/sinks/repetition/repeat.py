@@ -14,6 +14,7 @@ from sinkscope.results.claims import Claim
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -162,19 +163,21 @@ def repeat(
     Example:
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
-    if tokens is not None and list(tokens) == [EVERY_TOKEN]:
-        layer, reading = read_vocabulary(setup, max_repeats, sample)
-        return Repeat(read=read, sink_layer=layer, reading=reading)
-    figure = "ablation" if ablate else read
-    sweep, ids = sweep_rows(setup, figure, tokens, prefix, max_repeats, TAIL if read == "attention" else 0)
-    layer = None
-    if read == "norm":
-        layer, reading = read_norms(setup, sweep, ids, ablate)
-    elif read == "attention":
-        layer, reading = read_attention(setup, sweep, ids)
-    elif read == "distance":
-        reading = read_distances(setup, sweep, ids, all_layers)
-    else:
+    every = tokens is not None and list(tokens) == [EVERY_TOKEN]
+    figure, room = "ablation" if ablate else read, TAIL if read == "attention" else 0
+    sweep, ids = sweep_rows(setup, figure, None if every else tokens, prefix, max_repeats, room)
+    if read == "distance":
+        return Repeat(read=read, reading=read_distances(setup, sweep, ids, all_layers))
+    if read == "probability":
         reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
-        setup.record(patch=None if patch is None else reading.neurons)
-    return Repeat(read=read, sink_layer=layer, reading=reading)
+        return Repeat(read=read, reading=reading)
+    sink = sink_neurons(setup)
+    if read == "attention":
+        reading = read_attention(setup, sweep, ids)
+    elif sink.made is None:
+        reading = NoReading(absence=sink.absence("there is no layer to read repetitions at"))
+    elif every:
+        reading = read_vocabulary(setup, sink.made, sweep.max_repeats, sample)
+    else:
+        reading = read_norms(setup, sink.made, sweep, ids, ablate)
+    return Repeat(read=read, sink_layer=sink.layer, reading=reading)

@@ -31,7 +31,6 @@ from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
 
-NO_LAYER = "there is no layer to read repetitions at"
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
