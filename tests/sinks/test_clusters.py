@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from covering import slow
 from organisms import Organism, organism
+from raw_kit import blocks, down, inputs_edited, part
 from torch.testing import assert_close
 
-from sinkscope.opening.live import target_of
+from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.clusters import TokenClusters, head_activations, later_mean, neuron_at
-from sinkscope.sinks.marking_heads import replacing
+from sinkscope.sinks.attack.clusters import TokenClusters, head_activations
+from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.marking_heads import Replacement
 
 
 def measured(o: Organism, **options) -> ClusterAttack:
@@ -50,18 +54,29 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
-def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
+def test_one_batch_of_heads_equals_a_plain_pass_for_each(family):
     o = organism(family, 2)
-    target, layer = target_of(o.model, o.tokenizer), o.truth.sink_layer
-    neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
-    means, first = mean.view(1, target.n_heads, -1), torch.ones(1).bool()
-    tokens = [1, 17]
-    for row, token in zip(head_activations(target, layer, neuron, mean, tokens), tokens, strict=True):
-        for head in range(-1, target.n_heads):  # -1: no head is left as it is
-            replaced = torch.arange(target.n_heads) != head
-            with target.hooks(*replacing(target, means, replaced[None, None], first)):
-                alone = neuron_at(target, layer, neuron, torch.tensor([[token]]))
-            assert_close(row[head + 1], alone[0], rtol=1e-4, atol=1e-4)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer)
+    sink = sink_neurons(setup)
+    neuron, heads, tokens = sink.neurons[0], setup.n_heads, [1, 17]
+    model = Replacement.of(setup, neuron.layer, [neuron], sink.made.spike.place)
+    mixed = part(blocks(o.model)[0], "self_attn.o_proj", "attention.dense", "attn.c_proj")
+    seen: list[torch.Tensor] = []
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.no_grad(), inputs_edited(mixed, see):
+        o.model(setup.ids)
+    mean = seen[0][:, 1:].mean((0, 1))
+    head_of = torch.arange(heads).repeat_interleave(len(mean) // heads)
+    for row, token in zip(head_activations(model, tokens), tokens, strict=True):
+        for head in range(-1, heads):  # -1: no head is left as it is
+            alone = functools.partial(torch.where, head_of == head, other=mean)
+            with torch.no_grad(), inputs_edited(mixed, alone), inputs_edited(down(blocks(o.model)[neuron.layer]), see):
+                o.model(torch.tensor([[token]]))
+            assert_close(row[head + 1], seen[-1].flatten()[neuron.neuron], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

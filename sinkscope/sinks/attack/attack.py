@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -197,13 +198,10 @@ def attack(
     elif not sink.made.spike.place.is_first:
         absence = f"The norm spike is at {sink.made.spike.place}, and an attack is about tokens that stand first."
     ordinary = vocabulary(target, tokens)
-    token_clusters = None
-    if clusters is None:
-        token_clusters = find_clusters(setup, sink, ordinary)
-    if token_clusters is not None:
-        clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
-    left_out = {int(token) for token in setup.tokenizer.all_special_ids}
-    left_out.update(*contexts.values())
+    found = find_clusters(setup, sink, ordinary) if clusters is None else None
+    if found is not None:
+        clusters = {head: found.tokens_of(head) for head in found.heads}
+    left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
     size = int(target.config.vocab_size)
     pools = make_pools(clusters or {}, size, left_out)
     largest = max(map(len, pools.values()), default=0)
@@ -229,7 +227,7 @@ def attack(
             claims = attempts.claims(best, neurons_of(neuron.site for neuron in sink.neurons))
     return ClusterAttack(
         sink_layer=sink.layer,
-        clusters=token_clusters,
+        clusters=found,
         absence=absence,
         patches=tuple(patches),
         contexts=tuple(contexts),

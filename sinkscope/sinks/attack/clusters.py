@@ -6,21 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from einops import rearrange, reduce, repeat
-from jaxtyping import Float, Int
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.hooks.trace.layer_view import flat_number, view_layer
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
-from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
 from sinkscope.sinks.chunks import hold_layers, token_texts
 from sinkscope.sinks.find.spikes import SinkNeurons
-from sinkscope.sinks.marking_heads import replacing
+from sinkscope.sinks.marking_heads import Replacement
 from sinkscope.sinks.repetition.sweep import claim_of
 from sinkscope.sinks.tokens import TokenRows
 
@@ -29,26 +26,25 @@ ROWS = 2048  # rows per pass; a token takes one more row than there are heads
 
 
 @torch.no_grad()
-def head_activations(
-    target: Target, layer: int, neuron: int, mean: Float[Tensor, " d_heads"], tokens: list[int]
-) -> Float[Tensor, "token way"]:
-    """How strongly a neuron fires at tokens that stand alone, in 1 + head ways: with no head, and each head alone.
+def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "token way"]:
+    """How strongly the neuron fires at tokens that stand alone, in 1 + head ways: with no head, and each head alone.
 
     Args:
-        target: The model.
-        layer: Layer of the neuron; no deeper layer is run.
-        neuron: Its number in a `LayerView`.
-        mean: What replaces the other heads of layer 0, heads side by side.
+        model: The model, whose heads of layer 0 are replaced, and one neuron.
         tokens: The tokens.
     """
-    heads = target.n_heads
-    lost = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+    heads = model.setup.n_heads
+    lost = torch.zeros(1 + heads, *model.means.shape[:2], dtype=torch.bool)
+    lost[:, 0] = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
     ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
-    rows = repeat(lost, "way head -> (token way) 1 head", token=len(tokens))
-    means = rearrange(mean, "(head d_head) -> 1 head d_head", head=heads)
-    with target.hooks(*replacing(target, means, rows, torch.ones(1).bool())):
-        post = neuron_at(target, layer, neuron, ids)
-    return rearrange(post, "(token way) -> token way", way=len(lost)).cpu()
+    rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
+    return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))
+
+
+def activations(model: Replacement, ids: TokenRows, lost: Bool[Tensor, "row layer head"] | None = None) -> Tensor:
+    """The neuron's activation at the first token of each row."""
+    (column,) = model.cols
+    return model.written(ids, torch.zeros(len(ids), dtype=torch.long), lost) @ column / column.square().sum()
 
 
 @dataclass(frozen=True)
@@ -139,46 +135,23 @@ def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int]) -> TokenClust
     target = setup.target
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
     largest = max(sink.neurons, key=lambda neuron: neuron.contribution_norm)
-    layer = largest.layer
-    hold_layers(target, layer)
-    flat = flat_number(target, layer, largest.expert, largest.neuron)
-    reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
-    mean = later_mean(target, setup.ids)
-
-    size = max(1, ROWS // (target.n_heads + 1))
-    shares = []
-    for start in range(0, len(ids), size):
-        shares.append(head_activations(target, layer, flat, mean, ids[start : start + size]) / reference)
-        setup.progress("clusters", start, len(ids))
-    activations = torch.cat(shares).double().numpy().round(4)  # what threads may change is beyond this
-    heads = torch.cat(shares)[:, 1:]
-    best = activations[:, 1:].max(1)
-    served = (best >= FIRES) & (activations[:, 0] < FIRES)
+    hold_layers(target, largest.layer)
+    model = Replacement.of(setup, largest.layer, [largest], sink.made.spike.place)
+    reference = float(activations(model, setup.ids[:, :1]).median())
+    ways = []
+    for part in torch.tensor(ids).split(max(1, ROWS // (target.n_heads + 1))):
+        ways.append(head_activations(model, part.tolist()))
+    shares = torch.cat(ways) / reference
+    heads = shares[:, 1:].max(1)
+    columns = torch.stack([shares[:, 0], heads.values, shares[:, 1:].median(1).values])
+    background, best, other = columns.double().numpy().round(4)  # what threads may change is beyond this
+    served = (best >= FIRES) & (background < FIRES)
     return TokenClusters(
         neuron=largest.site,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
-        head=np.where(served, heads.argmax(1).double().numpy(), np.nan),
+        head=np.where(served, heads.indices.double().numpy(), np.nan),
         best=best,
-        background=activations[:, 0],
-        other=heads.median(1).values.double().numpy().round(4),
+        background=background,
+        other=other,
     )
-
-
-def neuron_at(target: Target, layer: int, neuron: int, ids: TokenRows) -> Float[Tensor, " row_pos"]:
-    """`hook_post` of one neuron at every position, from a pass that ends there."""
-    if target.is_mixture(layer):
-        return view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post[:, neuron]
-    site = f"blocks.{layer}.mlp.hook_post"
-    post = trace(target, ids, [site], lambda post: post[..., neuron].float())[site]
-    return rearrange(post, "row pos -> (row pos)")
-
-
-def later_mean(target: Target, ids: TokenRows) -> Float[Tensor, " d_heads"]:
-    """Mean of layer 0's `hook_z` over the later positions of a text, heads side by side."""
-    site = "blocks.0.attn.hook_z"
-
-    def mean(z: Float[Tensor, "row pos head d_head"]) -> Tensor:
-        return reduce(z[:, 1:].float(), "row pos head d_head -> (head d_head)", "mean")
-
-    return trace(target, ids, [site], mean)[site]
