@@ -13,11 +13,9 @@ import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
@@ -58,8 +56,18 @@ def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
 
 
 @torch.no_grad()
+def log_probabilities(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
+    """Logarithms of the probabilities of what follows each token."""
+    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float().log_softmax(-1)
+
+
+def loss_of(logs: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tensor, " row"]:
+    """Mean next-token loss in nats, without the first token's prediction: texts begin alike."""
+    return -logs[:, 1:-1].gather(-1, ids[:, 2:, None].to(logs.device)).mean((1, 2)).cpu()
+
+
 def losses(target: Target, ids: TokenRows, batch_size: int = 8, progress: Progress = silent) -> Float[Tensor, " row"]:
-    """Mean next-token loss of each piece in nats, without the first token's prediction, which no patch changes.
+    """The loss of each piece.
 
     Args:
         target: The whole model.
@@ -68,11 +76,8 @@ def losses(target: Target, ids: TokenRows, batch_size: int = 8, progress: Progre
         progress: Called after every batch.
     """
     out = []
-    for rows in ids.to(target.device).split(batch_size):
-        logits = target.hf(input_ids=rows, use_cache=False).logits
-        predictions = rearrange(logits[:, 1:-1].float(), "row pos vocab -> row vocab pos")
-        each = functional.cross_entropy(predictions, rows[:, 2:].to(logits.device), reduction="none")
-        out.append(each.mean(1).cpu())
+    for rows in ids.split(batch_size):
+        out.append(loss_of(log_probabilities(target, rows), rows))
         progress("perplexity", sum(map(len, out)), len(ids))
     return torch.cat(out)
 

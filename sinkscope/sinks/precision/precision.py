@@ -20,7 +20,7 @@ from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neu
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import held_out
+from sinkscope.sinks.patch.evaluate import held_out, loss_of
 from sinkscope.sinks.precision.exact import (
     DRAWS,
     LAYERS,
@@ -270,7 +270,7 @@ def precision(
                 rounded.append(kept_of(name, what, cost, [texts.rounded(scheme, one) for one in exact]))
     return Precision(
         rounded=tuple(rounded),
-        perplexity=texts.compared(texts.logs).perplexity,
+        perplexity=float(loss_of(texts.logs, ids).mean().exp()),
         costliest=costliest,
         place=word_list([place.words for place in sink.places]) if sink.places else "",
         neurons=sink.neurons,
@@ -293,7 +293,7 @@ def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> K
         random=max([1 - other.left(cost) for other in random], default=None),
         bits=low + more_bits,
         per_bit=(float(cost.kl.mean()) - kl) / more_bits if more_bits else None,
-        perplexity=one.perplexity,
+        perplexity=float(one.loss.mean().exp()),
     )
 
 

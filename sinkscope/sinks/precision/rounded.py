@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.models.target import Target
+from sinkscope.sinks.patch.evaluate import log_probabilities, loss_of
 from sinkscope.sinks.precision.exact import Exact
 from sinkscope.sinks.tokens import TokenRows
 
@@ -29,12 +30,7 @@ class Rounded:
 
     kl: Float[Tensor, " text"]
     loss: Float[Tensor, " text"]
-    numbers: int = 0
-
-    @property
-    def perplexity(self) -> float:
-        """Of all texts."""
-        return float(self.loss.mean().exp())
+    numbers: int
 
     def left(self, nothing: Rounded) -> float:
         """Share of the divergence with nothing exact that is left; all of it where rounding costs nothing."""
@@ -58,7 +54,7 @@ class Texts:
     @classmethod
     def of(cls, target: Target, ids: TokenRows) -> Texts:
         """Read the texts without rounding."""
-        return cls(target, ids, _logs(target, ids))
+        return cls(target, ids, log_probabilities(target, ids))
 
     def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
         """Read them rounded, after the prefix if there is one.
@@ -69,17 +65,6 @@ class Texts:
         """
         prefix = repeat(torch.tensor(exact.prefix, dtype=self.ids.dtype), "pos -> text pos", text=len(self.ids))
         with Quantize(**scheme, **exact.fields).on(self.target) as run:
-            logs = _logs(self.target, torch.cat([prefix, self.ids], 1))[:, len(exact.prefix) :]
-        return self.compared(logs, sum(event.data["numbers"] for event in run.events))
-
-    def compared(self, logs: Float[Tensor, "text pos vocab"], numbers: int = 0) -> Rounded:
-        """The first token's prediction is left out, because texts begin alike."""
+            logs = log_probabilities(self.target, torch.cat([prefix, self.ids], 1))[:, len(exact.prefix) :]
         kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]
-        loss = -logs[:, 1:-1].gather(-1, self.ids[:, 2:, None].to(logs.device))
-        return Rounded(kl.mean(1).cpu(), loss.mean((1, 2)).cpu(), numbers)
-
-
-@torch.no_grad()
-def _logs(target: Target, ids: TokenRows) -> Float[Tensor, "text pos vocab"]:
-    """Logarithms of the probabilities of what follows each token."""
-    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float().log_softmax(-1)
+        return Rounded(kl.mean(1).cpu(), loss_of(logs, self.ids), sum(event.data["numbers"] for event in run.events))
