@@ -63,13 +63,14 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     assert list(shown.error_y.array) == [row["two_errors"], random_row["two_errors"]]
 
 
-def test_perplexity_is_that_of_single_rows():
+def test_perplexity_is_that_of_single_rows(monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.patch.evaluate.PIECES", 2)
     o = organism("llama", 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
     before = losses(target, ids)
     with edit.on(target):
-        after = losses(target, ids, batch_size=2)
+        after = losses(target, ids)
 
     def loss(row):
         logits = o.model(row[None]).logits[0].log_softmax(-1)

@@ -137,7 +137,7 @@ class Attempts:
         end = ids.shape[1] - TAIL
         layers = [number for number in range(self.context.layer + 1, target.n_layers) if target.has_attention(number)]
         keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
-        received = attention_from(target, ids, keys, end, size=ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
+        received = attention_from(target, ids, keys, end, ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
         return float(received.mean()), float(uniform)
 

@@ -18,7 +18,6 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.edit import NeuronSite
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -34,6 +33,7 @@ from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.tokens import TokenRows
 
+PIECES = 8  # in one pass
 NEUTRAL_CHARACTERS = 8 * 4 * PIECE  # of the text that neutral values are taken from
 
 
@@ -66,20 +66,9 @@ def loss_of(logs: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tenso
     return -logs[:, 1:-1].gather(-1, ids[:, 2:, None].to(logs.device)).mean((1, 2)).cpu()
 
 
-def losses(target: Target, ids: TokenRows, batch_size: int = 8, progress: Progress = silent) -> Float[Tensor, " row"]:
-    """The loss of each piece.
-
-    Args:
-        target: The whole model.
-        ids: Pieces of text.
-        batch_size: Pieces per pass.
-        progress: Called after every batch.
-    """
-    out = []
-    for rows in ids.split(batch_size):
-        out.append(loss_of(log_probabilities(target, rows), rows))
-        progress("perplexity", sum(map(len, out)), len(ids))
-    return torch.cat(out)
+def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
+    """The loss of each piece, read by the whole model in a few passes."""
+    return torch.cat([loss_of(log_probabilities(target, rows), rows) for rows in ids.split(PIECES)])
 
 
 def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:
@@ -198,17 +187,15 @@ def patch_eval(
     ids = held_out(setup, pieces, length)
     setup.record(
         patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
-        site=edit.site,
-        value=edit.value,
-        made_for=(edit.model or {}).get("name"),
         pieces=len(ids),
         length=ids.shape[1],
     )
-    losses_of = []
+    read = []
     for each in (None, edit, random_patch(setup, edit)):
         with under(each, setup.target):
-            losses_of.append(losses(setup.target, ids, progress=setup.progress))
-    samples = torch.stack(losses_of).double()
+            read.append(losses(setup.target, ids))
+        setup.progress("perplexity", len(read), 3)
+    samples = torch.stack(read).double()
     perplexity = samples.mean(1).exp().numpy()
     return PatchEvaluation(
         perplexity=perplexity,

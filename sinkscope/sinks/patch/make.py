@@ -25,7 +25,7 @@ from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
@@ -330,38 +330,37 @@ def proof_of(
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows, SEQUENCES)[:, 1:].amax(1)
-    norms = []
-    attention = []
-    perplexity = []
+    norms, attention, perplexity = [], [], []
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
-            norms.append(norms_at(target, after, scan, rows, SEQUENCES)[:, 1:].amax(1).numpy())
+            norms.append(norms_at(target, after, scan, rows, SEQUENCES)[:, 1:].amax(1))
             attention.append(attention_to_first(target, rows)[layers[1:]])
-            perplexity.append(float(losses(target, text, SEQUENCES, setup.progress).double().mean().exp()))
+            perplexity.append(losses(target, text).double().mean().exp())
+        setup.progress("patches", len(norms), 3)
+    once = [norms_at(target, after, scan, ids, SEQUENCES)[:, -1] for ids in (one_copy, others)]
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
         ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before.numpy()),
-        norms=np.array(norms),
-        once=np.array([norms_at(target, after, scan, ids, SEQUENCES)[:, -1].numpy() for ids in (one_copy, others)]),
-        attention=np.array(attention),
-        ordinary_attention=attention_to_first(target, ordinary)[layers[1:]],
-        perplexity=np.array(perplexity),
+        norms=torch.stack(norms).numpy(),
+        once=torch.stack(once).numpy(),
+        attention=torch.stack(attention).numpy(),
+        ordinary_attention=attention_to_first(target, ordinary)[layers[1:]].numpy(),
+        perplexity=torch.stack(perplexity).numpy(),
     )
 
 
 def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
     """Norms up to this value count as typical, in each layer; where the spike is made, there is no slack."""
-    ceilings = HEADROOM * scan.norms[layers, :, 1:].flatten(1).quantile(0.95, 1).double().numpy()
+    ceilings = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
     slack = SLACK * np.array(scan.spike_norm)[layers]
     return np.append(ceilings[0], np.maximum(ceilings, slack)[1:])
 
 
-def attention_to_first(target: Target, rows: TokenRows) -> Float[np.ndarray, " layer"]:
+def attention_to_first(target: Target, rows: TokenRows) -> Float[torch.Tensor, " layer"]:
     """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks."""
     half = rows.shape[1] // 2
     first = torch.zeros(*rows.shape, 1)
     first[:, 0] = 1
-    received = attention_from(target, rows, first, half, size=SEQUENCES)[:, 0]
-    return (received.double().mean(0) / (rows.shape[1] - half)).numpy()
+    return attention_from(target, rows, first, half, SEQUENCES)[:, 0].double().mean(0) / (rows.shape[1] - half)

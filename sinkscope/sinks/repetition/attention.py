@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -108,7 +107,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     seen = keys.cumsum(1)[:, -TAIL:]  # row query class
     visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
     begin = ids.shape[1] - TAIL
-    received = attention_from(target, ids, keys, begin, setup.progress) / seen.sum(1)[:, :, None]
+    received = attention_from(target, ids, keys, begin) / seen.sum(1)[:, :, None]
     attending = list(filter(target.has_attention, range(target.n_layers)))
     attention = torch.full_like(received, torch.nan)
     attention[:, :, attending] = received[:, :, attending]
@@ -133,7 +132,6 @@ def attention_from(
     ids: TokenRows,
     keys: Float[Tensor, "row pos kind"],
     begin: int,
-    progress: Progress = silent,
     size: int = 1,
 ) -> Float[Tensor, "row kind layer"]:
     """Attention from the positions from `begin` on to kinds of keys, summed over these queries, mean over heads.
@@ -143,7 +141,6 @@ def attention_from(
         ids: The sequences.
         keys: Which positions belong to which kind; 1 or 0.
         begin: The first of the positions whose attention is read.
-        progress: Called after each pass.
         size: Sequences per pass.
     """
     received = []
@@ -158,5 +155,4 @@ def attention_from(
         with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE):
             target.forward(rows)
         received.append(total)
-        progress("attention", sum(map(len, received)), len(ids))
     return torch.cat(received)
