@@ -23,7 +23,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
-from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first
+from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_neurons
 
 organism = functools.cache(new_organism)  # only read here
@@ -155,7 +155,6 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
     assert len(drawn) == (count if large else 0)
     for number, row in enumerate(drawn.tolist()):
         assert len(set(row)) == length and set(row) <= large[number % len(large)]
-    assert repeated_first(drawn).tolist() == [[row[0]] * length for row in drawn.tolist()]
 
 
 def test_lengths_that_no_cluster_has(tmp_path):

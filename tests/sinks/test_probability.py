@@ -10,6 +10,7 @@ import pytest
 import torch
 from covering import slow
 from organisms import Organism, organism
+from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import SinkPatch
@@ -132,13 +133,14 @@ def test_of_a_flat_distribution_no_token_counts_as_the_likeliest():
     assert np.isnan(found.left).all()
 
 
-def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():
+def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_is_refused_in_one_line():
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64
-    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
+    options = {"tokenizer": o.tokenizer, "read": "probability", "prefix": ""}
+    with refused(words=("400 repetitions", "--answer-after")):
+        repeat(o.model, **options)
+    result = repeat(o.model, answer_after=[8], new_tokens=4, **options)
     assert result.reading.conditions == ("intact",)
-    before = int(result.settings["bos"])
-    assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
     assert "no causal neuron of a spike at the first token" in result.summary()
     assert len(result.figure().data) == len(result.reading.sweep.tokens)
 

@@ -18,7 +18,7 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Parts, Tokens
-from sinkscope.sinks.attack.sequences import Pools, drawn_sequences, repeated_first
+from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.patch.evaluate import random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
@@ -83,7 +83,7 @@ class Attempts:
     def drawn(self, length: int) -> list[TokenRows]:
         """Sequences of each source; none if no cluster is large enough."""
         cluster, random = (drawn_sequences(pools, length, self.sequences, self.setup.seed) for pools in self.pools)
-        return [cluster, random, repeated_first(cluster)] if len(cluster) else []
+        return [cluster, random, cluster[:, :1].expand_as(cluster)] if len(cluster) else []
 
     def fill(self, table: Float[np.ndarray, "column patch context length source"]) -> None:
         """Attack, and write what happens into a table."""
@@ -106,7 +106,9 @@ class Attempts:
                 high = self.spikes(lead, some if number else rows)
                 if len(self.patches) > 1:
                     columns[3:5, number] = self.attention(lead, some, high[:PATCHED])
-                    outputs.append(trace(target, joined(lead, some), ["logits"], log_next, batch_size=ROWS)["logits"])
+                    ids = joined(lead, some)
+                    last = trace(target, ids, ["logits"], lambda logits: logits[:, -1].float(), batch_size=ROWS)
+                    outputs.append(last["logits"].log_softmax(-1))
             by_row = high.double().mean(1)
             shares.append(by_row.float())
             columns[:3, number] = by_row.mean(), by_row.std() / len(high) ** 0.5, (by_row >= 0.5).double().mean()
@@ -162,8 +164,3 @@ class Attempts:
 def joined(lead: Sequence[int], rows: TokenRows) -> Tensor:
     """Sequences with tokens before each."""
     return torch.cat([repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows)), rows], dim=1)
-
-
-def log_next(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row vocab"]:
-    """Logarithms of the probabilities of the token after each sequence."""
-    return logits[:, -1].float().log_softmax(-1)

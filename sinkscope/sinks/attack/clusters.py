@@ -96,7 +96,6 @@ class TokenClusters:
                     Outcome(f"activation of {neuron_name(*self.neuron)}"),
                     torch.from_numpy(values),
                     len(self.ids),
-                    (("other", "no head"), ("random", "another head")),
                 )
             )
         return tuple(claims)

@@ -330,6 +330,8 @@ def proof_of(
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows, SEQUENCES)[:, 1:].amax(1)
+    typical = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
+    typical[1:] = np.maximum(typical, SLACK * np.array(scan.spike_norm)[layers])[1:]  # no slack where the spike is made
     norms, attention, perplexity = [], [], []
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
@@ -342,20 +344,13 @@ def proof_of(
         words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
-        ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before.numpy()),
+        ceiling=np.maximum(typical, HEADROOM * before.numpy()),
         norms=torch.stack(norms).numpy(),
         once=torch.stack(once).numpy(),
         attention=torch.stack(attention).numpy(),
         ordinary_attention=attention_to_first(target, ordinary)[layers[1:]].numpy(),
         perplexity=torch.stack(perplexity).numpy(),
     )
-
-
-def typical_ceiling(scan: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
-    """Norms up to this value count as typical, in each layer; where the spike is made, there is no slack."""
-    ceilings = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
-    slack = SLACK * np.array(scan.spike_norm)[layers]
-    return np.append(ceilings[0], np.maximum(ceilings, slack)[1:])
 
 
 def attention_to_first(target: Target, rows: TokenRows) -> Float[torch.Tensor, " layer"]:

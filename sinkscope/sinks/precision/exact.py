@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
@@ -68,17 +66,6 @@ class Sink:
         return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
 
 
-def prefix_of(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[int]:
-    """The most common tokens of places after the first position, as many as texts have such places on average.
-
-    With the token that texts begin with after them, they are the prefix of Chen et al. 2024 (PrefixQuant).
-    """
-    later = there[:, 1:]
-    tokens, counts = ids[:, 1:][later].unique(return_counts=True)
-    order = counts.argsort(descending=True, stable=True)[: int((later.sum() / len(ids)).ceil())]
-    return tokens[order].tolist()
-
-
 def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict[str, Compared]:
     """What may stay exact in some texts, by its name.
 
@@ -102,8 +89,13 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     compared: dict[str, Compared] = {}
     for name, places in ((PLACES, there), ("first tokens", first)):
         if places.any():
-            compared[name] = _compared("places", [one.nonzero().tolist() for one in (places, *random)])
-    prefix = prefix_of(ids, there)
+            compared[name] = kept("places", [one.nonzero().tolist() for one in (places, *random)])
+    # The most common tokens of later places, as many as texts have on average; with the token that texts begin with
+    # after them, they are the prefix of Chen et al. 2024 (PrefixQuant).
+    later = there[:, 1:]
+    common, counts = ids[:, 1:][later].unique(return_counts=True)
+    order = counts.argsort(descending=True, stable=True)[: int((later.sum() / len(ids)).ceil())]
+    prefix = common[order].tolist()
     if prefix:
         generator = draws(setup.seed, "tokens beside the prefix")
         tokens = torch.randint(int(target.config.vocab_size), (DRAWS, len(prefix)), generator=generator).tolist()
@@ -111,21 +103,16 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
         compared["prefix"] = [Exact(begin, tuple(one)) for one in (prefix, *tokens)]
     if sink.neurons and not experts:
         drawn = [random_sites(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared[NEURONS] = _compared("neurons", [sink.neurons, *drawn])
+        compared[NEURONS] = kept("neurons", [sink.neurons, *drawn])
     layers = beside_layers(setup, sink.layers)
     if sink.layers and not experts:
-        compared[PROJECTIONS] = _compared("layers", [down_projections(target, one) for one in layers])
+        compared[PROJECTIONS] = kept("layers", [down_projections(target, one) for one in layers])
     if sink.layers:
-        compared[LAYERS] = _compared("layers", layers)
+        compared[LAYERS] = kept("layers", layers)
     return compared
 
 
-def compared_layers(setup: Setup, layers: Sequence[int]) -> Compared:
-    """Some layers, and as many random other ones."""
-    return _compared("layers", beside_layers(setup, layers))
-
-
-def _compared(name: str, values: Sequence[Any]) -> Compared:
+def kept(name: str, values: Sequence[Any]) -> Compared:
     """Values of a field of `Quantize`."""
     return [Exact({name: value}) for value in values]
 

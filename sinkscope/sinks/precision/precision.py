@@ -29,8 +29,9 @@ from sinkscope.sinks.precision.exact import (
     PROJECTIONS,
     Exact,
     Sink,
-    compared_layers,
+    beside_layers,
     comparisons,
+    kept,
 )
 from sinkscope.sinks.precision.rounded import Rounded, Texts
 
@@ -265,7 +266,7 @@ def precision(
         costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
         cost = texts.rounded(scheme, Exact())
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
-        for what, exact in {**compared, COSTLIEST: compared_layers(setup, costliest[name])}.items():
+        for what, exact in {**compared, COSTLIEST: kept("layers", beside_layers(setup, costliest[name]))}.items():
             if ACTIVATIONS in scheme or what not in (NEURONS, PROJECTIONS):
                 rounded.append(kept_of(name, what, cost, [texts.rounded(scheme, one) for one in exact]))
     return Precision(

@@ -133,21 +133,19 @@ def read_probabilities(
         sweep: What is repeated.
         rows: The sequences.
         patch: The patch or its file. None: a patch of the causal neurons.
-        answer_after: Numbers of repetitions after which the model answers. None: 50 and 400, or what the context holds.
-        new_tokens: Maximum length of an answer. None: 100, or a quarter of the context.
+        answer_after: Numbers of repetitions after which the model answers. None: 50 and 400.
+        new_tokens: Maximum length of an answer. None: 100.
 
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     target = setup.target
     before = rows[0, : len(sweep.before)].tolist()
-    limit = target.max_positions or 1 << 30
-    new_tokens = new_tokens or min(NEW_TOKENS, limit // 4)
-    most = max(1, limit - len(before) - new_tokens)
-    after = list(answer_after or sorted({min(count, most) for count in ANSWER_AFTER}))
+    new_tokens = new_tokens or NEW_TOKENS
+    after = list(answer_after or ANSWER_AFTER)
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
-    check_length(target, around, len(before) + max(after), new_tokens, "repeat less often before an answer")
+    check_length(target, around, len(before) + max(after), new_tokens, "give smaller --answer-after or --new-tokens")
     edits: dict[str, SinkPatch | None] = {INTACT: None}
     edit = chosen_patch(setup, patch)
     if edit is not None:

@@ -155,9 +155,8 @@ def repeat(
         all_layers: Read the distance in every layer, also of a model that is not in memory.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
-        answer_after: Number of repetitions after which the model answers. By default 50 and 400, or what the context
-            holds beside the answer.
-        new_tokens: Maximum length of an answer in tokens. By default 100, or a quarter of the context.
+        answer_after: Number of repetitions after which the model answers. By default 50 and 400.
+        new_tokens: Maximum length of an answer in tokens. By default 100.
         sample: With all tokens: only this many, drawn at random.
 
     Example:

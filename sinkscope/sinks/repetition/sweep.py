@@ -23,7 +23,7 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
-from sinkscope.results.parts import Parts, Tokens
+from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
@@ -35,7 +35,12 @@ SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
-Kinds = Sequence[tuple[ContrastKind, str]]
+CONTRASTS: dict[type[Part], tuple[tuple[ContrastKind, str], ...]] = {
+    Tokens: (("one copy", ""), ("other tokens", "")),
+    Neuron: (("intact", ""), ("random", "")),
+    Head: (("other", "no head"), ("random", "another head")),
+}
+"""What stands beside tokens, edited neurons, and a head alone: kinds of contrasts, and their names."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,6 @@ def claim_of(
     outcome: Outcome,
     values: Float[Tensor, "kind case"],
     tried: int = 0,
-    beside: Kinds = (("intact", ""), ("random", "")),
 ) -> Claim:
     """What tokens, neurons or a head do, mean over cases.
 
@@ -185,15 +189,12 @@ def claim_of(
         subject: The tokens, neurons or head.
         place: Where it was read.
         outcome: What was read.
-        values: The outcome with these tokens, with one of them behind others, and with other tokens; or with edited
-            neurons, without an edit, and with as many random neurons.
+        values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
-        beside: Kinds of the contrasts, and their names, if they are no tokens.
     """
     value, *controls = values.mean(1).tolist()
-    if isinstance(subject[0], Tokens):
-        beside = (("one copy", ""), ("other tokens", ""))
-    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
+    beside = zip(CONTRASTS[type(subject[0])], controls, strict=True)
+    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in beside]
     search = Search("tokens", tried or values.shape[1], float(values[0].max()))
     margin = margin_of(values[0].numpy())
     return Claim("makes", subject, outcome, place, value, tuple(contrasts), values.shape[1], search, margin)
