@@ -28,7 +28,7 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import sink_neurons
-from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
+from sinkscope.sinks.patch.evaluate import patch_eval, random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
 from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
@@ -295,7 +295,8 @@ def patch_make(
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * max(word.repeats or 0 for word in words))
-    proof = proof_of(setup, sink.made.context.scan, patch, words, count, held_out(setup, pieces, length))
+    perplexity = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).perplexity
+    proof = proof_of(setup, sink.made.context.scan, patch, words, count, perplexity)
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
     return PatchMade(
@@ -309,7 +310,12 @@ def patch_make(
 
 @torch.no_grad()
 def proof_of(
-    setup: Setup, scan: LayerScan, patch: SinkPatch, words: list[RepeatedToken], count: int, text: TokenRows
+    setup: Setup,
+    scan: LayerScan,
+    patch: SinkPatch,
+    words: list[RepeatedToken],
+    count: int,
+    perplexity: Float[np.ndarray, " condition"],
 ) -> PatchProof:
     """What a patch does to repeated words and to ordinary text.
 
@@ -319,7 +325,7 @@ def proof_of(
         patch: The patch.
         words: The words to repeat.
         count: Number of repetitions.
-        text: Held-out text, whose perplexity is measured.
+        perplexity: What `patch_eval` measures.
     """
     target = setup.target
     starts = prefixes(setup, [word.id for word in words])
@@ -329,17 +335,16 @@ def proof_of(
     one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows, SEQUENCES)[:, 1:].amax(1)
+    before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows)[:, 1:].amax(1)
     typical = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
     typical[1:] = np.maximum(typical, SLACK * np.array(scan.spike_norm)[layers])[1:]  # no slack where the spike is made
-    norms, attention, perplexity = [], [], []
+    norms, attention = [], []
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
-            norms.append(norms_at(target, after, scan, rows, SEQUENCES)[:, 1:].amax(1))
+            norms.append(norms_at(target, after, scan, rows)[:, 1:].amax(1))
             attention.append(attention_to_first(target, rows)[layers[1:]])
-            perplexity.append(losses(target, text).double().mean().exp())
         setup.progress("patches", len(norms), 3)
-    once = [norms_at(target, after, scan, ids, SEQUENCES)[:, -1] for ids in (one_copy, others)]
+    once = [norms_at(target, after, scan, ids)[:, -1] for ids in (one_copy, others)]
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,
@@ -349,7 +354,7 @@ def proof_of(
         once=torch.stack(once).numpy(),
         attention=torch.stack(attention).numpy(),
         ordinary_attention=attention_to_first(target, ordinary)[layers[1:]].numpy(),
-        perplexity=torch.stack(perplexity).numpy(),
+        perplexity=perplexity,
     )
 
 

@@ -207,7 +207,7 @@ def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind ca
 
 @torch.no_grad()
 def norms_at(
-    target: Target, sites: Sequence[str], scan: LayerScan, ids: TokenRows, size: int
+    target: Target, sites: Sequence[str], scan: LayerScan, ids: TokenRows, size: int = SEQUENCES
 ) -> Float[Tensor, "row pos site"]:
     """Norms of the residual stream, as those of the spike: without the dimensions that are massive on all tokens."""
     norms = trace(target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
