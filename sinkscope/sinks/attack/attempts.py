@@ -78,7 +78,7 @@ class Attempts:
     pools: tuple[Pools, Pools]
     lengths: Sequence[int]
     sequences: int
-    shares: dict[tuple[int, int, int], list[Float[Tensor, " row"]]] = field(default_factory=dict)
+    shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
 
     def drawn(self, length: int) -> list[TokenRows]:
         """Sequences of each source; none if no cluster is large enough."""
@@ -91,16 +91,14 @@ class Attempts:
         for number, length in enumerate(self.lengths):
             for source, rows in enumerate(self.drawn(length)):
                 for place, lead in enumerate(self.leads.values()):
-                    self.shares[place, number, source] = []
-                    self.show(lead, rows, table[:, :, place, number, source], self.shares[place, number, source])
+                    self.shares[place, number, source] = self.show(lead, rows, table[:, :, place, number, source])
                     done += length
                     self.setup.progress("attacks", done // len(SOURCES), whole)
 
-    def show(
-        self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"], shares: list[Tensor]
-    ) -> None:
-        """What sequences do without a patch, and the first of them under each."""
-        target, outputs, some = self.setup.target, list[Tensor](), rows[:PATCHED]
+    def show(self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"]) -> list[Tensor]:
+        """What sequences do without a patch, and the first of them under each; and the shares of their positions."""
+        target, some = self.setup.target, rows[:PATCHED]
+        outputs, shares = [], []
         for number, patch in enumerate(self.patches.values()):
             with under(patch, target):
                 high = self.spikes(lead, some if number else rows)
@@ -115,6 +113,7 @@ class Attempts:
         for number, output in enumerate(outputs):
             ours = outputs[PATCHES.index(PATCH)]
             columns[5, number] = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
+        return shares
 
     def spikes(self, lead: Sequence[int], rows: TokenRows) -> Bool[Tensor, "row attacked"]:
         """Which positions of sequences have at least half of the spike's norm; the model's position 0 is left out."""
@@ -147,17 +146,16 @@ class Attempts:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
         (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
         place = f"{WHERE[where]}, {length} tokens"
-        rows, random_rows, _ = self.drawn(length)
-        single = self.spikes(lead, torch.cat([random_rows[:, :-1], rows[:, -1:]], 1))[:, -1].float()
-        cluster, random, _ = (self.shares[*best, source] for source in range(len(SOURCES)))
-        spikes = Outcome("spikes", unit="cases")
-        claims = [
-            claim_of((Tokens("one cluster", length),), place, spikes, torch.stack([cluster[0], single, random[0]]))
-        ]
-        left = dict(zip(self.patches, [shares[:PATCHED] for shares in cluster], strict=True))
-        for name, words in ((LISTING, "Listing 1"), (PATCH, "the patch")) if PATCH in left else ():
-            values = torch.stack([left[name], left[NONE], left[RANDOM]])
-            claims.append(claim_of(neurons, place, Outcome(f"spikes under {words}", unit="cases"), values))
+        rows, others, _ = self.drawn(length)
+        single = self.spikes(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1))[:, -1].float()
+        cluster, random = self.shares[*best, 0], self.shares[*best, 1]
+        values = torch.stack([cluster[0], single, random[0]])
+        claims = [claim_of((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
+        if len(cluster) == len(PATCHES):
+            intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
+            for words, left in (("Listing 1", listing), ("the patch", patched)):
+                outcome = Outcome(f"spikes under {words}", unit="cases")
+                claims.append(claim_of(neurons, place, outcome, torch.stack([left, intact, control])))
         return tuple(claims)
 
 

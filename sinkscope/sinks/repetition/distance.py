@@ -127,7 +127,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         with attention_rows(target, look, layers=[first]):
             z, output = attention_outputs(target, ids[None], layers)
         heads = head_norms(z[before:] - values[before + number], weights)
-        largest = torch.maximum(sizes[:, :before].amax(1), sizes[:, before + number])
+        largest = sizes[:, [*range(before), before + number]].amax(1)
         bound = 2 * before * largest[:, None] * spread[:, before:].exp() / torch.arange(1, len(ids) - before + 1)
         rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.max()  # between two equal outputs
         distances.append((output[:, before:] - alone[:, [number]]).norm(dim=-1))
@@ -136,7 +136,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         setup.progress("repetitions", number + 1, len(rows))
     norms = alone.norm(dim=-1)
     texts = beside_copies(setup, rows, before)
-    last = [attention_outputs(target, each, [first], last=True)[1][0] for each in texts]
+    last = [attention_outputs(target, each, [first])[1][0].unflatten(0, each.shape)[:, -1] for each in texts]
     like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
     outside = outside_theorem(target, first, rows.shape[1])
     applies = torch.nan if outside is not None else 1.0
@@ -153,7 +153,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
 
 
 def attention_outputs(
-    target: Target, rows: TokenRows, layers: Sequence[int], last: bool = False
+    target: Target, rows: TokenRows, layers: Sequence[int]
 ) -> tuple[Float[Tensor, "row_pos head d_head"], Float[Tensor, "layer row_pos d_model"]]:
     """What the heads of the first of some layers mix, and what the attention of each writes, in float32.
 
@@ -161,10 +161,9 @@ def attention_outputs(
         target: The model.
         rows: The sequences, whose positions come one after the other.
         layers: The layers.
-        last: Only the last position of each sequence.
     """
     sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    mixed = trace(target, rows, sites, lambda z: (z[:, -1:] if last else z).flatten(0, 1))
+    mixed = trace(target, rows, sites, lambda z: z.flatten(0, 1))
     written = []
     for layer, site in zip(layers, sites, strict=True):
         with target.loaded(layer):
