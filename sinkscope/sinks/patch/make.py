@@ -289,12 +289,15 @@ def patch_make(
         reason = "no neurons were found that the spike needs at the first token and at repeated words."
         return PatchMade(verdict="not-repaired", reason=reason)
     words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
+    slowest = max((word.repeats or 0 for word in words), default=0)
+    if not words and sinks.repetition is not None:  # they become sinks after the sink layer
+        words, slowest = list(sinks.repeats.tokens), sinks.repetition.repeats
     if not words:
         number = len(sinks.repeats.tokens)
         reason = f"none of {number} words reaches half of the first token's norm when it is repeated {most} times."
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = min(most, 2 * max(word.repeats or 0 for word in words))
+    count = min(most, 2 * slowest)
     perplexity = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).perplexity
     proof = proof_of(setup, sink.made.context.scan, patch, words, count, perplexity)
     verdict, reason = proof.judged(limit)
