@@ -100,9 +100,8 @@ def refuse_unused(
         SinkscopeError: An option belongs to another reading.
     """
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
-    if every and read != "norm":
-        raise SinkscopeError(f"--tokens all is read for its norm only: leave out --read {read}, or name some tokens")
     unused = {
+        "--tokens all belongs to --read norm": every and read != "norm",
         "--ablate belongs to --read norm of some tokens": ablate and (read != "norm" or every),
         "--patch belongs to --read probability": patch is not None and read != "probability",
         "--sample belongs to --tokens all": sample is not None and not every,
@@ -150,8 +149,7 @@ def repeat(
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none; with
             distance "some prefix:", with probability "Repeat:", as in the paper.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        ablate: Read the norm also with the largest sink neuron zeroed, with the whole set of `find_sinks`, and with
-            as many random ones.
+        ablate: Read the norm also with the sink neurons of `find_sinks` zeroed, and with as many random ones.
         all_layers: Read the distance in every layer, also of a model that is not in memory.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
