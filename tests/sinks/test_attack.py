@@ -168,6 +168,7 @@ def test_lengths_that_no_cluster_has(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"lengths": []}, "--length"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),

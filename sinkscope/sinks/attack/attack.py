@@ -18,7 +18,6 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
 from sinkscope.results.claims import Claim
-from sinkscope.results.parts import neurons_of
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
@@ -160,7 +159,7 @@ def attack(
     *,
     clusters: Hidden = None,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    lengths: Sequence[Annotated[int, Field(ge=2)]] = (8, 32, 128),
+    lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 200,
     prefix: str | None = None,
 ) -> ClusterAttack:
@@ -224,7 +223,7 @@ def attack(
             attempts.fill(table)
         best = best_of(table[0])
         if best is not None:
-            claims = attempts.claims(best, neurons_of(neuron.site for neuron in sink.neurons))
+            claims = attempts.claims(best)
     return ClusterAttack(
         sink_layer=sink.layer,
         clusters=found,

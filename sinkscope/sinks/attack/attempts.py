@@ -17,7 +17,7 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
-from sinkscope.results.parts import Parts, Tokens
+from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.patch.evaluate import random_patch, under
@@ -142,7 +142,7 @@ class Attempts:
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
         return float(received.mean()), float(uniform)
 
-    def claims(self, best: tuple[int, int], neurons: Parts) -> tuple[Claim, ...]:
+    def claims(self, best: tuple[int, int]) -> tuple[Claim, ...]:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
         (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
         place = f"{WHERE[where]}, {length} tokens"
@@ -151,7 +151,9 @@ class Attempts:
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
         claims = [claim_of((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
-        if len(cluster) == len(PATCHES):
+        patch = self.patches.get(PATCH)
+        if patch is not None:
+            neurons = neurons_of(site.numbers for site in patch.checked_sites)
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
             for words, left in (("Listing 1", listing), ("the patch", patched)):
                 outcome = Outcome(f"spikes under {words}", unit="cases")
