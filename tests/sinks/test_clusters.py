@@ -49,7 +49,7 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     assert len(found.ids) == o.model.config.vocab_size
     assert found.without_heads == 0
     for claim in found.claims:
-        assert claim.verdict == "sufficient" and claim.value > 0.7
+        assert (claim.role, claim.verdict) == ("marks", "sufficient") and claim.value > 0.7
     assert found.neuron == o.truth.neurons[0] or len(o.truth.neurons) > 1
 
 

@@ -35,12 +35,12 @@ SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
-CONTRASTS: dict[type[Part], tuple[tuple[ContrastKind, str], ...]] = {
-    Tokens: (("one copy", ""), ("other tokens", "")),
-    Neuron: (("intact", ""), ("random", "")),
-    Head: (("other", "no head"), ("random", "another head")),
+CONTRASTS: dict[type[Part], tuple[str, tuple[tuple[ContrastKind, str], ...]]] = {
+    Tokens: ("makes", (("one copy", ""), ("other tokens", ""))),
+    Neuron: ("makes", (("intact", ""), ("random", ""))),
+    Head: ("marks", (("other", "no head"), ("random", "another head"))),
 }
-"""What stands beside tokens, edited neurons, and a head alone: kinds of contrasts, and their names."""
+"""The role of tokens, edited neurons, and a head alone; and what stands beside them: kinds of contrasts, and names."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,11 @@ def claim_of(
         tried: Number of cases of which these were taken. 0: all of them.
     """
     value, *controls = values.mean(1).tolist()
-    beside = zip(CONTRASTS[type(subject[0])], controls, strict=True)
-    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in beside]
+    role, beside = CONTRASTS[type(subject[0])]
+    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
     search = Search("tokens", tried or values.shape[1], float(values[0].max()))
     margin = margin_of(values[0].numpy())
-    return Claim("makes", subject, outcome, place, value, tuple(contrasts), values.shape[1], search, margin)
+    return Claim(role, subject, outcome, place, value, tuple(contrasts), values.shape[1], search, margin)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
