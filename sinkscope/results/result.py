@@ -297,7 +297,7 @@ def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[di
     labels: dict[str, Sequence[Any]] = {}
     for axis, size in zip(axes[largest], shape, strict=True):
         labels[axis] = range(size)
-        for name in (axis, f"{axis}s"):
+        for name in (axis, f"{axis}s", f"{axis}es"):
             entries = plain(own.get(name))
             if isinstance(entries, list) and len(entries) == size:
                 labels[axis] = entries

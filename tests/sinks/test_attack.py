@@ -98,6 +98,8 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
 def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
     found = attack_once("neox", 2)
     assert found.patches == PATCHES
+    rows = {(row["patch"], row["context"], row["source"]): row["positions"] for row in found.rows()}
+    assert rows["Listing 1", "no BOS", "cluster"] == 1 and rows["patch", "no BOS", "cluster"] == 0
     start, plain = found.contexts.index("BOS"), found.contexts.index("no BOS")
     for source in (CLUSTER, REPEATED):
         assert found.positions[:, plain, 0, source].tolist() == [1, 1, 1, 0, 1]

@@ -64,8 +64,8 @@ class AttentionReading(Reading):
         return f"{self.copies('receive', f'of the attention in layer {self.layer} together')}."
 
     def details(self) -> list[str]:
-        """Where the sink is, and the claim."""
-        return [f"The sink is at {self.place}.", *super().details()]
+        """Where the sink is."""
+        return [f"The sink is at {self.place}."]
 
     def rows(self) -> Table:
         """One row per sequence, layer and class that it has."""

@@ -83,7 +83,8 @@ class NormReading(Reading):
         """The norms, and what the copies do where the conclusion is about neurons."""
         low, middle, high = self.typical
         typical = f"that of typical text {middle:.4g} (5-95 %: {low:.4g} to {high:.4g})"
-        return [f"The norm at {self.place} is {self.reference:.4g}, and {typical}.", *super().details()]
+        copies = [claim.sentence() for claim in self.claims[:-1]]
+        return [f"The norm at {self.place} is {self.reference:.4g}, and {typical}.", *copies]
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
