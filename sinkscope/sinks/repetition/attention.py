@@ -64,8 +64,13 @@ class AttentionReading(Reading):
         return f"{self.copies('receive', f'of the attention in layer {self.layer} together')}."
 
     def details(self) -> list[str]:
-        """Where the sink is."""
-        return [f"The sink is at {self.place}."]
+        """What each token receives, in natural text and with copies."""
+        times = self.received[:, :, self.layer] / self.uniform
+        sink, there, _ = np.median(times[1 : 1 + len(self.sweep.tokens)], axis=0)
+        return [
+            f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
+            f"{times[0, 1]:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {times[0, 0]:,.1f} times its own."
+        ]
 
     def rows(self) -> Table:
         """One row per sequence, layer and class that it has."""

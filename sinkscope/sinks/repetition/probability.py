@@ -91,7 +91,8 @@ class ProbabilityReading(Reading):
 
     def details(self) -> list[str]:
         """The copies beside one copy, and where the repetition ends with and without the patch."""
-        lines = [self.claims[0].sentence()]
+        single, others = (contrast.value for contrast in self.claims[0].contrasts)
+        lines = [f"It has {single:.2g} after one copy there, and {others:.2g} after other tokens."]
         for condition, left in zip(self.conditions, self.left, strict=True):
             stopped = left[np.isfinite(left)]
             line = f"{len(stopped)} of {len(left)} tokens stop being repeated ({condition}"
