@@ -66,10 +66,11 @@ class AttentionReading(Reading):
     def details(self) -> list[str]:
         """What each token receives, in natural text and with copies."""
         times = self.received[:, :, self.layer] / self.uniform
+        first, usual, _ = times[0]
         sink, there, _ = np.median(times[1 : 1 + len(self.sweep.tokens)], axis=0)
         return [
             f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
-            f"{times[0, 1]:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {times[0, 0]:,.1f} times its own."
+            f"{usual:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {first:,.1f} times its own."
         ]
 
     def rows(self) -> Table:
