@@ -190,6 +190,11 @@ class Claim:
             left = f"{removed(self.subject)} {left} stays"
         return f"{self.said(most, called)}: {left} ({control})"
 
+    def sentence(self) -> str:
+        """The clause, with what was read and where before it."""
+        outcome = str(self.outcome)
+        return f"{outcome[:1].upper()}{outcome[1:]} ({self.place}): {self.phrase()}."
+
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:
     """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""

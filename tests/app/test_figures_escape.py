@@ -95,7 +95,14 @@ def _texts(value) -> Iterator[str]:
             yield from _texts(inside)
 
 
-WITHOUT_DRAWING = {"check-cache", "loops", "reproduce", "sink-card", "sink-cards", "view"}  # tables, or a page of their own
+WITHOUT_DRAWING = {
+    "check-cache",
+    "loops",
+    "reproduce",
+    "sink-card",
+    "sink-cards",
+    "view",
+}  # tables, or a page of their own
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()) - WITHOUT_DRAWING))

@@ -36,6 +36,7 @@ def test_a_verdict_holds_against_every_contrast_and_the_words_say_no_more(value,
     else:
         assert (" needed: " in said) == (one.verdict == "needed")
         assert (" enough: " in said) == (one.verdict == "sufficient")
+    assert one.sentence() == f"The spike ('.'): {said}."
     assert one.verdict == one.row()["verdict"] and not re.search(r"-0%|nan|\bNone\b", said)
 
 
