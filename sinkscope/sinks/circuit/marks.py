@@ -68,7 +68,7 @@ def _at_more_positions(effect: PositionEffect) -> PositionEffect:
     ids, at = (values.repeat_interleave(len(typical), 0) for values in (effect.ids, torch.as_tensor(effect.at)))
     other = torch.tensor(typical).repeat(len(effect.ids))
     other = torch.where(other == at, other + 1, other)
-    return replace(effect, ids=ids, at=at, other=other, known={})
+    return replace(effect, ids=ids, at=at, other=other)
 
 
 def _claims(setup: Setup, effect: PositionEffect, marks: Components, place: str, role: str) -> tuple[Claim, ...]:
