@@ -40,6 +40,23 @@ class Place(NamedTuple):
         """Some columns of what passes here."""
         return self._replace(around=lambda edit: self.around(_columns(numbers, edit)))
 
+    def part(self, cut: Callable[[Tensor], Tensor]) -> Place:
+        """What `cut` shows, as a view, of what passes here."""
+
+        def of_part(edit: Edit) -> Edit:
+            def edited(tensor: Tensor) -> Tensor | None:
+                whole = tensor.clone()
+                view = cut(whole)
+                new = edit(view)
+                if new is None:
+                    return None
+                view.copy_(new)
+                return whole
+
+            return edited
+
+        return self._replace(around=lambda edit: self.around(of_part(edit)))
+
     def rows(self, count: int, change: Callable[[Float[Tensor, "row pos d"]], object]) -> Hook:
         """The hook of an edit that changes rows of a batch in place; experts and OPT run row and position together."""
 
@@ -72,18 +89,28 @@ def neurons_place(target: Target, layer: int, expert: int | None, neurons: list[
     return Place(module, "post", on_output).columns([first + neuron for neuron in neurons])
 
 
+def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Gives a tensor on the device of another one; it is moved once, not in every call."""
+
+    def there(other: Tensor) -> Tensor:
+        nonlocal tensor
+        if tensor.device != other.device:
+            tensor = tensor.to(other.device)
+        return tensor
+
+    return there
+
+
 def _columns(numbers: list[int], edit: Edit) -> Edit:
     """An edit of whole tensors that gives new values to some columns."""
-    index = torch.tensor(numbers)
+    index = beside(torch.tensor(numbers))
 
     def edited(tensor: Tensor) -> Tensor | None:
-        nonlocal index
-        if index.device != tensor.device:  # once, not a copy to the device in every call
-            index = index.to(tensor.device)
-        new = edit(tensor[..., index])
+        columns = index(tensor)
+        new = edit(tensor[..., columns])
         # A copy, because others may need the caller's tensor, and so does autograd.
         if new is None:
             return None
-        return tensor.index_copy(-1, index, new.to(tensor.dtype))
+        return tensor.index_copy(-1, columns, new.to(tensor.dtype))
 
     return edited

@@ -16,7 +16,8 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
-from sinkscope.hooks.edit.edits import NeuronEdit, NeuronValues
+from sinkscope.hooks.edit.edits import NeuronEdit
+from sinkscope.hooks.edit.placed import Values
 from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
 from sinkscope.models.origin import is_checkpoint
 from sinkscope.models.target import Target
@@ -222,7 +223,7 @@ class SinkPatch(NeuronEdit):
                 "and other weights, so its sink may have other neurons: make a patch for this model"
             )
 
-    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
         if self.value == "second":
             neutral = self._second_value(values)[:, None]
@@ -232,12 +233,12 @@ class SinkPatch(NeuronEdit):
             neutral = torch.full_like(values.old, float(self.value))
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
+    def _calibrated_values(self, values: Values) -> Float[Tensor, " neuron"]:
         """The calibrated value of each neuron; NaN where there is none."""
-        numbers = [self.calibrated.get(site, torch.nan) for site in values.group.sites]
+        numbers = [self.calibrated.get(site, torch.nan) for site in values.of.sites]
         return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
-    def _second_value(self, values: NeuronValues) -> Float[Tensor, "batch neuron"]:
+    def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""
         old, call, memory, index = values.old, values.call, values.memory, values.index
         sequence = call.sequence
