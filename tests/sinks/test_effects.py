@@ -29,7 +29,7 @@ def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_drop_is_the_mean_over_texts():
     norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
-    no_attention = torch.zeros(2, 0, 1)
+    no_attention = torch.zeros(2, 2, 1)
     intact = torch.tensor([[10.0, 2], [10, 30]])
     edited = Effects(norms, norms, no_attention[None], intact, intact, no_attention)
     assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))

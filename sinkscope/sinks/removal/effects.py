@@ -29,7 +29,7 @@ class Effects:
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
         along: Projection of the residual stream on the directions that were given; NaN without any.
-        attention: Mean attention from later queries that see the position; of no layer if it was not requested.
+        attention: Mean attention from later queries that see the position; 0 where it was not requested.
         intact_norms: The same norms without an edit.
         intact_along: The same projections without an edit.
         intact_attention: The same attention without an edit.
@@ -37,10 +37,10 @@ class Effects:
 
     norms: Float[Tensor, "edit text layer"]
     along: Float[Tensor, "edit text layer"]
-    attention: Float[Tensor, "edit text _ head"]
+    attention: Float[Tensor, "edit text layer head"]
     intact_norms: Float[Tensor, "text layer"]
     intact_along: Float[Tensor, "text layer"]
-    intact_attention: Float[Tensor, "text _ head"]
+    intact_attention: Float[Tensor, "text layer head"]
 
     def drops(self, layer: int) -> Float[Tensor, " edit"]:
         """Share of the norm after a layer that each edit takes away, mean over texts."""
@@ -67,10 +67,12 @@ def _batches(target: Target, trial: Trial) -> list[Rows]:
 
 def _effects(batches: Sequence[Rows]) -> Effects:
     """What was read; NaN in layers before the first, where nothing differed."""
-    read, attention = zip(*[rows.read() for rows in batches], strict=True)
-    norms, along = torch.cat([own[:, :1] for own in read[:1]] + [own[:, 1:] for own in read], 1)
-    attended = torch.cat([own[:1] for own in attention[:1]] + [own[1:] for own in attention])
-    return Effects(norms[1:], along[1:], attended[1:], norms[0], along[0], attended[0])
+    parts: list[list[Tensor]] = [[], [], []]
+    for number, rows in enumerate(batches):
+        for part, read in zip(parts, rows.read(), strict=True):
+            part.append(read[min(number, 1) :])  # the intact texts once
+    norms, along, attention = map(torch.cat, parts)
+    return Effects(norms[1:], along[1:], attention[1:], norms[0], along[0], attention[0])
 
 
 @torch.no_grad()

@@ -116,18 +116,6 @@ class PositionEffect:
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
-    def sufficiency(self, edits: Sequence[Edit], whole: float) -> list[float]:
-        """The share of the whole effect that each edit gives to the typical position.
-
-        It is NaN for neurons and biases of keys, which are not written at a position.
-        """
-        values = self.values(edits, reverse=True)
-        shares = ((values[1:] - values[0]).mean(1) / whole).tolist()
-        for place, edit in enumerate(edits):
-            if edit.zero or KEY_BIAS in edit.swap:
-                shares[place] = float("nan")
-        return shares
-
     def needed(
         self, components: Sequence[Component | Head], lost: Float[Tensor, "component part"]
     ) -> Bool[Tensor, "component part"]:

@@ -40,7 +40,7 @@ class Trial:
         swapped: Other positions that swaps edit instead.
         source: The position whose values replace those of swapped components; one, or one of each text.
         upto: The last layer to run. None: all.
-        attention: Whether to read attention.
+        attention: Whether to read attention; else it is 0.
         behind: The first layer whose attention is read; that of earlier layers is 0.
         without: Residual dimensions that norms leave out.
         directions: Directions of the residual stream after each layer on which it is projected; None: that is not read.
@@ -71,11 +71,6 @@ class Trial:
             begin = min(begin, self.upto)
         return self.entering.latest(begin)
 
-    def positions(self, at: At) -> Int[Tensor, " text"]:
-        """A position of each text, counted from 0."""
-        texts, length = self.ids.shape
-        return (torch.as_tensor(at) % length).expand(texts)
-
 
 class Rows:
     """One batch: all texts intact, then all of them under the first edit, then under the second, and so on.
@@ -95,41 +90,30 @@ class Rows:
         self.edits = [Edit(), *edits]
         self.texts, length = trial.ids.shape
         self.count = self.texts * len(self.edits)
-        self._at = trial.positions(trial.at)
-        self._source = trial.positions(trial.source)
+        self._at, self._source = ((torch.as_tensor(at) % length).expand(self.texts) for at in (trial.at, trial.source))
         self._places = torch.nn.functional.one_hot(self._at, length).bool()
         if trial.places is not None:
             self._places = trial.places
-        self._swapped = self._places
-        if trial.swapped is not None:
-            self._swapped = trial.swapped
         self._layer = trial.begin  # the next to run
         self._next: LayerInput | None = None
         if self._layer:
             self._next = trial.entering.part(slice(None), length).at(self._layer, len(self.edits))
-        self.norms = torch.full((self.count, self.depth), torch.nan)
-        self.along = torch.full((self.count, self.depth), torch.nan)
-        self.received = torch.zeros(self.count, self.depth, target.n_heads)
-        self.seeing = torch.zeros(self.count, self.depth)
+        depth = target.n_layers
+        if trial.upto is not None:
+            depth = trial.upto + 1
+        self.norms = torch.full((self.count, depth), torch.nan)
+        self.along = self.norms.clone()
+        self.received = torch.zeros(self.count, depth, target.n_heads)
+        self.seeing = torch.zeros(self.count, depth)
 
-    @property
-    def depth(self) -> int:
-        """Number of layers up to the last that is wanted."""
-        if self.trial.upto is None:
-            return self.target.n_layers
-        return self.trial.upto + 1
-
-    def read(self) -> tuple[Float[Tensor, "what edit text depth"], Float[Tensor, "edit text _ head"]]:
-        """Norms and projections after each layer, and mean attention from later queries; of no layer if unread."""
+    def read(self) -> list[Float[Tensor, "edit text layer *head"]]:
+        """Norms and projections after each layer, and mean attention from later queries."""
         attention = self.received / self.seeing.clamp(min=1)[..., None]
-        if not self.trial.attention:
-            attention = attention[:, :0]
-        edits = (len(self.edits), self.texts)
-        return torch.stack([self.norms, self.along]).unflatten(1, edits), attention.unflatten(0, edits)
+        return [read.unflatten(0, (-1, self.texts)) for read in (self.norms, self.along, attention)]
 
     def run(self, upto: int) -> None:
         """Go on to the end of a layer, or to the last layer that is wanted; nothing to do if it has been passed."""
-        last = min(upto, self.depth - 1)
+        last = min(upto, self.norms.shape[1] - 1)
         if self._layer > last:
             return
         layers = range(self._layer, last + 1)
@@ -192,7 +176,8 @@ class Rows:
 
     def _swap(self, component: Component | Head, rows: Int[Tensor, " swapped"]) -> list[Hook]:
         """What a component writes at the source of the intact texts is put where it is swapped."""
-        number, at = self._swapped[rows % self.texts].nonzero().T
+        swapped = self._places if self.trial.swapped is None else self.trial.swapped
+        number, at = swapped[rows % self.texts].nonzero().T
         row = rows[number]
         text = row % self.texts
         source = self._source[text]
