@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Finite, check_values, checked_value
+from sinkscope.files.records import Finite, checked_value
 from sinkscope.hooks.edit.placed import PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
@@ -25,6 +25,7 @@ from sinkscope.hooks.edit.sites import (
     checked_positions,
     chosen_positions,
     head_of,
+    listed,
     site_of,
 )
 from sinkscope.models.checks import check_site
@@ -54,7 +55,7 @@ class NeuronEdit(PlacedEdit):
     KIND: ClassVar[str] = "edited"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
-        several = _listed("neurons", neurons)
+        several = listed("neurons", neurons)
         numbers = [one for one in several if isinstance(one, int)]
         if (layer is None) != (not numbers):
             raise SinkscopeError(
@@ -62,7 +63,7 @@ class NeuronEdit(PlacedEdit):
                 'in neurons="L1.N338"',
                 page=PAGE,
             )
-        sites = _listed("sites", self.sites)
+        sites = listed("sites", self.sites)
         sites += [(layer, one) if isinstance(one, int) else one for one in several]
         if not sites and not self._heads:
             raise SinkscopeError(
@@ -173,7 +174,7 @@ class Ablate(NeuronEdit):
     KIND: ClassVar[str] = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
-        object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, _listed("heads", self.heads)))))
+        object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
         checked_value(Literal["zero", "mean"] | Finite, self.value, "value", page=PAGE)
         object.__setattr__(self, "positions", checked_positions(self.positions))
@@ -196,11 +197,3 @@ class Ablate(NeuronEdit):
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
         return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
-
-
-def _listed(name: str, given: Any) -> list[Any]:
-    """One or several numbers, names or sites, as a list."""
-    check_values(Iterable[Any] | int, PAGE, **{name: given})
-    if isinstance(given, int | str):
-        return [given]
-    return [*given]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Whole, check_fields, check_values, checked_value
+from sinkscope.files.records import Whole, check_fields, checked_value
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.placed import PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place
@@ -25,6 +25,7 @@ from sinkscope.hooks.edit.sites import (
     SiteLike,
     checked_positions,
     chosen_positions,
+    listed,
     site_of,
 )
 from sinkscope.hooks.trace.sites import resolve
@@ -115,14 +116,12 @@ class Quantize(PlacedEdit):
     layers: Sequence[Whole | str] = ()
 
     def __post_init__(self) -> None:
-        check_values(Sequence[Any], PAGE, places=self.places, neurons=self.neurons, layers=self.layers)
+        check_fields(self)
         positions = checked_positions(self.positions)
         object.__setattr__(self, "positions", () if positions is None else positions)
-        object.__setattr__(self, "neurons", tuple(map(site_of, self.neurons)))
-        object.__setattr__(self, "places", tuple(map(tuple, self.places)))
-        check_fields(self)
-        checked_value(tuple[tuple[Whole, Whole], ...], self.places, "places", page=PAGE)
-        checked_value(tuple[Whole | str, ...], tuple(self.layers), "layers", page=PAGE)
+        object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
+        for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole | str, ...])):
+            object.__setattr__(self, name, checked_value(kind, getattr(self, name), name, page=PAGE))
         if self.activations is None and self.kv is None:
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits", page=PAGE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -128,12 +129,8 @@ class SinkPatch(NeuronEdit):
                 page="no-sink",
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
-        sites = list[NeuronSite]()
-        for causal_set in result.causal_sets:
-            members = map(_site, causal_set.neurons)
-            sites += [member for member in members if member in neurons]
-        if not sites:
-            sites = [place for place, neuron in neurons.items() if neuron.causal]
+        members = [_site(member) for causal_set in result.causal_sets for member in causal_set.neurons]
+        sites = [member for member in members if member in neurons] or list(map(_site, result.causal))
         if result.sink_layer is None or not sites:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
@@ -151,14 +148,13 @@ class SinkPatch(NeuronEdit):
                 )
             others = {_site(neuron): neuron for neuron in repetition.candidates}
             neurons |= others
-            sites += [place for place in others if place not in sites]
+            sites += others
         calibrated = dict[NeuronSite, float]()
         for place in sites:
             neutral = getattr(neurons[place], f"neutral_{site}")
             if neutral is not None:
                 calibrated[place] = neutral
-        described = asdict(result.model)
-        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=described)
+        return cls(sites=sites, site=site, value=value, calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patch.json atomically. It may replace an earlier patch or result, but no other file.
@@ -166,10 +162,9 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [_FileSite(**site._asdict(), calibrated=self.calibrated.get(site)) for site in self.checked_sites]
+        sites = [{**site._asdict(), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
         content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
-        file = _File.model_validate({**content, "sites": sites})
-        write_output(path, file.model_dump_json(indent=2, by_alias=True) + "\n")
+        write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -183,7 +178,7 @@ class SinkPatch(NeuronEdit):
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected, page=_PAGE)
         calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
-        sites = tuple(map(_site, patch.sites))
+        sites = list(map(_site, patch.sites))
         return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
 
     def prepared(self, target: Target) -> SinkPatch:
@@ -201,14 +196,9 @@ class SinkPatch(NeuronEdit):
         """
         if self.model is None:
             return
-        origin, config = self.model.get("name"), target.config
-        shape = {
-            "family": config.model_type,
-            "n_layers": target.n_layers,
-            "d_model": target.d_model,
-            "d_mlp": target.d_mlp,
-        }
-        for name, here in shape.items():
+        origin = self.model.get("name")
+        shape = {name: getattr(target, name) for name in ("n_layers", "d_model", "d_mlp")}
+        for name, here in {"family": target.config.model_type, **shape}.items():
             there = self.model.get(name, here)
             if there != here:
                 raise SinkscopeError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.files.records import Whole, Wording, checked_value
+from sinkscope.files.records import Whole, Wording, check_values, checked_value
 from sinkscope.results.notation import neuron_name, read_head, read_neuron
 
 SiteLike = Sequence[int | None] | str
@@ -90,6 +90,14 @@ def head_of(head: Any) -> tuple[int, int]:
     if isinstance(head, str):
         return read_head(head, "head")
     return checked_value(_HEAD, head, "head ", page=PAGE)
+
+
+def listed(name: str, given: Any) -> list[Any]:
+    """One or several numbers, names or sites, as a list."""
+    check_values(Iterable[Any] | int, PAGE, **{name: given})
+    if isinstance(given, int | str):
+        return [given]
+    return [*given]
 
 
 def checked_positions(positions: Any) -> Positions:

@@ -169,7 +169,8 @@ class Rows:
         hooks = [self._silence(mlp, neurons) for mlp, neurons in silenced.items() if mlp[0] in layers]
         for component, its_rows in swapped.items():
             if component == KEY_BIAS:
-                hooks += self._unbias(layers, torch.tensor(its_rows))
+                for layer in layers:
+                    hooks += self._unbias(layer, torch.tensor(its_rows))
             elif (component.layer or 0) in layers:
                 hooks += self._swap(component, torch.tensor(its_rows))
         return hooks
@@ -201,18 +202,20 @@ class Rows:
         modules = writing_modules(self.target, component)
         return [Place(module, "post", on_hidden).rows(self.count, replaced) for module in modules]
 
-    def _unbias(self, layers: range, rows: Int[Tensor, " swapped"]) -> list[Hook]:
-        def unbiased(layer: int, keys: Float[Tensor, "row pos d"]) -> None:
-            bias = key_bias(self.target, layer)  # a streamed layer is there only now
-            assert bias is not None
-            keys[rows] -= bias
+    def _unbias(self, layer: int, rows: Int[Tensor, " swapped"]) -> list[Hook]:
+        """The keys of some rows without their bias; nothing if the layer has none."""
+        biased = key_bias(self.target, layer)
+        if biased is None:
+            return []
 
-        hooks: list[Hook] = []
-        for layer in layers:
-            if key_bias(self.target, layer) is not None:
-                place = Place(key_projection(self.target, layer), "post", on_output)
-                hooks.append(place.rows(self.count, partial(unbiased, layer)))
-        return hooks
+        def unbiased(keys: Float[Tensor, "row pos head d_head"]) -> Tensor:
+            without = keys.clone()
+            known = key_bias(self.target, layer)  # a streamed layer is there only now
+            assert known is not None
+            without[rows] -= known[1]
+            return without
+
+        return [Place(key_projection(self.target, layer), "post", on_hidden).part(biased[0].cut).hook(unbiased)]
 
     def _silence(self, mlp: tuple[int, ...], neurons: list[tuple[int, range]]) -> Hook:
         numbers = list(dict.fromkeys(neuron for neuron, _ in neurons))
