@@ -89,7 +89,6 @@ class SinkContext:
             edits,
             at=self.at[texts],
             without=self.scan.shared_dims,
-            entering=self.entering.part(texts, length),
             **reading,
         )
 
