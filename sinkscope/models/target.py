@@ -48,15 +48,27 @@ class Entering:
 
     inputs: dict[int, LayerInput] = field(default_factory=dict)
 
-    def at(self, layer: int, rows: int, length: int) -> LayerInput | None:
-        """What enters a layer in the first rows up to a length, as later tokens do not change earlier ones.
+    def part(self, rows: slice, length: int) -> Entering:
+        """The same of some rows up to a length; later tokens do not change earlier ones."""
+        parts = {}
+        for layer, entered in self.inputs.items():
+            parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
+        return Entering(parts)
 
-        None if that is not known.
-        """
+    def up_to(self, layer: int) -> Entering:
+        """The same of the layers up to one."""
+        return Entering({known: entered for known, entered in self.inputs.items() if known <= layer})
+
+    def latest(self, layer: int) -> int:
+        """The last layer up to this one at which a pass can begin; 0 is the embedding."""
+        return max((known for known in self.inputs if known <= layer), default=0)
+
+    def at(self, layer: int, copies: int = 1) -> LayerInput | None:
+        """What enters a layer, the texts several times one after another; None if that is not known."""
         if layer not in self.inputs:
             return None
         entered = self.inputs[layer]
-        return replace(entered, hidden=entered.hidden[:rows, :length])
+        return replace(entered, hidden=entered.hidden.repeat(copies, 1, 1))
 
 
 NOT_READ = Entering()

@@ -62,7 +62,7 @@ def view_layer(
         where: The positions.
         entering: What entered the layers when these texts, or longer ones, were read; the pass begins there.
     """
-    start = entering.at(layer, len(ids), ids.shape[1])
+    start = entering.part(slice(len(ids)), ids.shape[1]).at(layer)
     adapter = target.adapter
     chosen = where.flatten()
     parts = {}
