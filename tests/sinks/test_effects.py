@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import Edit, has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
@@ -103,7 +104,7 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
         [("gemma2", False), ("gpt2", False), ("llama", True), ("neox", False), ("gpt_oss", False), ("mixtral", True)], 2
     ),
 )
-def test_rows_give_what_zeroed_neurons_give_also_where_layers_are_streamed(family, streamed, tmp_path):
+def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_give(family, streamed, tmp_path):
     o = organism(family, 5)
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
@@ -119,12 +120,15 @@ def test_rows_give_what_zeroed_neurons_give_also_where_layers_are_streamed(famil
     assert_close(whole.intact_attention, whole.attention[1], rtol=1e-4, atol=1e-5)
     if streamed:
         target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
+    entering = scan_layers(target, ids, whole=True).entering
     layer = o.truth.neurons[0][0]
     for chosen, behind in ((edits, layer + 1), (edits[2:3], last), (edits[1:2], last)):
-        parts = effects(target, ids, chosen, attention=True, behind=behind)
+        parts = effects(target, ids, chosen, attention=True, behind=behind, entering=entering)
         numbers = [edits.index(edit) for edit in chosen]
-        assert_close(parts.norms, whole.norms[numbers], rtol=1e-5, atol=1e-5)
-        assert_close(parts.intact_norms, whole.intact_norms, rtol=1e-5, atol=1e-5)
+        ran = ~parts.intact_norms[0].isnan()
+        assert ran[behind:].all()
+        assert_close(parts.norms[..., ran], whole.norms[numbers][..., ran], rtol=1e-5, atol=1e-5)
+        assert_close(parts.intact_norms[..., ran], whole.intact_norms[..., ran], rtol=1e-5, atol=1e-5)
         assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 

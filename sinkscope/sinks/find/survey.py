@@ -89,6 +89,7 @@ class SinkContext:
             edits,
             at=self.at[texts],
             without=self.scan.shared_dims,
+            entering=self.entering.part(texts, length),
             **reading,
         )
 

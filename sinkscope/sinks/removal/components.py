@@ -33,6 +33,12 @@ class Edit(NamedTuple):
     zero: Sites = ()
     swap: tuple[Component | Head, ...] = ()
 
+    @property
+    def begin(self) -> int | None:
+        """The first layer that is edited. None if nothing is."""
+        layers = [site[0] for site in self.zero] + [component.layer or 0 for component in self.swap]
+        return min(layers, default=None)
+
 
 def edit_of(parts: Parts) -> Edit:
     """What removes all of these parts: neurons are silenced, and others replaced."""

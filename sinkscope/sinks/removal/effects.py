@@ -66,7 +66,7 @@ def _batches(target: Target, trial: Trial) -> list[Rows]:
 
 
 def _effects(batches: Sequence[Rows]) -> Effects:
-    """What was read."""
+    """What was read; NaN in layers before the first, where nothing differed."""
     parts: list[list[Tensor]] = [[], [], []]
     for number, rows in enumerate(batches):
         for part, read in zip(parts, rows.read(), strict=True):
@@ -90,7 +90,7 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
     depth = len(target.layers)
     lasts = range(depth - 1, depth)
     if not target.resident and target.skips_layers:
-        lasts = range(depth)
+        lasts = range(min(trial.begin for trial in trials), depth)
     for last in lasts:
         for of_trial in batches:
             for rows in of_trial:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.removal.components import Edit, key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import TokenRows
@@ -44,6 +44,7 @@ class Trial:
         behind: The first layer whose attention is read; that of earlier layers is 0.
         without: Residual dimensions that norms leave out.
         directions: Directions of the residual stream after each layer on which it is projected; None: that is not read.
+        entering: What entered each layer when the texts were read intact.
     """
 
     ids: TokenRows
@@ -57,6 +58,18 @@ class Trial:
     behind: int = 0
     without: Sequence[int] = ()
     directions: Float[Tensor, "layer d_model"] | None = None
+    entering: Entering = NOT_READ
+
+    @property
+    def begin(self) -> int:
+        """The first layer that is run: before it, no edit differs and nothing is read."""
+        begins = [edit.begin for edit in self.edits if edit.begin is not None]
+        begin = min(begins, default=max(self.entering.inputs, default=0))
+        if self.attention:
+            begin = min(begin, self.behind)
+        if self.upto is not None:
+            begin = min(begin, self.upto)
+        return self.entering.latest(begin)
 
 
 class Rows:
@@ -65,7 +78,7 @@ class Rows:
     What is written by an edit is taken from the rows of the intact texts.
 
     Attributes:
-        norms: Norm of the position after each layer.
+        norms: Norm of the position after each layer; NaN where nothing was run.
         along: Its projection on the directions, if there are any.
         received: Attention to the position, summed over later queries that see it.
         seeing: The number of these queries.
@@ -81,8 +94,10 @@ class Rows:
         self._places = torch.nn.functional.one_hot(self._at, length).bool()
         if trial.places is not None:
             self._places = trial.places
-        self._layer = 0  # the next to run
+        self._layer = trial.begin  # the next to run
         self._next: LayerInput | None = None
+        if self._layer:
+            self._next = trial.entering.part(slice(None), length).at(self._layer, len(self.edits))
         depth = target.n_layers
         if trial.upto is not None:
             depth = trial.upto + 1
