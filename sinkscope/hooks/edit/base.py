@@ -229,10 +229,8 @@ def _registered(run: Run) -> Iterator[None]:
     finally:
         with _ACTIVE_LOCK:
             _ACTIVE[model].remove(run)
-            if not any(other.target.model is given for other in _ACTIVE[model]):
+            if all(other.target.model is not given for other in _ACTIVE[model]):
                 vars(given).pop("_remote_backend", None)
-            if not _ACTIVE[model]:
-                del _ACTIVE[model]
 
 
 def _refuse_remote(*_: Any) -> None:

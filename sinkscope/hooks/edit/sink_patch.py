@@ -99,16 +99,13 @@ class SinkPatch(NeuronEdit):
         for site, value in calibrated.items():
             checked_value(Finite, value, f"calibrated value of {site}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
-        missing = self._uncalibrated()
+        missing = [site for site in self.checked_sites if site not in calibrated]
         if self.value == "calibrated" and missing:
             raise SinkscopeError(
                 f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
                 "patch with SinkPatch.from_result",
                 page=_PAGE,
             )
-
-    def _uncalibrated(self) -> list[NeuronSite]:
-        return [site for site in self.checked_sites if site not in self.calibrated]
 
     @classmethod
     def from_result(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from einops import einsum, rearrange, reduce, repeat
+from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.removal.components import Edit, key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.tap.observers import visible_rows
+from sinkscope.tap.observers import attention_rows
 
 KEY_BIAS, POSITIONS = Component("key bias"), Component("position embedding")
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
@@ -122,7 +122,9 @@ class Rows:
             hooks.append((self.target.layers[layer], "post", on_output(partial(self._layer_done, layer))))
         listening = nullcontext()
         if self.trial.attention and last >= self.trial.behind:
-            listening = visible_rows(self.target, self._attention_read, layers=list(range(self.trial.behind, last + 1)))
+            listening = attention_rows(
+                self.target, self._attention_read, layers=list(range(self.trial.behind, last + 1))
+            )
         ids = repeat(self.trial.ids, "text pos -> (edit text) pos", edit=len(self.edits))
         with listening, self.target.hooks(*hooks):
             self.target.forward(ids, upto=last, start=self._next)
@@ -137,22 +139,14 @@ class Rows:
             self.along[:, layer] = (there.float() @ directions[layer].to(there.device)).cpu()
         self._next = LayerInput(layer + 1, hidden, isinstance(output, tuple))
 
-    def _attention_read(
-        self,
-        layer: int,
-        first: int,
-        probs: Float[Tensor, "row head query key"],
-        visible: Callable[[], Bool[Tensor, "row _ query key"]],
-    ) -> None:
+    def _attention_read(self, layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
         queries = torch.arange(first, first + probs.shape[2])
-        keys = self._places.repeat(len(self.edits), 1).to(probs.device)[:, : probs.shape[-1]]
-        later = queries > rearrange(keys.int().argmax(1).cpu(), "row -> row 1")
-        sees = visible().expand(self.count, -1, -1, -1)[:, 0]
-        later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
-        to_position = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query").cpu()
-        to_position = to_position * rearrange(later, "row query -> row 1 query")
-        self.received[:, layer] += reduce(to_position, "row head query -> row head", "sum")
-        self.seeing[:, layer] += later.sum(1)
+        keys = self._places.repeat(len(self.edits), 1).to(probs)[:, : probs.shape[-1]]
+        later = queries > rearrange(keys.argmax(1).cpu(), "row -> row 1")
+        given = einsum(probs, keys, "row head query key, row key -> row head query").cpu()
+        given = given * rearrange(later, "row query -> row 1 query")
+        self.received[:, layer] += given.sum(-1)
+        self.seeing[:, layer] += given.any(1).sum(1)  # a query that does not see the position gives it exactly nothing
 
     # --- hooks ---
 
