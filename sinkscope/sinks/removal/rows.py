@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.removal.components import Edit, key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.tap.observers import attention_rows
+from sinkscope.tap.observers import visible_rows
 
 KEY_BIAS, POSITIONS = Component("key bias"), Component("position embedding")
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
@@ -122,9 +122,7 @@ class Rows:
             hooks.append((self.target.layers[layer], "post", on_output(partial(self._layer_done, layer))))
         listening = nullcontext()
         if self.trial.attention and last >= self.trial.behind:
-            listening = attention_rows(
-                self.target, self._attention_read, layers=list(range(self.trial.behind, last + 1))
-            )
+            listening = visible_rows(self.target, self._attention_read, layers=list(range(self.trial.behind, last + 1)))
         ids = repeat(self.trial.ids, "text pos -> (edit text) pos", edit=len(self.edits))
         with listening, self.target.hooks(*hooks):
             self.target.forward(ids, upto=last, start=self._next)
@@ -139,14 +137,21 @@ class Rows:
             self.along[:, layer] = (there.float() @ directions[layer].to(there.device)).cpu()
         self._next = LayerInput(layer + 1, hidden, isinstance(output, tuple))
 
-    def _attention_read(self, layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
+    def _attention_read(
+        self,
+        layer: int,
+        first: int,
+        probs: Float[Tensor, "row head query key"],
+        visible: Callable[[], Bool[Tensor, "row _ query key"]],
+    ) -> None:
         queries = torch.arange(first, first + probs.shape[2])
-        keys = self._places.repeat(len(self.edits), 1).to(probs)[:, : probs.shape[-1]]
-        later = queries > rearrange(keys.argmax(1).cpu(), "row -> row 1")
-        given = einsum(probs, keys, "row head query key, row key -> row head query").cpu()
-        given = given * rearrange(later, "row query -> row 1 query")
-        self.received[:, layer] += given.sum(-1)
-        self.seeing[:, layer] += given.any(1).sum(1)  # a query that does not see the position gives it exactly nothing
+        keys = self._places.repeat(len(self.edits), 1).to(probs.device)[:, : probs.shape[-1]]
+        later = queries > rearrange(keys.int().argmax(1).cpu(), "row -> row 1")
+        sees = visible().expand(self.count, -1, -1, -1)[:, 0]  # one that sees the position may give it exactly nothing
+        later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
+        given = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query").cpu()
+        self.received[:, layer] += (given * rearrange(later, "row query -> row 1 query")).sum(-1)
+        self.seeing[:, layer] += later.sum(1)
 
     # --- hooks ---
 
