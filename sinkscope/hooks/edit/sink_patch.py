@@ -20,7 +20,7 @@ from sinkscope.files.records import Finite, Whole, check, check_values, checked_
 from sinkscope.hooks.edit.edits import NeuronEdit
 from sinkscope.hooks.edit.placed import Values
 from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
-from sinkscope.models.origin import is_checkpoint
+from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 
 _PAGE = "patch-file"
@@ -191,24 +191,8 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The model has another shape.
         """
-        if self.model is None:
-            return
-        origin = self.model.get("name")
-        shape = {name: getattr(target, name) for name in ("n_layers", "d_model", "d_mlp")}
-        for name, here in {"family": target.config.model_type, **shape}.items():
-            there = self.model.get(name, here)
-            if there != here:
-                raise SinkscopeError(
-                    f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
-                    "give that model, or make a patch for this one",
-                    page=_PAGE,
-                )
-        fingerprint = self.model.get("fingerprint")
-        if fingerprint and not is_checkpoint(target, fingerprint):
-            warn(
-                f"the patch was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
-                "and other weights, so its sink may have other neurons: make a patch for this model"
-            )
+        if self.model is not None:
+            check_made_for(target, self.model, "patch", page=_PAGE)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
