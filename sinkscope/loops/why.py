@@ -387,7 +387,7 @@ def why(
         made = setup.edit
         if bits is not None:
             made = Rounded(bits) if made is None else made | Rounded(bits)
-        written, _ = decode(target, start, new, made)
+        (written,), _ = decode(target, [start], new, made)
     else:
         written = read_row(target, answer, special=False)
     ids = [*start, *written]

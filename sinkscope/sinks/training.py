@@ -26,7 +26,7 @@ from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
 from sinkscope.sinks.find.neurons import largest_writer
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.repetition.attention import late_attention
+from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.tokens import pick_tokens
 
 LATER = 4  # a quarter of each text stands after the copies; its attention is read
@@ -200,8 +200,8 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
     rows = torch.cat([copies, text])
     keys = torch.zeros(*rows.shape, 1)
     keys[:, 1:end] = 1
-    with late_attention(target, keys, end) as total:
-        logits = target.forward(rows, unembed=True).logits
+    total = attention_from(target, rows, keys, end, len(rows))
+    logits = target.forward(rows, unembed=True).logits
     if logits.ndim < rows.ndim + 1:
         raise UnsupportedError(f"{target.name} has no head that gives logits of tokens")
     attending = list(filter(target.has_attention, range(target.n_layers)))

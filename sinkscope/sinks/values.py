@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
-from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.grouped_heads import output_weights, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
@@ -22,7 +22,6 @@ from sinkscope.results.parts import VALUE
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.survey import Survey, ordinary_position
 from sinkscope.sinks.removal.components import Heads
-from sinkscope.sinks.repetition.distance import output_weights
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening

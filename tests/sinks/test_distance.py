@@ -16,8 +16,9 @@ from raw_kit import attention
 
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
+from sinkscope.models.grouped_heads import output_weights
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
+from sinkscope.sinks.repetition.distance import DistanceReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import beside_copies
 

@@ -20,7 +20,6 @@ from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import Edit, has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
-from sinkscope.sinks.removal.rows import Rows, Trial
 
 
 def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,10 +29,9 @@ def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_drop_is_the_mean_over_texts():
     norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
-    no_attention = torch.zeros(2, 0, 1)
-    rows = Rows(target_of(organism("llama", 0).model), Trial(torch.zeros(1, 2, dtype=torch.long), []), [])
+    no_attention = torch.zeros(2, 2, 1)
     intact = torch.tensor([[10.0, 2], [10, 30]])
-    edited = Effects(norms, norms, no_attention[None], intact, intact, no_attention, rows)
+    edited = Effects(norms, norms, no_attention[None], intact, intact, no_attention)
     assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
     assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.models.modules.down_projections import input_columns
+from sinkscope.models.grouped_heads import output_weights
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Outcome
 from sinkscope.results.style import long_table
@@ -170,13 +170,6 @@ def attention_outputs(
             output = target.output_projection(layer)(mixed[site].flatten(1).to(target.device))
         written.append(output.float().cpu())
     return mixed[sites[0]].float(), torch.stack(written)
-
-
-def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of every head of a layer, float32."""
-    with target.loaded(layer):
-        columns = input_columns(target, target.output_projection(layer)).float().cpu()
-        return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
 def head_norms(
