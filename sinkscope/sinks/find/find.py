@@ -60,9 +60,8 @@ def find_sinks(
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
     first_tokens = prefixes(setup, words)
-    unknown = unknown_share(setup)
     limit = repetition_limit(setup.target, max_repeats)
-    setup.record(max_repeats=limit, unknown_tokens=unknown)
+    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
     whole = all_layers or setup.target.resident
     while True:

@@ -17,7 +17,8 @@ from sinkscope.models.draws import draws
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.records import Candidate
 from sinkscope.sinks.find.survey import SinkContext
-from sinkscope.sinks.removal.components import Edit
+from sinkscope.sinks.removal.components import silencing
+from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
@@ -72,7 +73,9 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         for number in top + others[drawn.to(others.device)].tolist():
             members.append(Neuron(stage, *expert_and_neuron(target, stage, number)))
         neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
-        drops = context.drops([Edit(zero=(member.site,)) for member in members], max(stage, upto)).tolist()
+        read = max(stage, upto)
+        (edited,) = side_by_side(target, [context.trial(silencing([(member.site,) for member in members]), upto=read)])
+        drops = edited.drops(read).tolist()
     control = max(drops[len(top) :], default=0.0)
     mlp_norm = float(place.mlp.norm(dim=-1).median())
     neurons = []

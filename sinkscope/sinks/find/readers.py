@@ -100,7 +100,9 @@ class HeadByHead:
         swap = tuple(part for part in parts if isinstance(part, Component | Head))
         if not need.by_spike and swap and POSITION not in parts:
             parts = tuple(effect.with_heads(swap, alone=True))
-        others, name = ([], "") if not parts or POSITION in parts else self.beside(parts)
+        others, name = [], ""
+        if parts and POSITION not in parts:
+            others, name = beside(self.setup, parts, self.sites, self.effect.depth - 1, self.effect.components)
         edits = [self.edit(parts), *others]
         intact, edited, *random = effect.values(edits)
         attention = float(intact.mean())
@@ -129,7 +131,3 @@ class HeadByHead:
             margin=margin_of((edited / intact).numpy()) if len(effect.ids) > 1 else None,
         )
         return replace(readers, by_spike=need.by_spike, claim=claim)
-
-    def beside(self, parts: Parts) -> tuple[list[Edit], str]:
-        """What the edit of some parts is held against."""
-        return beside(self.setup, parts, self.sites, self.effect.depth - 1, self.effect.components)

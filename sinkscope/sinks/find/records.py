@@ -167,7 +167,6 @@ class Sink:
         groups: The heads that attend in most cases, by what they need, the largest group first.
         spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
         length: Length of the texts, in tokens.
-        between: Smallest and largest mean attention of a head that attends in most cases.
         window: Positions that the attending heads see, if a window hides others.
     """
 
@@ -182,7 +181,6 @@ class Sink:
     groups: tuple[Readers, ...] = ()
     spike: int | None = None
     length: int = SHORT
-    between: tuple[float, float] = (0.0, 0.0)
     window: int | None = None
 
     @property

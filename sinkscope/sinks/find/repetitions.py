@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.results.claims import Outcome
+from sinkscope.results.claims import Outcome, Search
 from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
@@ -121,7 +121,7 @@ def repetition_spike(
     left = edited.norms[..., layer] / intact
     neurons, place = neurons_of(sites), f"the last of {copies} copies of {token.token!r}"
     contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
-    same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, by_copies.search)
+    same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
     result = replace(result, same=same)
     if same.verdict == "needed" or by_copies.verdict != "sufficient":
         return result

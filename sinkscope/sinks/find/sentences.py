@@ -29,9 +29,8 @@ def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> 
 def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups: int = GROUPS) -> str:
     """How many heads attend to a place and, of so many groups of them, what each needs."""
     if sink.place is None:
-        least, most = sink.between
         return (
-            f"{sink.readers} of {sink.n_heads} heads give {least:.0%} to {most:.0%} of their attention to learned sink "
+            f"{sink.readers} of {sink.n_heads} heads give {sink.attention:.0%} of their attention to learned sink "
             "logits, which stand in for a token"
         )
     attend = word_form(sink.readers, "attends", "attend")

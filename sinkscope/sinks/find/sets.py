@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Outcome, Search
 from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE
-from sinkscope.sinks.find.left import INTACT, claim_of, readers_of
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
@@ -86,6 +86,11 @@ class _SpikeSearch:
         """The sink layer, and the last layer after which the norm stands out."""
         scan = self.context.scan
         return self.context.layer, max(scan.spike_layers[-1], scan.stages[-1])
+
+    @property
+    def search_so_far(self) -> Search:
+        """How many sets were tried."""
+        return Search("sets of neurons", len(self.asked))
 
     def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
@@ -196,14 +201,13 @@ class _SpikeSearch:
         drops = read.attention_drops(self.heads)
         if float(drops[0].min()) < NEEDED:
             return None
-        random = drops[1:-1]
         layer, head = torch.tensor(self.heads).T
         intact, after = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
-        neurons, search = neurons_of(chosen), Search("sets of neurons", len(self.asked))
-        readers = readers_of(self.heads, intact, after, neurons, search)
+        neurons = neurons_of(chosen)
+        readers = readers_of(self.heads, intact, after, neurons, self.search_so_far)
         outcome = Outcome("attention", heads=readers.heads)
-        contrasts = [INTACT, Contrast("random", 1 - float(random.mean(1).max()), len(random))]
-        claim = claim_of("carries", neurons, outcome, self.place, left, contrasts, search)
+        contrasts = [INTACT, by_chance(neurons, 1 - drops[1:-1].mean(1))]
+        claim = claim_of("carries", neurons, outcome, self.place, left, contrasts, self.search_so_far)
         return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.context.ids)))
 
     def claims(self, sets: Sequence[Sites], excluded: Sites, role: str) -> tuple[Claim, ...]:
@@ -220,9 +224,9 @@ class _SpikeSearch:
         along = self.read([each for sites in beside for each in sites])[1] / self.asked[()][1]
         claims: list[Claim] = []
         for sites, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
-            random = Contrast("random", float(left[1:].mean(1).min()), len(left) - 1)
-            search, outcome = Search("sets of neurons", len(self.asked)), Outcome("spike", layers=(layer,))
-            claims.append(claim_of(role, neurons_of(sites), outcome, self.place, left[0], [INTACT, random], search))
+            neurons, outcome = neurons_of(sites), Outcome("spike", layers=(layer,))
+            contrasts = [INTACT, by_chance(neurons, left[1:].mean(1))]
+            claims.append(claim_of(role, neurons, outcome, self.place, left[0], contrasts, self.search_so_far))
         return tuple(claims)
 
     def with_backups(self, candidates: dict[Site, Candidate]) -> Sites | None:

@@ -72,7 +72,6 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
         groups=groups,
         spike=spike,
         length=received.ids.shape[1],
-        between=(float(each.mean(1).min()), float(each.mean(1).max())),
         window=window,
     )
 

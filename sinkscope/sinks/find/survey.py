@@ -24,7 +24,6 @@ from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Edit, Heads
-from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.tokens import TokenRows
 
@@ -94,12 +93,6 @@ class SinkContext:
             entering=self.scan.entering.part(texts, length),
             **reading,
         )
-
-    def drops(self, edits: Sequence[Edit], layer: int) -> Float[Tensor, " edit"]:
-        """Share of the norm after a layer that each edit takes away, mean over texts."""
-        trial = self.trial(edits, upto=layer)
-        (edited,) = side_by_side(self.target, [trial])
-        return edited.drops(layer)
 
     @cached_property
     def directions(self) -> Float[Tensor, "layer d_model"]:
