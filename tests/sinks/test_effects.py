@@ -48,18 +48,6 @@ def test_a_swapped_token_embedding_is_another_token(family):
     assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_all_heads_of_a_layer_are_its_attention(family):
-    o = organism(family, 3)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 10)
-    heads = Edit(swap=tuple(Head(0, h) for h in range(target.n_heads)))
-    whole = Edit(swap=(Component("attention", 0),))
-    edited = effects(target, ids, [heads, whole, Edit(swap=(Head(0, 0),))], attention=True)
-    assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
-    assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(edited.norms[1], edited.intact_norms), "the swap did something"
-
-
 def test_position_embeddings_are_those_of_other_position_ids():
     o = organism("gpt2", 1)
     target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
