@@ -13,9 +13,11 @@ import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import NeuronSite
@@ -56,19 +58,20 @@ def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
 
 
 @torch.no_grad()
-def log_probabilities(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
-    """Logarithms of the probabilities of what follows each token."""
-    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float().log_softmax(-1)
+def logits_of(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
+    """Logits of what follows each token, float32."""
+    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float()
 
 
-def loss_of(logs: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tensor, " row"]:
+def loss_of(logits: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tensor, " row"]:
     """Mean next-token loss in nats, without the first token's prediction: texts begin alike."""
-    return -logs[:, 1:-1].gather(-1, ids[:, 2:, None].to(logs.device)).mean((1, 2)).cpu()
+    predictions = rearrange(logits[:, 1:-1], "row pos vocab -> row vocab pos")
+    return functional.cross_entropy(predictions, ids[:, 2:].to(logits.device), reduction="none").mean(1).cpu()
 
 
 def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
     """The loss of each piece, read by the whole model in a few passes."""
-    return torch.cat([loss_of(log_probabilities(target, rows), rows) for rows in ids.split(PIECES)])
+    return torch.cat([loss_of(logits_of(target, rows), rows) for rows in ids.split(PIECES)])
 
 
 def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.models.target import Target
-from sinkscope.sinks.patch.evaluate import log_probabilities, loss_of
+from sinkscope.sinks.patch.evaluate import logits_of, loss_of
 from sinkscope.sinks.precision.exact import Exact
 from sinkscope.sinks.tokens import TokenRows
 
@@ -54,7 +54,7 @@ class Texts:
     @classmethod
     def of(cls, target: Target, ids: TokenRows) -> Texts:
         """Read the texts without rounding."""
-        return cls(target, ids, log_probabilities(target, ids))
+        return cls(target, ids, logits_of(target, ids).log_softmax(-1))
 
     def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
         """Read them rounded, after the prefix if there is one.
@@ -65,6 +65,7 @@ class Texts:
         """
         prefix = repeat(torch.tensor(exact.prefix, dtype=self.ids.dtype), "pos -> text pos", text=len(self.ids))
         with Quantize(**scheme, **exact.fields).on(self.target) as run:
-            logs = log_probabilities(self.target, torch.cat([prefix, self.ids], 1))[:, len(exact.prefix) :]
+            logits = logits_of(self.target, torch.cat([prefix, self.ids], 1))[:, len(exact.prefix) :]
+        logs = logits.log_softmax(-1)
         kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]
         return Rounded(kl.mean(1).cpu(), loss_of(logs, self.ids), sum(event.data["numbers"] for event in run.events))
