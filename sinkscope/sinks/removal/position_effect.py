@@ -75,21 +75,18 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def values(
-        self, edits: Sequence[Edit], reverse: bool = False, elsewhere: Bool[Tensor, "text pos"] | None = None
-    ) -> Float[Tensor, "state part"]:
+    def values(self, edits: Sequence[Edit], reverse: bool = False) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts.
 
         Args:
             edits: The edits; they act at the position.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
-            elsewhere: Other positions at which edits act instead.
         """
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
         reading: dict[str, Any] = {"at": at, "source": source, "without": self.without}
         ids = self.ids
         if not reverse:
-            reading |= {"places": self.places, "swapped": elsewhere}
+            reading["places"] = self.places
         if not self.heads:  # later tokens do not change norms
             ids = ids[:, : max(int(torch.as_tensor(place).max()) for place in (at, source)) + 1]
             edited = effects(self.target, ids, edits, upto=self.layer, **reading)

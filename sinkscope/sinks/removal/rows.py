@@ -37,7 +37,6 @@ class Trial:
         edits: The edits; each takes as many rows of a batch as there are texts.
         at: The position that swaps edit, and where effects are read; one, or one of each text.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
-        swapped: Other positions that swaps edit instead.
         source: The position whose values replace those of swapped components; one, or one of each text.
         upto: The last layer to run. None: all.
         attention: Whether to read attention; else it is 0.
@@ -51,7 +50,6 @@ class Trial:
     edits: Sequence[Edit]
     at: At = 0
     places: Bool[Tensor, "text pos"] | None = None
-    swapped: Bool[Tensor, "text pos"] | None = None
     source: At = -1
     upto: int | None = None
     attention: bool = False
@@ -176,8 +174,7 @@ class Rows:
 
     def _swap(self, component: Component | Head, rows: Int[Tensor, " swapped"]) -> list[Hook]:
         """What a component writes at the source of the intact texts is put where it is swapped."""
-        swapped = self._places if self.trial.swapped is None else self.trial.swapped
-        number, at = swapped[rows % self.texts].nonzero().T
+        number, at = self._places[rows % self.texts].nonzero().T
         row = rows[number]
         text = row % self.texts
         source = self._source[text]
