@@ -182,7 +182,11 @@ class SinkCard(Result):
         """One row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
             return [asdict(change) for change in self.changes]
-        return [asdict(number) for part in self.parts for number in part.numbers]
+        rows: list[dict[str, Any]] = []
+        for part in self.parts:
+            for number in part.numbers:
+                rows.append({name: getattr(number, name) for name in ("label", "value", "control", "margin")})
+        return rows
 
     def grids(self) -> list[Grid]:
         """What changed, and the numbers with their controls."""
@@ -223,8 +227,9 @@ def _number(number: Number | None) -> str:
     """A number of a tile with its control, as HTML."""
     if number is None:
         return ""
-    control = f"control: {cell(number.control)}"
-    return f"<p><b>{escape(cell(number.value))}</b> {escape(visible(number.label))} <small>({control})</small></p>"
+    value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
+    control = escape(f"({visible(number.contrast)}: {control})")
+    return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
 
 
 def _change(before: Number, after: Number) -> CardChange:

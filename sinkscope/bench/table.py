@@ -13,12 +13,13 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import finding, ranked
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL, order_of
+from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.measure.rate import mean_known, wilson
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, strings
@@ -81,11 +82,19 @@ class BenchTable(Result):
         return grids
 
     def headline(self) -> Number | None:
-        """The score of the best method on the first set."""
-        best = ranked([group for group in self.groups if group.place == self.groups[0].place])[:1]
-        for group, number in zip(self.groups, self.numbers(), strict=True):
-            if group in best:
-                return number
+        """The score of the best method on the first set, beside the control of the task."""
+        if not self.groups:
+            return None
+        same = [group for group in self.groups if group.place == self.groups[0].place]
+        task = task_class(same[0].task)
+        for best in ranked(same)[:1]:
+            label = f"{task.unit}, {best.method}"
+            if task.counted:
+                label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
+            control = next((group for group in same if name_of(group.method) == task.control), None)
+            value = None if control is None else control.score
+            name = task.control if control is None else control.method
+            return Number(label, best.score, value, share=task.main in PERCENT, contrast=name)
         return None
 
     def conclusion(self) -> str:

@@ -130,15 +130,16 @@ class LineWeights(Result):
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
         i = self.shown_eta
         numbers: list[Number] = []
-        label = f"attention on the heaviest {self.etas[i]:.0%} of lines"
+        label = f"of the attention on the heaviest {self.etas[i]:.0%} of lines"
+        random = True, "random lines"
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        numbers.append(Number(label, *mass, margin_of(self.text_mass[i])))
+        numbers.append(Number(label, *mass, margin_of(self.text_mass[i]), *random))
         if self.text_inputs is not None:
             margin = margin_of(self.text_inputs[i])
             if margin is not None:
                 margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            numbers.append(Number("heaviest lines shared by two texts", *shared, margin))
+            numbers.append(Number("of the heaviest lines shared by two texts", *shared, margin, *random))
         return numbers
 
 

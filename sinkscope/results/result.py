@@ -39,20 +39,26 @@ class Number:
         value: The number or word. None: it was not measured.
         control: The same number for the control, if there is one.
         margin: Two standard errors over texts. None: differences of this number are not judged.
+        share: Whether it is a share, which a tile shows in per cent.
+        contrast: What the control is, in a few words.
     """
 
     label: str
     value: float | str | None
     control: float | None = None
     margin: float | None = None
+    share: bool = False
+    contrast: str = "control"
 
 
 def numbers_of(claims: Sequence[Claim]) -> list[Number]:
     """The value of each claim beside its nearest control; of claims about the same outcome and kind, the first."""
     numbers: dict[str, Number] = {}
     for claim in claims:
-        label = f"{claim.outcome.kind} ({kind_of(claim.subject)})"
-        numbers.setdefault(label, Number(label, claim.value, claim.control.value, claim.margin))
+        label = f"of the {claim.outcome.kind} left ({kind_of(claim.subject)})"
+        contrast = claim.control.in_words(claim.subject)
+        number = Number(label, claim.value, claim.control.value, claim.margin, share=True, contrast=contrast)
+        numbers.setdefault(label, number)
     return list(numbers.values())
 
 

@@ -103,10 +103,14 @@ class Circuit(Result):
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
         numbers = []
-        names = {MARKS: "spike left without its marks", "carries": "attention left without what carries it"}
+        names = {
+            MARKS: "of the spike left without its marks",
+            "carries": "of the attention left without what carries it",
+        }
         for role, name in names.items():
             for claim in self.of(role)[:1]:
-                numbers.append(Number(name, claim.value, claim.control.value))
+                contrast = claim.control.in_words(claim.subject)
+                numbers.append(Number(name, claim.value, claim.control.value, share=True, contrast=contrast))
         return numbers
 
     def details(self) -> list[str]:

@@ -147,11 +147,13 @@ class FindSinks(Result):
         numbers = []
         minimal, spike = self.minimal, self.spike
         if minimal is not None:
-            control = minimal.control
+            beside: dict[str, Any] = {"control": minimal.control, "share": True, "contrast": "random neurons"}
             lost = minimal.drop_sink_layer
-            numbers.append(Number("norm lost without the neurons", lost, control, minimal.margin_norm))
+            numbers.append(Number("norm lost without its neurons", lost, margin=minimal.margin_norm, **beside))
             lost = minimal.drop_attention
-            numbers.append(Number("attention lost without the neurons", lost, control, minimal.margin_attention))
+            numbers.append(
+                Number("attention lost without its neurons", lost, margin=minimal.margin_attention, **beside)
+            )
         if spike is not None:
             label = "norm of the spike over the typical one"
             numbers.append(Number(label, spike.ratio, spike.usual, spike.margin))

@@ -198,8 +198,8 @@ class Precision(Result):
         best = self.best(self.largest.scheme)
         for one in sorted(self.rounded, key=lambda one: one != best):
             if one == best or one.kept in (PLACES, NEURONS):
-                label = f"regained by {one.kept}, {one.scheme}"
-                numbers.append(Number(label, one.regained, one.random, one.margin))
+                label = f"of the loss regained by {one.kept}, {one.scheme}"
+                numbers.append(Number(label, one.regained, one.random, one.margin, True, "random ones"))
         return numbers
 
 
