@@ -67,7 +67,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder):
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
-    lost = numbers["norm lost without the neurons"]
+    lost = numbers["norm lost without its neurons"]
     minimal = sinks.to_dict()["result"]["spikes"][0]["set"]
     assert (lost.value, lost.control) == (minimal["drop_sink_layer"], minimal["control"])
     assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron()

@@ -12,7 +12,9 @@ from organisms import Organism, organism
 from raw_kit import blocks, down, inputs_edited, part
 from torch.testing import assert_close
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
+from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import TokenClusters, head_activations
 from sinkscope.sinks.find.spikes import sink_neurons
@@ -85,3 +87,27 @@ def test_no_single_head_and_not_in_layer_0_are_answers():
     assert spread.claims == () and "No single head" in str(spread) and spread.rows() == []
     late = measured(organism("llama", 1, kind="late_mark"))
     assert late.claims == () and "heads of layer 0 do not make the mark" in str(late)
+
+
+def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):
+    o = organism("llama", 1)
+    monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)
+    whole = measured(o).to_dict()["result"]
+    asked = []
+
+    def breaking(*args):
+        asked.append(args[-1])
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return head_activations(*args)
+
+    monkeypatch.setattr(module, "head_activations", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        measured(o, resume=tmp_path)
+    assert measured(o, resume=tmp_path).to_dict()["result"] == whole
+    del asked[3]  # which is asked again
+    assert [token for tokens in asked for token in tokens] == whole["clusters"]["ids"]
+    with torch.no_grad():
+        o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
+    with pytest.raises(SinkscopeError, match="model was"):
+        measured(o, resume=tmp_path)

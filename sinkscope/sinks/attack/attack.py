@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -162,6 +163,7 @@ def attack(
     lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 200,
     prefix: str | None = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
@@ -179,6 +181,7 @@ def attack(
         sequences: Sequences of each kind and length; 0 finds the clusters only.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
+        resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
@@ -197,7 +200,7 @@ def attack(
     elif not sink.made.spike.place.is_first:
         absence = f"The norm spike is at {sink.made.spike.place}, and an attack is about tokens that stand first."
     ordinary = vocabulary(target, tokens)
-    found = find_clusters(setup, sink, ordinary) if clusters is None else None
+    found = find_clusters(setup, sink, ordinary, resume) if clusters is None else None
     if found is not None:
         clusters = {head: found.tokens_of(head) for head in found.heads}
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}

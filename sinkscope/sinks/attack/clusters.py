@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from sinkscope.models.checks import attending_layers
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
-from sinkscope.sinks.chunks import hold_layers, token_texts
+from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.spikes import SinkNeurons
 from sinkscope.sinks.marking_heads import Replacement
 from sinkscope.sinks.repetition.sweep import claim_of
@@ -119,7 +120,7 @@ class TokenClusters:
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int]) -> TokenClusters | None:
+def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str | Path | None) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most.
 
     None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
@@ -128,6 +129,7 @@ def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int]) -> TokenClust
         setup: The model and its text.
         sink: The sink neurons.
         ids: The tokens.
+        resume: Folder that keeps finished chunks.
     """
     if sink.made is None or not sink.neurons or not sink.made.spike.place.is_first:
         return None
@@ -137,20 +139,26 @@ def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int]) -> TokenClust
     hold_layers(target, largest.layer)
     model = Replacement.of(setup, largest.layer, [largest], sink.made.spike.place)
     reference = float(activations(model, setup.ids[:, :1]).median())
-    ways = []
-    for part in torch.tensor(ids).split(max(1, ROWS // (target.n_heads + 1))):
-        ways.append(head_activations(model, part.tolist()))
-    shares = torch.cat(ways) / reference
-    heads = shares[:, 1:].max(1)
-    columns = torch.stack([shares[:, 0], heads.values, shares[:, 1:].median(1).values])
-    background, best, other = columns.double().numpy().round(4)  # what threads may change is beyond this
+
+    def work(tokens: list[int]) -> Columns:
+        shares = head_activations(model, tokens) / reference
+        best, head = shares[:, 1:].max(1)
+        columns: Columns = {"head": head.tolist()}
+        for name, values in (("best", best), ("other", shares[:, 1:].median(1).values), ("background", shares[:, 0])):
+            columns[name] = [round(value, 4) for value in values.tolist()]  # what threads may change is beyond this
+        return columns
+
+    size = max(1, ROWS // (target.n_heads + 1))
+    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
+    best = np.array(columns["best"])
+    background = np.array(columns["background"])
     served = (best >= FIRES) & (background < FIRES)
     return TokenClusters(
         neuron=largest.site,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
-        head=np.where(served, heads.indices.double().numpy(), np.nan),
+        head=np.where(served, np.array(columns["head"], dtype=float), np.nan),
         best=best,
         background=background,
-        other=other,
+        other=np.array(columns["other"]),
     )

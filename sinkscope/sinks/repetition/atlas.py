@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from sinkscope.results.notation import head_name
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
-from sinkscope.sinks.chunks import hold_layers, token_texts
+from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
 from sinkscope.sinks.repetition.norm import norms_of_copies
 from sinkscope.sinks.repetition.sweep import Reading
 from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
 
+TOKENS = 64  # tokens in one chunk
 COMPARED = 16  # tokens whose copies are compared with one copy and with other tokens
 
 
@@ -91,16 +93,24 @@ class AtlasReading(Reading):
         return fig.update_yaxes(title_text="tokens")
 
 
-def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None) -> AtlasReading:
+def read_vocabulary(
+    setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: str | Path | None
+) -> AtlasReading:
     """The repetitions that every token needs at the layer of a spike."""
-    target, context = setup.target, made.context
+    target, context, place = setup.target, made.context, made.spike.place
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    clusters = find_clusters(setup, sink_neurons(setup), ids)
+    clusters = find_clusters(setup, sink_neurons(setup), ids, resume)
     hold_layers(target, context.layer)
-    needed = repeat_until_half(context, ids, prefixes(setup, ids), limit, setup.progress)
-    repeats = np.array([token.repeats for token in needed.tokens], dtype=float)
+
+    def work(tokens: list[int]) -> Columns:
+        needed = repeat_until_half(context, tokens, prefixes(setup, tokens), limit)
+        return {"repeats": [token.repeats for token in needed.tokens]}
+
+    settings = {"layer": context.layer, "max_repeats": limit, "place": place.words}
+    columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
+    repeats = np.array(columns["repeats"], dtype=float)
     tried = np.flatnonzero(repeats != 1).tolist()
     some = np.flatnonzero(repeats > 1).tolist() or tried
     compared = sample_tokens([ids[row] for row in some], COMPARED, seed_of(setup.seed, "tokens to compare"))
@@ -114,6 +124,6 @@ def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | Non
         repeats=repeats,
         head=np.full(len(ids), np.nan) if clusters is None else clusters.head,
         max_repeats=limit,
-        place=made.spike.place.words,
+        place=place.words,
         claims=claims,
     )

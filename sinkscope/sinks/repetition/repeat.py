@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
@@ -133,6 +134,7 @@ def repeat(
     answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
     new_tokens: Natural | None = None,
     sample: Natural | None = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
 
@@ -156,6 +158,7 @@ def repeat(
         answer_after: Number of repetitions after which the model answers. By default 50 and 400.
         new_tokens: Maximum length of an answer in tokens. By default 100.
         sample: With all tokens: only this many, drawn at random.
+        resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
@@ -174,7 +177,7 @@ def repeat(
     elif sink.made is None:
         reading = NoReading(absence=sink.absence("there is no layer to read repetitions at"))
     elif every:
-        reading = read_vocabulary(setup, sink.made, sweep.max_repeats, sample)
+        reading = read_vocabulary(setup, sink.made, sweep.max_repeats, sample, resume)
     else:
         reading = read_norms(setup, sink.made, sweep, ids, ablate)
     return Repeat(read=read, sink_layer=sink.layer, reading=reading)
