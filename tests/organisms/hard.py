@@ -561,14 +561,6 @@ def _embedding_spike(b: Build) -> HardTruth:
     return read_by_later(b, "spike", b.way, spike=True, bos_only=True)
 
 
-def write_by_heads(b: Build, way: Tensor):
-    """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
-    b.mark()
-    layer, size = b.views.layers[0], b.size(0)
-    for head, _, slot in b.plan.slots:
-        layer.o[head, slot] += size * way
-
-
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: Build) -> HardTruth:
     """The last layer but one takes the spike away again."""

@@ -5,7 +5,7 @@ They are built with the same tools.
 
 from __future__ import annotations
 
-from .hard import Build, HardTruth, kinds, read_mark, sink, textbook, write_by_heads
+from .hard import Build, HardTruth, kinds, read_mark, sink, textbook
 from .plant import MARK
 from .tokens import BOS
 
@@ -32,28 +32,15 @@ def _some_first_tokens(b: Build) -> HardTruth:
 # --- other makers ------------------------------------------------------------------------------------------------
 
 
-@_unseen("llama", "neox", "mixtral", odds=1e4, layers=(6, 7), behind=(2, 3), count=1, spike=9.0)
-def _amplified(b: Build) -> HardTruth:
-    """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
-    size = b.size(0)
-    write_by_heads(b, b.way)
-    b.fire(b.way, b.way, 4 * size)
-    return sink(b, b.way, step_up=())
-
-
-def _bos_apart(b: Build, repeated_layer: int) -> HardTruth:
+@_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
+def _other_neurons(b: Build) -> HardTruth:
     """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
     size = b.size(b.at)
     flagged = b.tokens.clone()
     flagged[:, 0] = BOS
     b.views.embed[BOS] += MARK * b.flag / b.plan.embed_scale
     b.surgeon().mark_first()
-    repeated = b.fire(b.space.mark, b.way, size, layer=repeated_layer, neuron=b.spare[0])
+    repeated = b.fire(b.space.mark, b.way, size, neuron=b.spare[0])
     b.measure_on(flagged)
     b.fire(b.flag, b.way, size)
-    return sink(b, b.way, range(repeated_layer + 1, b.plan.n_layers), repeated=(repeated,))
-
-
-@_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
-def _other_neurons(b: Build) -> HardTruth:
-    return _bos_apart(b, b.at)
+    return sink(b, b.way, repeated=(repeated,))

@@ -122,7 +122,7 @@ def unproven(h: HardModel, result: FindSinks) -> list[str]:
     truth, wrong, minimal = h.truth, [], result.minimal
     if minimal is not None:
         drops = [minimal.drop_sink_layer, minimal.drop_last_layer]
-        if truth.sink and truth.carried_by == "spike" and h.name != "amplified":  # heads attend to the smaller one, too
+        if truth.sink and truth.carried_by == "spike":
             drops.append(minimal.drop_attention or 0.0)
         if min(drops) <= max(0.5, minimal.control):
             wrong.append(f"minimal set: drops {drops}, control {minimal.control:.2f}")
