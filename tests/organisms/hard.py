@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .noise import BALLAST, NORM, Space, fill, make_body, make_space
+from .noise import NORM, Space, fill, make_body, make_space
 from .organism import _natural
-from .plan import THRESHOLD, Plan, make_plan
-from .plant import MARK, Surgeon
+from .plan import Plan, make_plan
+from .plant import MARK, Rows, Surgeon, unit
 from .tokens import BOS, N_SPECIAL, tokenizer_for
-from .views import Probe, scale_norm, views
+from .views import Probe, views
 
 Site = tuple[int, ...]
 Head = tuple[int, int]  # (layer, query head)
-Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 BY_HEADS = ("llama", "gemma2", "neox", "mixtral")  # heads mark the first token; in GPT-2 its position does
@@ -222,8 +221,6 @@ class Build:
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
         self.noise = generator
-        self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
-        self.first[:, 0] = True
 
     def measure_on(self, tokens: Tensor):
         """Other rows to measure on."""
@@ -249,49 +246,24 @@ class Build:
         """Two neurons that are no sink neurons, in any layer."""
         return self.plan.cleaner, self.plan.early_neuron
 
-    def surgeon(self, **changes) -> Surgeon:
-        return Surgeon(replace(self.plan, **changes), self.space, self.views, self.probe)
+    @property
+    def surgeon(self) -> Surgeon:
+        return Surgeon(self.plan, self.space, self.views, self.probe)
 
-    def site(self, layer: int, neuron: int, expert: int | None = None) -> Site:
+    def site(self, layer: int, neuron: int) -> Site:
         if self.plan.family.experts == 1:
             return layer, neuron
-        return layer, self.plan.expert if expert is None else expert, neuron
+        return layer, self.plan.expert, neuron
 
     def sites(self) -> frozenset[Site]:
         return frozenset(self.site(self.at, neuron) for neuron in self.plan.neurons)
 
-    def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
-        """Mean of what leaves a module at these positions, [d_model]."""
-        return self.probe(module)[self.first if where is None else where].mean(0)
-
-    def mlp_input(self, layer: int, where: Tensor | None = None) -> Tensor:
-        """Mean of what the MLP of a layer gets at these positions, [d_model]."""
-        return self.seen(self.views.layers[layer].mlp_norm, where)
-
-    def size(self, layer: int) -> float:
-        """Norm of the spike that is to be planted."""
-        norms = self.probe(self.views.layers[layer].block).norm(dim=-1)
-        return self.plan.spike * float(norms[:, 1:].median())
-
     def mark(self):
         """Heads of layer 0 mark the first token; in GPT-2 its position does."""
-        self.surgeon().mark_first()
-
-    def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
-        """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
-        seen = self.mlp_input(layer, where)
-        const = unit(self.space.const, seen)
-        return self.plan.sharpness * (unit(way, seen) - threshold * const), const
-
-    def steady(self, layer: int, rows: Rows, early: Tensor, const: float) -> Rows:
-        """Rows that read the same without what was written along `early`, where the constant would be `const`."""
-        seen = self.mlp_input(layer)
-        shrunk = seen @ self.space.const / const
-        gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * early / (seen @ early) for row in rows)
-        return gate, up
+        self.surgeon.mark_first()
 
     def const(self, layer: int) -> float:
-        return float(self.mlp_input(layer) @ self.space.const)
+        return float(self.surgeon.mlp_input(layer) @ self.space.const)
 
     def write(
         self,
@@ -301,55 +273,40 @@ class Build:
         *,
         layer: int | None = None,
         neuron: int | None = None,
-        where: Tensor | None = None,
-        route: Tensor | None = None,
-        expert: int | None = None,
-        ballast: float = 0.25,
+        **more,
     ) -> Site:
-        """A neuron that reads `rows` and writes along `way` at `where`: a spike of the usual size, or `size`.
+        """A neuron that reads `rows` and writes along `way`: a spike of the usual size, or `size`.
 
-        It is the first sink neuron of the sink layer, unless others are given; experts are chosen by `route`.
+        It is the first sink neuron of the sink layer, unless others are given; `more` as in `Surgeon.write`.
         """
         layer = self.at if layer is None else layer
         neuron = self.plan.neurons[0] if neuron is None else neuron
-        size = self.size(layer) if size is None else size
-        view, expert = self.views.layers[layer], self.plan.expert if expert is None else expert
-        if view.router is not None:
-            by = self.space.mark if route is None else route
-            view.router[expert] += 12.0 * by / (self.seen(view.mlp_norm, where) @ by)
-        self.surgeon(expert=expert).set_neuron(view, neuron, *rows)
-        view.down[expert, neuron] = 0.0
-        unit = -float(self.seen(view.mlp, where) @ way)
-        view.down[expert, neuron] = way
-        unit += float(self.seen(view.mlp, where) @ way)
-        view.down[expert, neuron] = way * (size if view.post_mlp_norm is None else ballast * BALLAST) / unit
-        if view.post_mlp_norm is not None:  # what is written comes through the weight of this norm
-            out = float(self.seen(view.post_mlp_norm, where) @ way)
-            scale_norm(view.post_mlp_norm, torch.where(way != 0, size / out, 1.0))
-        return self.site(layer, neuron, expert)
+        size = self.surgeon.size(layer) if size is None else size
+        self.surgeon.write(layer, (neuron,), [rows], [way], [1.0], size, **more)
+        return self.site(layer, neuron)
 
     def fire(self, mark: Tensor, way: Tensor, size: float | None = None, *, where=None, **more) -> Site:
         """A neuron that is on where `mark` is, and writes along `way`; `more` as in `write`."""
-        rows = self.on(more.get("layer", self.at), mark, where)
-        return self.write(rows, way, size, where=where, **({"route": mark} | more))
+        rows = self.surgeon.on(more.get("layer", self.at), mark, where)
+        return self.write(rows, way, size, where=where, route=mark, **more)
 
     def take_away(self, layer: int, times: float = 1.0):
         """A neuron that reads the spike and writes it so often with the other sign."""
         way = self.spike_way()
-        end = float(self.seen(self.views.layers[layer].block) @ way)
-        gate, _ = self.on(layer, way)
+        end = float(self.surgeon.seen(self.views.layers[layer].block) @ way)
+        gate, _ = self.surgeon.on(layer, way)
         rows = gate, self.full(layer, way)
         self.write(rows, -way, times * end, layer=layer, neuron=self.spare[0], route=way)
 
     def spike_way(self) -> Tensor:
         """The direction of the first token's spike in the residual stream."""
-        end = self.seen(self.views.layers[self.at].block)
+        end = self.surgeon.seen(self.views.layers[self.at].block)
         way = torch.where(self.space.sinks.any(0), end, 0.0)
         return way / way.norm()
 
     def full(self, layer: int, way: Tensor) -> Tensor:
         """One where `way` is as large as it now is at the first token."""
-        return unit(way, self.mlp_input(layer))
+        return unit(way, self.surgeon.mlp_input(layer))
 
     def copy(self, source: int, neuron: int, factor: float = 1.0) -> Site:
         """A neuron of the sink layer that reads what `source` reads and writes `factor` times what it writes."""
@@ -371,22 +328,13 @@ class Build:
     ) -> tuple[Head, ...]:
         """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
         plan, planted = self.plan, []
-        ratio = plan.n_heads // plan.n_kv
+        half = max(1, plan.n_kv // 2)
         for index in layers:
-            layer = self.views.layers[index]
-            if not len(layer.k):  # no attention
+            if not len(self.views.layers[index].k):  # no attention
                 continue
-            inputs = self.probe(layer.attn_norm)
-            full = float((inputs[self.first if where is None else where] @ way).mean())
-            const = float((inputs[:, 1:] @ self.space.const).median())
             order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)
-            half = max(1, plan.n_kv // 2)
             chosen = order[half:] if other else order[:half]
-            for kv in chosen:
-                heads = range(kv * ratio, (kv + 1) * ratio)
-                scores = [self.rng.uniform(6, 7) for _ in heads]
-                self.surgeon().look(index, heads, way / full, const, scores, 6.5)
-                planted += [(index, head) for head in heads]
+            planted += self.surgeon.read(index, way, chosen, self.rng.uniform(6, 7), where)
         return tuple(sorted(planted))
 
     def markers(self, layer: int = 0) -> tuple[str, ...]:
@@ -407,11 +355,6 @@ class Build:
         token = self.delimiter if token is None else token
         self.views.embed[token] += MARK * self.flag / self.plan.embed_scale
         return self.tokens == token
-
-
-def unit(way: Tensor, seen: Tensor) -> Tensor:
-    """What is one where `way` is as large as in what was seen."""
-    return way / (seen @ way)
 
 
 def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Tensor]]:
@@ -443,7 +386,7 @@ def sink(b: Build, way: Tensor, layers: Iterable[int] | None = None, **more) -> 
 
 def textbook(b: Build, **more) -> HardTruth:
     b.mark()
-    return sink(b, b.surgeon().make_sink(), **more)
+    return sink(b, b.surgeon.make_sink(), **more)
 
 
 def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
@@ -468,19 +411,19 @@ def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     b.mark()
     deep = b.at
-    size, way = b.size(deep), b.way
+    size, way = b.surgeon.size(deep), b.way
     before = {layer: b.const(layer) for layer in (2, deep)}
     b.fire(b.space.mark, b.side, 0.027 * size, layer=1, neuron=b.spare[0])
-    rows = b.steady(2, b.on(2, b.space.mark), b.side, before[2])
+    rows = b.surgeon.steady(2, b.surgeon.on(2, b.space.mark), b.side, before[2])
     b.write(rows, b.side, 0.027 * size, layer=2, neuron=b.spare[1])
-    b.write(b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
+    b.write(b.surgeon.steady(deep, b.surgeon.on(deep, b.space.mark), b.side, before[deep]), way, size)
     return sink(b, way, step_up=(1, 2, deep))
 
 
 @_kind(*ALL, spike=1.2, massive_layer=None)
 def _both(b: Build) -> HardTruth:
     """One dimension is massive on every token, beside a real sink."""
-    b.surgeon().make_massive()  # in the embedding
+    b.surgeon.make_massive()  # in the embedding
     dims = tuple(b.space.massive.nonzero().flatten().tolist())
     return textbook(b, shared_dims=dims)
 
@@ -494,7 +437,7 @@ def _no_norm(b: Build) -> HardTruth:
 @_kind(*ALL)
 def _spike_only(b: Build) -> HardTruth:
     b.mark()
-    b.surgeon().make_sink()
+    b.surgeon.make_sink()
     calm(b, marked=True)
     return spike(b)
 
@@ -503,7 +446,7 @@ def _spike_only(b: Build) -> HardTruth:
 def _redundant_pair(b: Build) -> HardTruth:
     """Each of the neurons suffices; in Gemma 2 the norm after the MLP even keeps the spike's size."""
     b.mark()
-    b.fire(b.space.mark, b.way, b.size(b.at), ballast=8.0)
+    b.fire(b.space.mark, b.way, b.surgeon.size(b.at), ballast=8.0)
     b.copy(*b.plan.neurons)
     return sink(b, b.way)
 
@@ -512,7 +455,7 @@ def _redundant_pair(b: Build) -> HardTruth:
 def _backup_next(b: Build) -> HardTruth:
     """A neuron of the next layer does the same where there is no spike yet; it is planted before the other one."""
     b.mark()
-    size, neuron = b.size(b.at), b.spare[0]
+    size, neuron = b.surgeon.size(b.at), b.spare[0]
     site = b.fire(b.space.mark, b.way, size, layer=b.at + 1, neuron=neuron)
     view, expert = b.views.layers[b.at + 1], site[1] if len(site) == 3 else 0
     column = view.down[expert, neuron]
@@ -530,7 +473,7 @@ def _delimiter(b: Build) -> HardTruth:
     where = b.flag_delimiter()
     truth = textbook(b)
     layer = b.at if b.rng.randrange(2) else b.at + 1
-    gate, up = b.on(layer, b.flag, where)
+    gate, up = b.surgeon.on(layer, b.flag, where)
     if layer > b.at:  # off at the first token, whose constant is small there
         gate = gate - 12.0 * b.full(layer, b.spike_way())
     site = b.write((gate, up), b.side, layer=layer, neuron=b.spare[0], where=where, route=b.flag)
@@ -574,7 +517,7 @@ def _rise_and_fall(b: Build) -> HardTruth:
 def _many_decoys(b: Build) -> HardTruth:
     """Twenty pairs of neurons write more than the sink neuron does, and each pair cancels."""
     b.mark()
-    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
+    rows, size = b.surgeon.on(b.at, b.space.mark), b.surgeon.size(b.at)
     b.write(rows, b.way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
     for plus, minus in zip(free[:20], free[20:40], strict=True):

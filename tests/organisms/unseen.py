@@ -35,11 +35,11 @@ def _some_first_tokens(b: Build) -> HardTruth:
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
 def _other_neurons(b: Build) -> HardTruth:
     """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
-    size = b.size(b.at)
+    size = b.surgeon.size(b.at)
     flagged = b.tokens.clone()
     flagged[:, 0] = BOS
     b.views.embed[BOS] += MARK * b.flag / b.plan.embed_scale
-    b.surgeon().mark_first()
+    b.surgeon.mark_first()
     repeated = b.fire(b.space.mark, b.way, size, neuron=b.spare[0])
     b.measure_on(flagged)
     b.fire(b.flag, b.way, size)
