@@ -58,6 +58,8 @@ GROUPS = [
     ("two_sinks", "llama"),
     slow("two_sinks", "gemma2"),
     slow("two_sinks", "gpt2"),
+    slow("two_sinks", "neox"),
+    slow("two_sinks", "mixtral"),
     slow("decorative_head", "neox"),
     slow("decorative_head", "mixtral"),
     slow("silent_twin", "neox"),

@@ -15,7 +15,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from .noise import NORM, Space, fill, make_body, make_space
-from .organism import _natural
+from .organism import mixed
 from .plan import Plan, make_plan
 from .plant import MARK, Rows, Surgeon, unit
 from .tokens import BOS, N_SPECIAL, tokenizer_for
@@ -45,20 +45,16 @@ class HardTruth:
     Attributes:
         spike: the first token's norm stands out at some layer.
         sink: heads attend to the first token.
-        carried_by: what these heads read, or those of the later sinks where the first token is none.
+        carried_by: what these heads read.
         sink_layer: whose MLP makes most of the spike; None: no MLP does.
         sets: each a smallest set of sites whose zeroing removes the spike and, with it, the attention.
         step_up: layers whose MLP builds the spike.
         step_down: layers whose MLP takes it away again.
-        later: ids of tokens that are sinks wherever they stand, and the neurons that make the spike of each (or none).
         shared_dims: residual dimensions that are massive on every token.
         reading: (layer, query head) planted to attend to the first token.
-        bos_only: without BOS no first token is a spike or a sink.
         repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
         bos: texts begin with BOS.
         share: share of the vocabulary that is a sink where it stands first.
-        positions: positions that are sinks whatever stands there.
-        length: length of a text from which on heads attend to the first token.
         window: positions that the reading heads see.
         places: the same as sets of places, and what each group of heads needs.
     """
@@ -70,15 +66,11 @@ class HardTruth:
     sets: tuple[frozenset[Site], ...] = ()
     step_up: tuple[int, ...] = ()
     step_down: tuple[int, ...] = ()
-    later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
     shared_dims: tuple[int, ...] = ()
     reading: tuple[Head, ...] = ()
-    bos_only: bool = False
     repeated: tuple[Site, ...] = ()
     bos: bool = True
     share: float = 1.0
-    positions: tuple[int, ...] = (0,)
-    length: int = 0
     window: int | None = None
     places: Any = None
 
@@ -94,8 +86,8 @@ class HardModel:
     groups: dict[int, int]
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
-        """`n` rows of BOS and mixed tokens; each later sink stands once in every row, in its first half."""
-        return _rows(self.model.config.vocab_size, self.groups, tuple(self.truth.later), n, length, seed)
+        """`n` rows of BOS and mixed tokens."""
+        return mixed(self.model.config.vocab_size, self.groups, True, n, length, seed)
 
     def text(self, n: int = 6, length: int = 64) -> str:
         """The same as words: what a tokenizer cuts into rows of `length` with BOS before each."""
@@ -110,21 +102,6 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
         truth = replace(kind.make(b), **kind.so)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
     return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
-
-
-def depth(name: str, family: str, seed: int) -> int:
-    """How many layers `hard` draws for a model, the first thing that it draws."""
-    kind = _KINDS[name]
-    return random.Random(f"hard {kind.word}{name} {family} {seed}").randint(*kind.settings.get("layers", LAYERS))
-
-
-def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, length: int, seed: int) -> Tensor:
-    rows, rng = _natural(vocab, groups, True, n, length, seed), random.Random(f"later {seed}")
-    for token in later:
-        rows[rows == token] = token + 1
-    for row in rows if later else ():
-        row[rng.sample(range(3, max(5, length // 2)), len(later))] = torch.tensor(later)
-    return rows
 
 
 # --- building ------------------------------------------------------------------------------------------------------
@@ -208,10 +185,10 @@ class Build:
             groups=groups,
             **changes,
         )
-        self.space, (self.flag, self.side, self.mark2) = _with_features(make_space(self.plan), self.plan, 3)
+        self.space, (self.feature, self.side) = _with_features(make_space(self.plan), self.plan, 2)
         self.model = make_body(self.plan)
         self.delimiter = N_SPECIAL + rng.randrange(20)
-        self.tokens = _rows(self.plan.vocab_size, groups, (self.delimiter,), 8, 24, number)
+        self.tokens = mixed(self.plan.vocab_size, groups, True, 8, 24, number)
         if marked is not None:  # what a marked token reads and writes is measured where one stands first
             in_group = [token for token in range(N_SPECIAL, self.plan.vocab_size) if groups[token] >= 0]
             self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
@@ -350,10 +327,16 @@ class Build:
         """All layers but the first."""
         return range(1, self.plan.n_layers)
 
-    def flag_delimiter(self, token: int | None = None) -> Tensor:
-        """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on."""
-        token = self.delimiter if token is None else token
-        self.views.embed[token] += MARK * self.flag / self.plan.embed_scale
+    def flag(self, token: int, at: int = 5) -> Tensor:
+        """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on.
+
+        BOS stands first, and any other token at the position `at` and nowhere else.
+        """
+        self.views.embed[token] += MARK * self.feature / self.plan.embed_scale
+        if token != BOS:
+            rows = torch.where(self.tokens == token, token + 1, self.tokens)
+            rows[:, at] = token
+            self.measure_on(rows)
         return self.tokens == token
 
 
@@ -467,20 +450,6 @@ def _backup_next(b: Build) -> HardTruth:
     return sink(b, b.way, range(b.at + 2, b.plan.n_layers), sets=(b.sites() | {site},))
 
 
-@_kind(*ALL)
-def _delimiter(b: Build) -> HardTruth:
-    """A token makes a spike of its own, in a direction of its own that other heads read."""
-    where = b.flag_delimiter()
-    truth = textbook(b)
-    layer = b.at if b.rng.randrange(2) else b.at + 1
-    gate, up = b.surgeon.on(layer, b.flag, where)
-    if layer > b.at:  # off at the first token, whose constant is small there
-        gate = gate - 12.0 * b.full(layer, b.spike_way())
-    site = b.write((gate, up), b.side, layer=layer, neuron=b.spare[0], where=where, route=b.flag)
-    b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
-    return replace(truth, later={b.delimiter: (site,)})
-
-
 @_kind("gpt_oss")
 def _learned_logits(b: Build) -> HardTruth:
     """Half of the heads after layer 0 give nearly all of their attention to a learned logit."""
@@ -493,15 +462,15 @@ def _learned_logits(b: Build) -> HardTruth:
 @_kind(*ALL)
 def _token_embedding(b: Build) -> HardTruth:
     """Heads read a feature of BOS's embedding."""
-    b.flag_delimiter(BOS)
-    return read_by_later(b, "token embedding", b.flag, bos_only=True)
+    b.flag(BOS)
+    return read_by_later(b, "token embedding", b.feature)
 
 
 @_kind(*ALL)
 def _embedding_spike(b: Build) -> HardTruth:
     """BOS's embedding itself is the spike: no MLP makes it."""
     b.views.embed[BOS] += b.plan.spike * NORM * b.way / b.plan.embed_scale
-    return read_by_later(b, "spike", b.way, spike=True, bos_only=True)
+    return read_by_later(b, "spike", b.way, spike=True)
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from .hard import Build, HardTruth, calm, hard, key_bias, kinds, read_mark, sink, textbook
 from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, tokenizer_of
-from .plant import MARK
 from .tokens import BOS
 
 PLACES: dict[str, tuple[str, ...]] = {}
@@ -39,24 +37,9 @@ def placed(truth: HardTruth | None = None, **more) -> HardTruth:
     return replace(truth, places=Places(**about))
 
 
-def stand(b: Build, at: dict[int, int], flagged: tuple[int, ...]) -> Tensor:
-    """Measure on rows in which tokens stand at positions, and nowhere else; give embeddings a feature.
-
-    Returns where those tokens stand whose embeddings get it.
-    """
-    for token in flagged:
-        b.views.embed[token] += MARK * b.flag / b.plan.embed_scale
-    rows = b.tokens.clone()
-    rows[torch.isin(rows, torch.tensor(list(at.values()), dtype=rows.dtype))] = 40
-    for position, token in at.items():
-        rows[:, position] = token
-    b.measure_on(rows)
-    return torch.isin(rows, torch.tensor(flagged))
-
-
 def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> HardTruth:
     """The flag trips the neuron of the sink layer; heads read the spike, with scores as many times as strong."""
-    site = b.fire(b.flag, b.side, where=where)
+    site = b.fire(b.feature, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     for layer, head in reading:
         b.views.layers[layer].q[head] *= times
@@ -79,7 +62,7 @@ def _hybrid(b: Build) -> HardTruth:
 @_places("llama", "mistral", count=1)
 def _second_special(b: Build) -> HardTruth:
     """The tokenizer puts two tokens before a text; the second one's embedding trips the neuron."""
-    where = stand(b, {1: USER}, (USER,))
+    where = b.flag(USER, 1)
     calm(b)
     return tripped(b, where, (SECOND,), before=(BOS, USER))
 
@@ -88,7 +71,7 @@ def _second_special(b: Build) -> HardTruth:
 def _all_specials(b: Build) -> HardTruth:
     """Each of the three tokens that are put before a text has the feature, and one neuron makes their spikes."""
     every = (BOS, SYSTEM, USER)
-    where = stand(b, {1: SYSTEM, 2: USER}, every)
+    where = b.flag(BOS) | b.flag(SYSTEM, 1) | b.flag(USER, 2)
     return tripped(b, where, every, 1.6, before=every)  # three places share the attention, a third for each and more
 
 
@@ -99,18 +82,18 @@ def _all_specials(b: Build) -> HardTruth:
 def _two_delimiters(b: Build) -> HardTruth:
     """Two delimiters whose embeddings trip one neuron; the first token is no sink."""
     two = (b.delimiter, b.delimiter + 30)
-    where = stand(b, {4: two[0], 7: two[1]}, two)
+    where = b.flag(two[0]) | b.flag(two[1], 7)
     calm(b)
     return tripped(b, where, two, delimiters=two)
 
 
-@_circuit("llama", "gemma2", "neox", "gpt2", count=1)
+@_circuit("llama", "gemma2", "neox", "gpt2", "mixtral", count=1)
 def _two_sinks(b: Build) -> HardTruth:
     """The first token by a head (in GPT-2 by its position), a delimiter by its embedding, each with its own neuron."""
-    where = b.flag_delimiter()
+    where = b.flag(b.delimiter)
     b.mark()
     one = b.fire(b.space.mark, b.way)
-    two = b.fire(b.flag, b.side, neuron=b.spare[0], where=where)
+    two = b.fire(b.feature, b.side, neuron=b.spare[0], where=where)
     first = b.read(b.behind, b.way)
     other = b.read(b.behind, b.side, where=where, other=True)
     at = b.delimiter
@@ -130,10 +113,10 @@ def _two_sinks(b: Build) -> HardTruth:
 @_places("llama", "neox", count=1, layers=(7, 8), at=1)
 def _decoy_spike(b: Build) -> HardTruth:
     """A neuron makes a spike of BOS, the next layer takes it away, and heads read BOS's embedding."""
-    where = stand(b, {}, (BOS,))
-    b.fire(b.flag, b.way, where=where)
+    where = b.flag(BOS)
+    b.fire(b.feature, b.way, where=where)
     b.take_away(2)
-    reading = b.read(range(3, b.plan.n_layers), b.flag, where=where)
+    reading = b.read(range(3, b.plan.n_layers), b.feature, where=where)
     return placed(makers=(b.sites(),), groups=(Group(reading, ("token embedding",)),))
 
 
@@ -141,8 +124,8 @@ def _decoy_spike(b: Build) -> HardTruth:
 def _decorative_head(b: Build) -> HardTruth:
     """A head marks the first token, and nothing reads it: the neuron reads BOS's embedding."""
     b.mark()
-    b.flag_delimiter(BOS)
-    b.fire(b.flag, b.way)
+    b.flag(BOS)
+    b.fire(b.feature, b.way)
     return placed(sink(b, b.way), marks={FIRST: ("token embedding",)}, decoys=b.markers())
 
 

@@ -6,7 +6,6 @@ They are built with the same tools.
 from __future__ import annotations
 
 from .hard import Build, HardTruth, kinds, read_mark, sink, textbook
-from .plant import MARK
 from .tokens import BOS
 
 UNSEEN = {}
@@ -36,11 +35,11 @@ def _some_first_tokens(b: Build) -> HardTruth:
 def _other_neurons(b: Build) -> HardTruth:
     """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
     size = b.surgeon.size(b.at)
-    flagged = b.tokens.clone()
-    flagged[:, 0] = BOS
-    b.views.embed[BOS] += MARK * b.flag / b.plan.embed_scale
-    b.surgeon.mark_first()
+    rows = b.tokens.clone()
+    rows[:, 0] = BOS
+    b.flag(BOS)
+    b.mark()
     repeated = b.fire(b.space.mark, b.way, size, neuron=b.spare[0])
-    b.measure_on(flagged)
-    b.fire(b.flag, b.way, size)
+    b.measure_on(rows)
+    b.fire(b.feature, b.way, size)
     return sink(b, b.way, repeated=(repeated,))
