@@ -81,8 +81,6 @@ class HardModel:
     tokenizer: PreTrainedTokenizerFast
     truth: HardTruth
     name: str
-    family: str
-    seed: int
     groups: dict[int, int]
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
@@ -99,9 +97,9 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
     kind = _KINDS[name]
     b = Build(kind.word + name, family, seed, **kind.settings)
     with torch.no_grad():
-        truth = replace(kind.make(b), **kind.so)
+        truth = kind.make(b)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
-    return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
+    return HardModel(b.model, tokenizer, truth, name, b.plan.groups)
 
 
 # --- building ------------------------------------------------------------------------------------------------------
@@ -111,7 +109,6 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
 class _Kind:
     make: Callable[[Build], HardTruth]
     word: str
-    so: dict[str, Any]
     settings: dict[str, Any]
 
 
@@ -128,11 +125,11 @@ def kinds(table: dict[str, tuple[str, ...]], word: str = "") -> Callable[..., An
         word: What stands before the names where random numbers are drawn from them.
     """
 
-    def kind(*families: str, so: dict[str, Any] | None = None, **settings) -> Callable[..., Any]:
+    def kind(*families: str, **settings) -> Callable[..., Any]:
         def register(make: Callable[[Build], HardTruth]) -> Callable[[Build], HardTruth]:
             name = make.__name__.strip("_")
             assert name not in _KINDS, name
-            table[name], _KINDS[name] = families, _Kind(make, word, so or {}, settings)
+            table[name], _KINDS[name] = families, _Kind(make, word, settings)
             return make
 
         return register
@@ -158,8 +155,7 @@ class Build:
         count: int | None = None,  # of sink neurons
         thin: bool = False,
         marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
-        window: int = 1024,
-        every_window: bool = False,  # also of families that draw whether they have one
+        window: int | None = None,  # 1024, where it is not given and the family draws that it has one
         **changes,
     ):
         self.rng = rng = random.Random(f"hard {name} {family} {seed}")
@@ -176,12 +172,14 @@ class Build:
             draws = random.Random(f"marked {number}")
             groups = {token: draws.randrange(plan.n_groups) if draws.random() < marked else -1 for token in groups}
             groups[BOS] = -1
+        if window is None and plan.window is not None:
+            window = 1024
         self.plan = replace(
             plan,
             marking_layer=0,
             sink_layer=max(1, n - 1 - rng.randint(*behind)) if at is None else at,
             factor="gate" if plan.family.gated else None,
-            window=window if plan.window or every_window else None,
+            window=window,
             groups=groups,
             **changes,
         )
@@ -267,13 +265,13 @@ class Build:
         rows = self.surgeon.on(more.get("layer", self.at), mark, where)
         return self.write(rows, way, size, where=where, route=mark, **more)
 
-    def take_away(self, layer: int, times: float = 1.0):
-        """A neuron that reads the spike and writes it so often with the other sign."""
+    def take_away(self, layer: int):
+        """A neuron that reads the spike and writes it with the other sign."""
         way = self.spike_way()
         end = float(self.surgeon.seen(self.views.layers[layer].block) @ way)
         gate, _ = self.surgeon.on(layer, way)
         rows = gate, self.full(layer, way)
-        self.write(rows, -way, times * end, layer=layer, neuron=self.spare[0], route=way)
+        self.write(rows, -way, end, layer=layer, neuron=self.spare[0], route=way)
 
     def spike_way(self) -> Tensor:
         """The direction of the first token's spike in the residual stream."""
@@ -314,9 +312,9 @@ class Build:
             planted += self.surgeon.read(index, way, chosen, self.rng.uniform(6, 7), where)
         return tuple(sorted(planted))
 
-    def markers(self, layer: int = 0) -> tuple[str, ...]:
-        """Names of the heads of a layer that mark BOS."""
-        return tuple(f"L{layer}.H{head}" for head in self.of_bos())
+    def markers(self) -> tuple[str, ...]:
+        """Names of the heads of layer 0 that mark BOS."""
+        return tuple(f"L0.H{head}" for head in self.of_bos())
 
     def of_bos(self) -> tuple[int, ...]:
         """The heads that mark BOS, in the layer of heads that mark."""

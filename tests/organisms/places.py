@@ -10,9 +10,6 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -21,7 +18,7 @@ from .hard import Head, Site
 from .tokens import BOS, N_SPECIAL
 
 FIRST, SECOND = "first", "second"
-USER, SYSTEM = 4, 5  # ids of further special tokens, where the tokenizer puts several
+USER, SYSTEM = 4, 5  # ids of further tokens, where the tokenizer puts several before a text
 
 
 @dataclass(frozen=True)
@@ -85,23 +82,11 @@ class PlacesModel:
         return " ".join(self.tokenizer.decode(row[skipped:]) for row in self.ids(texts, length, seed))
 
 
-def tokenizer_of(plain: PreTrainedTokenizerFast, truth: Places) -> PreTrainedTokenizerFast:
-    """The same words, with further special tokens, and with what is put before a text."""
-    names = {number: word for word, number in plain.get_vocab().items()} | {USER: "<|user|>", SYSTEM: "<|system|>"}
-    backend = Tokenizer(WordLevel({word: number for number, word in names.items()}, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = WhitespaceSplit(), plain.backend_tokenizer.decoder
-    put = [(names[number], number) for number in truth.before]
+def put_before(tokenizer: PreTrainedTokenizerFast, before: tuple[int, ...]):
+    """Let a tokenizer put these before a text."""
+    put = [(str(tokenizer.convert_ids_to_tokens(one)), one) for one in before]
     single = " ".join([*(word for word, _ in put), "$A"])
-    backend.post_processor = TemplateProcessing(single=single, special_tokens=put)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        additional_special_tokens=["<|user|>", "<|system|>"],
-        bos_token="<s>",
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=put)
 
 
 def mask_of(where: tuple, ids: Tensor) -> Tensor:

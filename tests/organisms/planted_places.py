@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from .hard import Build, HardTruth, calm, hard, key_bias, kinds, read_mark, sink, textbook
-from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, tokenizer_of
+from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, put_before
 from .tokens import BOS
 
 PLACES: dict[str, tuple[str, ...]] = {}
@@ -24,10 +24,8 @@ def places(name: str, family: str | None = None, seed: int = 0) -> PlacesModel:
     """Build a model: the same call gives the same weights."""
     family = PLACES[name][0] if family is None else family
     made = hard(name, family, seed)
-    truth, tokenizer = made.truth.places, made.tokenizer
-    if family != "qwen2":
-        tokenizer = tokenizer_of(tokenizer, truth)
-    return PlacesModel(made.model, tokenizer, truth)
+    put_before(made.tokenizer, made.truth.places.before)
+    return PlacesModel(made.model, made.tokenizer, made.truth.places)
 
 
 def placed(truth: HardTruth | None = None, **more) -> HardTruth:

@@ -124,11 +124,14 @@ def head_verdicts(
 
 
 def _verdict_of_heads(site: Tensor, products: Products, layer: torch.nn.Module, added: list[Tensor]) -> str:
-    """Heads are the rows times the values, or what goes into a linear map whose output, or its norm, the layer adds."""
+    """Heads are the rows times the values, or these times a gate, or what goes into a linear map that the layer adds."""
     assert products.heads is not None
     tokens = site.shape[0]
     for order in (products.heads.transpose(0, 1), products.heads):
-        if order.shape == site.shape and not _multiple(site, order):
+        if order.shape != site.shape:
+            continue
+        is_gated = bool(((site * order >= 0) & (site.abs() <= order.abs() + 1e-6)).all())
+        if is_gated or not _multiple(site, order):
             return ""
     norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
     for entering, leaving in products.linear:

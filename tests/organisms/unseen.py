@@ -13,19 +13,19 @@ UNSEEN = {}
 _unseen = kinds(UNSEEN)
 
 
-@_unseen("mistral", so={"window": 24}, window=24, every_window=True)
+@_unseen("mistral", window=24)
 def _window_mark(b: Build) -> HardTruth:
     """Heads read the mark itself; no norm stands out, and no query sees farther than 24 positions."""
-    return read_mark(b)
+    return read_mark(b, window=24)
 
 
 # --- some texts -----------------------------------------------------------------------------------------------------
 
 
-@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", so={"bos": False, "share": 0.4}, marked=0.4)
+@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", marked=0.4)
 def _some_first_tokens(b: Build) -> HardTruth:
     """Two of five tokens are marked where they stand first; the others are no sinks."""
-    return textbook(b)
+    return textbook(b, bos=False, share=0.4)
 
 
 # --- other makers ------------------------------------------------------------------------------------------------
