@@ -124,7 +124,7 @@ def head_verdicts(
 
 
 def _verdict_of_heads(site: Tensor, products: Products, layer: torch.nn.Module, added: list[Tensor]) -> str:
-    """Heads are the rows times the values, or these times a gate, or what goes into a linear map that the layer adds."""
+    """Heads are rows times values, or these times a gate, or what goes into a linear map that the layer adds."""
     assert products.heads is not None
     tokens = site.shape[0]
     for order in (products.heads.transpose(0, 1), products.heads):
