@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .hard import Head, Site
+from .build import Head, Site
 from .tokens import BOS, N_SPECIAL
 
 FIRST, SECOND = "first", "second"

@@ -1,4 +1,4 @@
-"""Models whose sinks are sets of places, in many parts of the field, built with the tools of `hard.py`.
+"""Models whose sinks are sets of places, in many parts of the field, built with the tools of `build.py`.
 
 `places.py` says what a truth is.
 """
@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from .hard import Build, HardTruth, calm, hard, key_bias, kinds, read_mark, sink, textbook
+from .build import Build, HardTruth, kinds
+from .hard import calm, hard, key_bias, read_mark, sink, textbook
 from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, put_before
 from .tokens import BOS
 

@@ -15,8 +15,7 @@ from attack_kit import text_file
 from conclusion_kit import check_size
 from covering import covering, slow
 from organisms import FAMILIES, Organism, organism
-from organisms.hard import HARD, HardModel, hard
-from organisms.unseen import UNSEEN
+from organisms.hard import HARD, UNSEEN, HardModel, hard
 from raw_kit import attention, norms
 
 from sinkscope.errors import SinkscopeError
