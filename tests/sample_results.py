@@ -11,7 +11,6 @@ from sinkscope.sinks.find.places import LeftOver, Place, Rule, TokenShare
 from sinkscope.sinks.find.records import (
     Candidate,
     CausalSet,
-    LayerAttention,
     PublishedSink,
     Readers,
     RepeatedToken,
@@ -43,14 +42,13 @@ def claim(role: str, kind: str, place: str, left: float) -> Claim:
 
 
 MADE = CausalSet(PAIR, 0.99, 0.98, 0.9, 1.0, 0.01, claims=(claim("makes", "spike", FIRST.words, 0.02),))
-NOT_READ, READ = LayerAttention(0.0), LayerAttention(0.8, 4, 0.7, 0.02, 0.03)
 CARRIED = claim("carries", "attention", FIRST.words, 0.1)
-HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, True, CARRIED, TRIED)
+HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, TRIED, True, CARRIED)
 
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), (), True, (MADE,), MADE.claims, TRIED)
+    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), True, MADE, MADE.claims, TRIED)
 
 
 def sample_find_sinks(**changes) -> FindSinks:
@@ -60,9 +58,7 @@ def sample_find_sinks(**changes) -> FindSinks:
         settings={"top_k": 3, "seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
-        sinks=(
-            Sink(FIRST, LayerAttention(0.4, 8, 0.7, 0.02, 0.03), (NOT_READ, NOT_READ, READ, READ), 32, (HEADS,), 0),
-        ),
+        sinks=(Sink(FIRST, 0.4, (0.0, 0.0, 0.8, 0.8), 32, 8, 0.7, 0.02, 0.03, (HEADS,), 0),),
         other_spikes=LeftOver(2, 0.1, (TokenShare(",", 0.5),)),
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),

@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the name of the program. By default those of this process.
 
     Returns:
-        0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
-        stderr), 3 a text, session or stream with a loop, 130 interrupted.
+        0 done, 1 a patch that was not made or a published result that does not agree, 2 bad input (each with one line
+        on stderr), 3 a text, session or stream with a loop, 130 interrupted.
     """
     program = command_line()
     code = 0

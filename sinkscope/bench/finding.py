@@ -40,9 +40,9 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     for some in by_method.values():
         if len(some) == len(sets):
             methods.append(pooled(some))
-    where = f"Task {groups[0].title}"
+    where = groups[0].title
     if len(sets) > 1:
-        where = f"Task {groups[0].task}, {len(sets)} sets"
+        where = f"{groups[0].task}, {len(sets)} sets"
     full = next((group for group in methods if group.method == FULL), None)
     compared = ranked(methods)
     control: BenchGroup | None = None
@@ -52,21 +52,22 @@ def finding(groups: Sequence[BenchGroup]) -> str:
             control = group
     said = f"{task.control} was not run"
     if control is not None:
-        said = f"{control.method}, the control, {_value(task, control)}"
+        said = f"{control.method}, the control: {_value(task, control)}"
     if not compared:
-        return f"{where}: {said}; no other method was run."
+        return f"In {where}, {said}; no other method was run."
     full_read = None if full is None else full.metrics.get("read")
     sentences: list[str] = []
     for interval in (True, False):
-        found = _found(task, compared, control, full_read, interval)
+        place = where
         if interval and not task.counted:
-            sentences.append(f"{where}, {task.unit}: {found}; {said}.")
-        sentences.append(f"{where}: {found}; {said}.")
+            place = f"{where} ({task.unit})"
+        sentences.append(f"{_found(task, place, compared, control, full_read, interval)}; {said}.")
     return short_sentence(sentences)
 
 
 def _found(
     task: type[Task],
+    where: str,
     compared: Sequence[BenchGroup],
     control: BenchGroup | None,
     full_read: float | None,
@@ -74,17 +75,24 @@ def _found(
 ) -> str:
     """The best of the methods, the first, where its interval parts from that of the next one."""
     best, count = compared[0], len(compared)
-    named, saved = _named(task, best, full_read, interval)
+    score, saved = _score(task, best, full_read, interval)
     if count > 1 and not best.differs(compared[1]):
-        other, _ = _named(task, compared[1], full_read, interval)
-        return f"of {count}, no difference shown between {named} and {other}"
+        other, _ = _score(task, compared[1], full_read, interval)
+        names = f"{_name(best)} and {_name(compared[1])}"
+        return f"{names} are too close to rank in {where}: {score} and {other} (of {count} methods)"
     if count > 1:
-        named = f"{named}, the best of {count}"
-    elif control is not None and not best.differs(control):
-        named = f"{named}: no difference shown"
+        found = f"{_name(best)} is the best of {count} in {where}: {score}"
+    else:
+        found = f"{_name(best)} in {where}: {score}"
+        if control is not None and not best.differs(control):
+            found = f"{found}, no difference shown"
     if not task.counted and saved < SAVING:
-        return f"{named}, saving less than {SAVING:.0%}"
-    return named
+        return f"{found}, saving less than {SAVING:.0%}"
+    return found
+
+
+def _name(group: BenchGroup) -> str:
+    return "LoopGuard" if name_of(group.method) == GUARD else group.method
 
 
 def _value(task: type[Task], group: BenchGroup) -> str:
@@ -94,8 +102,8 @@ def _value(task: type[Task], group: BenchGroup) -> str:
     return task.shown.format(group.score)
 
 
-def _named(task: type[Task], group: BenchGroup, full_read: float | None, interval: bool) -> tuple[str, float]:
-    """A method with its score, the interval of the score and the cost; and the largest share that it saves."""
+def _score(task: type[Task], group: BenchGroup, full_read: float | None, interval: bool) -> tuple[str, float]:
+    """The score of a method, its interval and the cost; and the largest share that it saves."""
     notes: list[str] = []
     shares: list[float] = []
     if interval and not math.isnan(group.low):
@@ -110,8 +118,7 @@ def _named(task: type[Task], group: BenchGroup, full_read: float | None, interva
         shares.append(read / full_read)
     elif read is not None:
         notes.append(f"reads {read:,.0f} tokens")
-    name = "LoopGuard" if name_of(group.method) == GUARD else group.method
-    named = f"{name} {_value(task, group)}"
+    score = _value(task, group)
     if notes:
-        named = f"{named} ({', '.join(notes)})"
-    return named, 1 - min(shares, default=0.0)
+        score = f"{score} ({', '.join(notes)})"
+    return score, 1 - min(shares, default=0.0)

@@ -76,6 +76,7 @@ _WORDS = {
     "greater than": "a number above",
     "less than": "a number below",
     "List should have ": "",
+    "String should have ": "",
     "Tuple should have ": "",
     " after validation, not 0": "",
 }

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.growing_tensor import GrowingTensor
+from sinkscope.kv.growing_tensor import GrowingTensor
 
 _HIDDEN = "hidden"  # by this name, whether a slot is kept but not attended to
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back

@@ -379,7 +379,7 @@ def _sequence(
         limit = setup.target.max_positions or len(start) + NEW_TOKENS
         new = max(1, min(NEW_TOKENS, limit - len(start)))
     check_length(setup.target, "the prompt", len(start), new)
-    answer, events = decode(setup.target, start, new, setup.edit)
+    (answer,), events = decode(setup.target, [start], new, setup.edit)
     return [*start, *answer], len(start), events
 
 
@@ -391,7 +391,7 @@ def _recorded(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadT
         with observer.on(setup.target):
             setup.target.forward(torch.tensor([ids[:-1]]))
     else:
-        decode(setup.target, ids[:prompt], len(ids) - prompt, watched(setup.edit, observer), ids[prompt:])
+        decode(setup.target, [ids[:prompt]], len(ids) - prompt, watched(setup.edit, observer), [ids[prompt:]])
     return tracks
 
 

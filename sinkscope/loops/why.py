@@ -41,7 +41,6 @@ CAUSES = {
     "window": "the policy's window",
     "rounding": "the rounding of keys and values",
 }
-SINGULAR = {("sink",), ("window",), ("rounding",), ("history",)}  # how a conclusion speaks of causes
 REFERENCES = {"output": "all generated tokens removed", "context": "all but the first token removed"}
 Trial = tuple[frozenset[str], int | None]
 """What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
@@ -126,20 +125,23 @@ class Why(Result):
 
     def _needs(self) -> list[str]:
         """What the loop needs, in a sentence and a shorter one."""
-        loop, count = f"the loop of period {self.period}", len(self.cuts)
+        count = len(self.cuts)
         by_name = {tried.without: tried for tried in self.tried}
         taken = [by_name[name] for name in self.kept_by]
-        them = "it" if self.kept_by in SINGULAR else "them"
-        said = f"{loop.capitalize()} needs {word_list(self.kept_by)}: without {them}, it goes on in"
+        causes = word_list([f"the {name}" for name in self.kept_by])
+        said = f"Remove {causes}, and this loop stops in"
         if self.either:
             taken = [by_name[" and ".join(self.kept_by)]]
-            said = f"{' or '.join(self.kept_by).capitalize()} keeps {loop} going: without both, in"
-        shares = word_list([str(round(tried.goes_on * count)) for tried in taken])
-        control = f"{self._of(min(tried.control or 0.0 for tried in taken))} under random changes"
+            said = f"Remove both {causes} (either alone keeps it going), and this loop stops in"
+        elif len(taken) > 1:
+            said = f"Remove one of {causes}, and this loop stops in"
+        stopped = word_list([str(count - round(tried.goes_on * count)) for tried in taken])
+        chance = count - round(min(tried.control or 0.0 for tried in taken) * count)
+        control = f"random changes stop it in {chance}"
         others = round(max(tried.other_loop for tried in taken) * count)
-        sentences = [f"{said} {shares} of {count} cases; {control}."]
+        sentences = [f"{said} {stopped} of {count} cases; {control}."]
         if others:
-            sentences.insert(0, f"{said} {shares} of {count} cases ({others} end in another loop); {control}.")
+            sentences.insert(0, f"{said} {stopped} of {count} cases, but another follows in {others}; {control}.")
         return sentences
 
     def _of(self, share: float) -> str:
@@ -385,7 +387,7 @@ def why(
         made = setup.edit
         if bits is not None:
             made = Rounded(bits) if made is None else made | Rounded(bits)
-        written, _ = decode(target, start, new, made)
+        (written,), _ = decode(target, [start], new, made)
     else:
         written = read_row(target, answer, special=False)
     ids = [*start, *written]

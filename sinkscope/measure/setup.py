@@ -221,7 +221,7 @@ class Setup:
 
         edit = watched(self.edit, Observe(keep, layers, last=1))
         ids = row.tolist()
-        decode(self.target, ids[: first + 1], len(ids) - first, edit, [*ids[first + 1 :], ids[0]])
+        decode(self.target, [ids[: first + 1]], len(ids) - first, edit, [[*ids[first + 1 :], ids[0]]])
         return parts
 
     def record(self, **settings: Any) -> None:

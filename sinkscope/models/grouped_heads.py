@@ -8,6 +8,7 @@ from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from sinkscope.models.modules.down_projections import input_columns
 from sinkscope.models.target import Target
 
 
@@ -24,6 +25,13 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
     if which == "q":
         count = target.n_heads
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
+
+
+def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
+    """W_O of every head of a layer, float32."""
+    with target.loaded(layer):
+        columns = input_columns(target, target.output_projection(layer)).float().cpu()
+        return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
 Head = TypeVar("Head", int, Tensor)

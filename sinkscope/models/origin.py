@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, warn
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.target import Target
@@ -33,3 +35,40 @@ def is_checkpoint(target: Target, wanted: str) -> bool:
     with contextlib.suppress(SinkscopeError, OSError):
         return not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(where) == wanted
     return False
+
+
+def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page: str | None = None) -> None:
+    """Compare a model with the one that something was made for, as far as that is described.
+
+    A fine-tuned version is accepted, and a `SinkscopeWarning` says so.
+
+    Args:
+        target: The model.
+        model: Name, family, sizes and fingerprint of the other.
+        what: What was made for it.
+        page: The page of the error.
+
+    Raises:
+        SinkscopeError: The model has another shape.
+    """
+    origin = model.get("name")
+    shape = {
+        "family": target.config.model_type,
+        "n_layers": target.n_layers,
+        "d_model": target.d_model,
+        "d_mlp": target.d_mlp,
+    }
+    for name, here in shape.items():
+        there = model.get(name, here)
+        if there != here:
+            raise SinkscopeError(
+                f"the {what} was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
+                f"give that model, or make a {what} for this one",
+                page=page,
+            )
+    fingerprint = model.get("fingerprint")
+    if fingerprint and not is_checkpoint(target, fingerprint):
+        warn(
+            f"the {what} was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
+            f"and other weights, so its sink may have other neurons: make a {what} for this model"
+        )

@@ -55,10 +55,6 @@ class Entering:
             parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
         return Entering(parts)
 
-    def up_to(self, layer: int) -> Entering:
-        """The same of the layers up to one."""
-        return Entering({known: entered for known, entered in self.inputs.items() if known <= layer})
-
     def latest(self, layer: int) -> int:
         """The last layer up to this one at which a pass can begin; 0 is the embedding."""
         return max((known for known in self.inputs if known <= layer), default=0)

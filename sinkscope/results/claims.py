@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkscope.results.notation import word_form
-from sinkscope.results.parts import Parts, in_words, kind_of, removed
+from sinkscope.results.parts import POSITION, Parts, Tokens, in_words, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
@@ -16,7 +16,7 @@ NOTHING = 0.2
 NAMED = 4  # parts that a sentence names
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 Opposite = {"needed": "not shown", "not shown": "needed", "sufficient": "needed"}
-ContrastKind = Literal["intact", "random", "elsewhere", "one copy", "other tokens", "other"]
+ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,8 @@ class Contrast:
     """The outcome under another edit of the same cases.
 
     Attributes:
-        kind: "intact": no edit; "random": as many random parts of the same kind; "elsewhere": the same swap elsewhere;
-            "one copy": one copy behind other tokens at the same position; "other tokens": other tokens there;
-            "other": what `name` says.
+        kind: "intact": no edit; "random": as many random parts of the same kind; "one copy": one copy behind other
+            tokens at the same position; "other tokens": other tokens there; "other": what `name` says.
         value: The outcome: of several draws the one nearest to the claim's.
         draws: Number of edits that were drawn.
         name: What stands in a sentence. Empty: the kind says it.
@@ -43,8 +42,6 @@ class Contrast:
             return self.name
         if self.kind == "random":
             return f"random {kind_of(subject)}"
-        if self.kind == "elsewhere":
-            return "swapped elsewhere"
         return self.kind
 
 
@@ -163,23 +160,40 @@ class Claim:
             "verdict": self.verdict,
         }
 
-    def phrase(self, most: int = NAMED) -> str:
-        """What is shown of the subject, with what is left and the control, as a clause."""
-        names = in_words(self.subject, most)
-        left, chance = percent_pair(self.value, self.control.value)
-        control = f"{self.control.in_words(self.subject)}: {chance}"
-        count = len(self.subject)
+    def said(self, most: int = NAMED, called: str = "") -> str:
+        """What is shown of the subject, without numbers.
+
+        Args:
+            most: Parts that are named.
+            called: What the subject is, if its names alone do not say so.
+        """
+        names, do = in_words(self.subject, most), word_form(len(self.subject), "is", "are")
+        if called:
+            names, do = f"{called} ({names})", "is"
         match self.verdict:
             case "needed":
-                return (
-                    f"{names} {word_form(count, 'is', 'are')} needed: {removed(self.subject)} {left} stays ({control})"
-                )
+                return f"{names} {do} needed"
             case "sufficient":
-                return f"{names} {word_form(count, 'is', 'are')} enough: {left} ({control})"
+                return f"{names} {do} enough"
             case "not shown":
-                return f"no effect of {names} is shown: {left} stays ({control})"
+                return f"no effect of {names} is shown"
             case _:
-                return f"{names}: {removed(self.subject)} {left} stays ({control}), which decides nothing"
+                return f"whether {names} {do} needed is undecided"
+
+    def phrase(self, most: int = NAMED, called: str = "") -> str:
+        """The same with what is left and the control, as a clause."""
+        left, chance = percent_pair(self.value, self.control.value)
+        control = f"{self.control.in_words(self.subject)}: {chance}"
+        if isinstance(self.subject[0], Tokens):
+            return f"{in_words(self.subject, most)} give {left} ({control})"
+        if self.subject[0] != POSITION:
+            left = f"{removed(self.subject)} {left} stays"
+        return f"{self.said(most, called)}: {left} ({control})"
+
+    def sentence(self) -> str:
+        """The clause, with what was read and where before it."""
+        outcome = str(self.outcome)
+        return f"{outcome[:1].upper()}{outcome[1:]} ({self.place}): {self.phrase()}."
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from sinkscope.errors import SinkscopeError
 
 A_SINK = (
-    "An attention sink is a token, mostly the first, to which heads give the attention that they do not need. In many "
-    "models a neuron makes it: it gives this token a norm far above all others."
+    "The attention of a head adds up to 100%. A head that has nothing to read gives it to one token, mostly the first: "
+    "the attention sink. In many models a neuron makes the sink: its output gives that token a far larger norm (the "
+    "length of its vector) than any other, which heads of later layers look for."
 )
 """What a view, a tour or a page says first."""
 MOST_WORDS = 30

@@ -69,7 +69,7 @@ class Component:
         return f"{kind} of layer {self.layer}"
 
 
-VALUE = Component("value")
+VALUE, POSITION = Component("value"), Component("position")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
+from sinkscope.results.claims import Claim
 from sinkscope.results.notation import count_of
+from sinkscope.results.parts import kind_of
 from sinkscope.results.tables import WIDTH, Grid, cell, glossary, height, long_table, shortened, strings
 
 if TYPE_CHECKING:
@@ -43,6 +45,15 @@ class Number:
     value: float | str | None
     control: float | None = None
     margin: float | None = None
+
+
+def numbers_of(claims: Sequence[Claim]) -> list[Number]:
+    """The value of each claim beside its nearest control; of claims about the same outcome and kind, the first."""
+    numbers: dict[str, Number] = {}
+    for claim in claims:
+        label = f"{claim.outcome.kind} ({kind_of(claim.subject)})"
+        numbers.setdefault(label, Number(label, claim.value, claim.control.value, claim.margin))
+    return list(numbers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +303,7 @@ def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[di
     labels: dict[str, Sequence[Any]] = {}
     for axis, size in zip(axes[largest], shape, strict=True):
         labels[axis] = range(size)
-        for name in (axis, f"{axis}s"):
+        for name in (axis, f"{axis}s", f"{axis}es"):
             entries = plain(own.get(name))
             if isinstance(entries, list) and len(entries) == size:
                 labels[axis] = entries

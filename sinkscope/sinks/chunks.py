@@ -1,77 +1,12 @@
-"""Resumable work on many items, such as the tokens of a vocabulary, in chunks that a folder keeps."""
+"""What work on a whole vocabulary shares: layers that stay in memory, and tokens as texts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Sequence
 
-from sinkscope.files.store import Folder, Keyed
-from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.stream import StreamTarget
-from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
-
-Columns = dict[str, list[Any]]
-"""What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
-
-
-@dataclass(frozen=True)
-class ChunkColumns(Keyed):
-    """The result for a chunk."""
-
-    identity: ClassVar[tuple[str, ...]] = ("chunk",)
-
-    chunk: int
-    columns: Columns
-
-
-def in_chunks(
-    setup: Setup,
-    work: Callable[[list[int]], Columns],
-    items: Sequence[int],
-    resume: str | Path | None,
-    *,
-    what: str,
-    size: int,
-    **settings: Any,
-) -> Columns:
-    """Run `work` on every chunk of `items` and join the results in order.
-
-    Args:
-        setup: The model and its text.
-        work: Called with a chunk of the items; gives columns with one entry per item.
-        items: Token ids.
-        resume: Folder whose subfolder `what` keeps finished chunks, so that an interrupted run can continue.
-        what: Name of the work, also for progress.
-        size: Items per chunk.
-        settings: Everything that determines the columns besides model, text, BOS and seed. A folder made with other
-            settings is refused.
-    """
-    folder = None if resume is None else Path(resume) / what
-    decisive = {
-        "model": fingerprint_of(setup.target),
-        "dtype": str(setup.target.dtype),
-        "bos": setup.bos,
-        "seed": setup.seed,
-        "text": digest_of(setup.text),
-        "texts": len(setup.ids),
-        **settings,
-        "chunk": size,
-        "items": digest_of(" ".join(map(str, items))),
-    }
-    joined: Columns = {}
-    starts = range(0, len(items), size)
-    with Folder(folder, decisive, ChunkColumns, option="--resume") as kept:
-        for number, start in enumerate(starts):
-            if number not in kept.records:
-                kept.append([ChunkColumns(number, work(list(items[start : start + size])))])
-            for name, values in kept.records[number].columns.items():
-                joined.setdefault(name, []).extend(values)
-            setup.progress(what, number + 1, len(starts))
-    return joined
 
 
 def digest_of(text: str) -> str:
@@ -80,7 +15,7 @@ def digest_of(text: str) -> str:
 
 
 def hold_layers(target: Target, layer: int) -> None:
-    """Keep every layer up to `layer` of a streamed model in memory, because each chunk passes through all of them."""
+    """Keep every layer up to `layer` of a streamed model in memory, because many passes go through all of them."""
     if isinstance(target, StreamTarget):
         target.store.resident = layer + 1
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import einsum, rearrange, reduce, repeat
+from einops import einsum, rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.hooks.edit.places import heads_place
 from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
-from sinkscope.models.hooks import on_input
+from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
@@ -65,11 +67,9 @@ class Replacement:
         layers = list(filter(target.has_attention, range(sink_layer + 1)))
         typical = ~place.means(setup.ids)[:, 1:]
         outputs = trace(target, setup.ids, [f"blocks.{layer}.attn.hook_z" for layer in layers], lambda z: z[:, 1:])
-        means = torch.zeros(sink_layer + 1, target.n_heads, 0)
-        if layers:
-            of_layers = torch.stack([output[typical.to(output.device)].float().mean(0) for output in outputs.values()])
-            means = torch.zeros(sink_layer + 1, *of_layers.shape[1:])
-            means[layers] = of_layers.cpu()
+        of_layers = torch.stack([output[typical].float().mean(0) for output in outputs.values()])
+        means = torch.zeros(sink_layer + 1, *of_layers.shape[1:])
+        means[layers] = of_layers
         numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in neurons]
         flat = torch.tensor(numbers, dtype=torch.long)
         return cls(setup, sink_layer, means, flat, columns(target, sink_layer, flat))
@@ -87,9 +87,8 @@ class Replacement:
         target = self.setup.target
         if replaced is None:
             replaced = torch.zeros(len(ids), *self.means.shape[:2], dtype=torch.bool)
-        there = torch.arange(ids.shape[1]) == rearrange(at, "row -> row 1")
-        values = ids.shape[1] * target.d_mlp * max(1, target.n_experts(self.sink_layer))
-        batch = max(1, BATCH_VALUES // values)
+        there = torch.nn.functional.one_hot(at, ids.shape[1]).bool()
+        batch = max(1, BATCH_VALUES // (ids.shape[1] * target.d_mlp * max(1, target.n_experts(self.sink_layer))))
         written: list[Tensor] = []
         for rows, edits, where in zip(ids.split(batch), replaced.split(batch), there.split(batch), strict=True):
             with target.hooks(*replacing(target, self.means, edits, where)):
@@ -108,24 +107,20 @@ def replacing(
     means: Float[Tensor, "layer head d_head"],
     edits: Bool[Tensor, "row layer head"],
     where: Bool[Tensor, "*row pos"],
-) -> list[tuple[Any, str, Any]]:
+) -> list[Hook]:
     """Hooks that replace the heads of `edits` by their means at the positions of `where`, for a pass of these rows.
 
     Every measurement that removes heads uses these hooks, so that removal means the same everywhere.
     """
 
-    def hook(layer: int) -> Any:
+    def replace_heads(layer: int, z: Float[Tensor, "row pos d"]) -> None:
         chosen = rearrange(edits[:, layer], "row head -> row 1 head 1") & rearrange(where, "... pos -> ... pos 1 1")
-
-        def replace(z: Tensor) -> Tensor:
-            flat = z.flatten(0, -2)
-            heads = rearrange(flat, "(row pos) (head d) -> row pos head d", row=len(edits), head=means.shape[1])
-            return torch.where(chosen.to(z.device), means[layer].to(z.device, z.dtype), heads).reshape(z.shape)
-
-        return on_input(replace)
+        heads = z.unflatten(-1, means.shape[1:])
+        heads.copy_(torch.where(chosen.to(z.device), means[layer].to(z.device, z.dtype), heads))
 
     layers = reduce(edits, "row layer head -> layer", torch.any).nonzero().flatten().tolist()
-    return [(target.output_projection(layer), "pre", hook(layer)) for layer in layers if target.has_attention(layer)]
+    places = {layer: heads_place(target, layer) for layer in layers if target.has_attention(layer)}
+    return [place.rows(len(edits), partial(replace_heads, layer)) for layer, place in places.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,20 +183,17 @@ class MarkingHeads(Result):
         best = int(medians.argmax())
         search = Search("layers", int(np.isfinite(medians).sum()), float(medians[best]), f"layer {best}")
         others = np.delete(medians, best)
-        controls: list[Contrast] = []
-        if np.isfinite(others).any():
-            controls = [Contrast("other", 1 - float(others.max()), len(others), "another layer")]
         claims: list[Claim] = []
-        if controls:
-            claims = [self._claim((Component("attention", best),), self.layer_drop[:, best], controls[0], search)]
+        control = None
+        if np.isfinite(others).any():
+            control = Contrast("other", 1 - float(others.max()), len(others), "another layer")
+            claims.append(self._claim((Component("attention", best),), self.layer_drop[:, best], control, search))
         if self.serves is not None and self.set_drop is not None and self.control_drop is not None:
-            layer = self.marking_layer or 0
-            heads = tuple(Head(layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist())
+            heads = tuple(Head(self.marking_layer or 0, head) for head in np.flatnonzero(self.serves.any(0)).tolist())
             if np.isfinite(self.control_drop).any():  # else there are too few other heads in the layer
-                left = 1 - float(np.nanmedian(self.control_drop.astype(np.float64)))
-                controls = [Contrast("random", left, CONTROL_DRAWS)]
-            if heads and controls:
-                claims.insert(0, self._claim(heads, self.set_drop, controls[0], search))
+                control = Contrast("random", 1 - float(np.nanmedian(self.control_drop.astype(float))), CONTROL_DRAWS)
+            if heads and control is not None:
+                claims.insert(0, self._claim(heads, self.set_drop, control, search))
         return tuple(claims)
 
     def _claim(self, subject: Any, drop: Float[np.ndarray, " token"], control: Contrast, search: Search) -> Claim:
@@ -341,17 +333,17 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if not bool(fires.any()):
         return result
     marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
-    layers, heads = bench.means.shape[:2]
-    every_layer = repeat(torch.eye(layers).bool(), "edit layer -> edit layer head", head=heads)
-    every_head = torch.eye(layers * heads).bool().view(-1, layers, heads)
-    edits = torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head])
-    all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, layers, layers * heads], 1)
-    drop = rearrange(drop, "token (layer head) -> token layer head", layer=layers)
-    without = [not setup.target.has_attention(number) for number in range(layers)]
-    layer_drop[:, without] = torch.nan
-    drop[:, without] = torch.nan
+    every_head = torch.eye(bench.means[..., 0].numel()).bool().view(-1, *bench.means.shape[:2])
+    every_layer = torch.eye(len(bench.means)).bool()[..., None].expand(-1, -1, bench.means.shape[1])
+    lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]))
+    layer_drop = lost[:, 1 : 1 + len(every_layer)]
+    drop = lost[:, 1 + len(every_layer) :].unflatten(1, bench.means.shape[:2])
+    for number in range(len(every_layer)):
+        if not setup.target.has_attention(number):
+            layer_drop[:, number] = torch.nan
+            drop[:, number] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
-    result = replace(result, all_drop=float(all_drop.median()), **drops)
+    result = replace(result, all_drop=float(lost[:, 0].median()), **drops)
     medians = _medians(layer_drop.numpy())
     if float(medians.max()) < NEEDED:
         return result
@@ -373,8 +365,7 @@ class _Marks:
         """Activation of the sink neurons over the intact one, for every firing token and every edit."""
         edits = edits.expand(len(self.ids), *edits.shape[-3:])
         rows = torch.arange(len(self.ids)).repeat_interleave(edits.shape[1])
-        written = self.bench.written(self.ids[rows], self.at[rows], edits.flatten(0, 1))
-        written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(self.ids))
+        written = self.bench.written(self.ids[rows], self.at[rows], edits.flatten(0, 1)).unflatten(0, edits.shape[:2])
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
         return along / self.intact.square().sum(-1, keepdim=True)
 
@@ -396,12 +387,12 @@ class _Marks:
         alone = self.kept_in(layer, ~torch.eye(n_heads).bool())
         heads = torch.ones_like(drop, dtype=torch.bool)
         for head in (drop + alone).argsort(1).T:
-            fewer = heads.scatter(1, rearrange(head, "token -> token 1"), False)
-            enough = self.kept_in(layer, rearrange(~fewer, "token head -> token 1 head")) >= PRESENT
+            fewer = heads.scatter(1, head[:, None], False)
+            enough = self.kept_in(layer, ~fewer[:, None]) >= PRESENT
             heads = torch.where(enough, fewer, heads)
         size = heads.sum(1)
         generator = draws(seed, f"heads of layer {layer}")
-        edits = repeat(torch.zeros_like(heads), "token head -> token draw head", draw=CONTROL_DRAWS + 1).clone()
+        edits = torch.zeros(len(heads), CONTROL_DRAWS + 1, n_heads, dtype=torch.bool)
         edits[:, 0] = heads
         for token, others in enumerate(~heads):
             for chosen in edits[token, 1:]:

@@ -14,12 +14,10 @@ from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.target import Target
-from sinkscope.results.notation import word_form, word_list
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 WORDS = 5  # words of the text that are repeated by default
 MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
-NAMES_IN_A_LINE = 12  # further names are counted
 
 TokenRows = Int[Tensor, "row pos"]
 """Sequences of token ids."""
@@ -199,17 +197,3 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     if requested is None:
         return min(MAX_REPEATS, largest)
     return requested
-
-
-def left_out_line(words: Sequence[str], norm: str = "half of the first token's norm") -> list[str]:
-    """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none.
-
-    Args:
-        words: The tokens.
-        norm: What the median is until.
-    """
-    if not words:
-        return []
-    names = word_list(list(map(repr, words)), NAMES_IN_A_LINE)
-    do = word_form(len(words), "reaches", "reach")
-    return [f"{names} {do} {norm} without repetition, and the median leaves this out."]

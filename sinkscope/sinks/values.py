@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure.margin import margin_of
-from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.grouped_heads import output_weights, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.parts import VALUE
-from sinkscope.sinks.find.sinks import ordinary_position
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.find.left import INTACT, claim_of
+from sinkscope.sinks.find.survey import Survey, ordinary_position
 from sinkscope.sinks.removal.components import Heads
-from sinkscope.sinks.repetition.distance import output_weights
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
@@ -91,7 +89,8 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
         there = place.there(ids)
         heads = survey.received.readers(there)
         texts = there.any(1).nonzero().flatten()[:TEXTS]
-        read = _read(target, ids[texts], there[texts], barred[texts], heads)
+        beside = ordinary_position(survey.received.norms[max(heads)[0], texts], barred[texts])
+        read = _read(target, ids[texts], there[texts], beside, ~barred[texts], heads)
         names = [head_name(*head) for head in heads]
         groups: dict[str, list[int]] = {}
         for number, name in enumerate(names):
@@ -103,33 +102,24 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
             if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
                 taken, control, name = change, typical, "a typical value there"
             other = Contrast("other", 1 - float(control.mean()), 1, name)
-            claims.append(
-                Claim(
-                    role=WRITES,
-                    subject=(VALUE,),
-                    outcome=Outcome("output", heads=tuple(names[number] for number in numbers)),
-                    place=place.words,
-                    value=1 - float(taken.mean()),
-                    contrasts=(Contrast("intact", 1.0), other),
-                    draws=len(taken),
-                    search=Search("heads", len(heads)),
-                    margin=margin_of(taken.mean(1).numpy()),
-                )
-            )
+            outcome = Outcome("output", heads=tuple(names[number] for number in numbers))
+            left, search = 1 - taken.mean(1), Search("heads", len(heads))
+            claims.append(claim_of(WRITES, (VALUE,), outcome, place.words, left, [INTACT, other], search))
     return tuple(values), tuple(claims)
 
 
-def _read(target: Target, ids: TokenRows, there: Tensor, barred: Tensor, heads: Heads) -> Tensor:
+def _read(target: Target, ids: TokenRows, there: Tensor, other: Tensor, typical: Tensor, heads: Heads) -> Tensor:
     """The numbers of `HeadValue` by number, text and head, of heads that attend to a place of texts.
 
     Args:
         target: The model.
         ids: The texts.
         there: The place, `[text pos]`.
-        barred: Positions that are not ordinary.
+        other: An ordinary position of each text.
+        typical: All ordinary positions.
         heads: The heads.
     """
-    beside = torch.nn.functional.one_hot(ordinary_position(barred), ids.shape[1]).bool()
+    beside = torch.nn.functional.one_hot(other, ids.shape[1]).bool()
     ways: dict[int, Tensor] = {}
     for layer in {layer for layer, _ in heads}:
         ways[layer] = torch.linalg.qr(output_weights(target, layer).mT).R.mT  # it keeps the norms after W_O
@@ -137,8 +127,8 @@ def _read(target: Target, ids: TokenRows, there: Tensor, barred: Tensor, heads: 
 
     def take(layer: int, value: Tensor, rows: Tensor) -> None:
         written = per_query_head(value, target.n_heads).float().cpu() @ ways[layer]
-        control = _shares(rows.cpu(), written, beside, ~barred)[:1]
-        found[layer] = torch.cat([_shares(rows.cpu(), written, there, ~barred), control])
+        control = _shares(rows.cpu(), written, beside, typical)[:1]
+        found[layer] = torch.cat([_shares(rows.cpu(), written, there, typical), control])
 
     def see(call: Attention) -> None:
         if call.layer in ways:

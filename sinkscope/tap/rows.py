@@ -106,7 +106,8 @@ def attention_probs(
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     grouped = beside_keys(query, kv_heads).float()
-    scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
+    with torch.autocast(query.device.type, enabled=False):  # it would round the scores
+        scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
     scores = by_query_head(scores, batch, heads).mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -68,7 +68,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder):
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
     lost = numbers["norm lost without the neurons"]
-    minimal = sinks.to_dict()["result"]["spikes"][0]["sets"][0]
+    minimal = sinks.to_dict()["result"]["spikes"][0]["set"]
     assert (lost.value, lost.control) == (minimal["drop_sink_layer"], minimal["control"])
     assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron()
     assert card.to_dict() == SinkCard.load(folder / "card.json").to_dict()
@@ -197,7 +197,9 @@ def test_the_command_and_the_demo(light, model, tmp_path, monkeypatch, typed):
     assert "holds no card" in said.err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
     shown = typed(f"demo --out {tmp_path}/d").out
-    assert shown.startswith("An attention sink is a token") and shown.index("Sink, by") < shown.index("Circuit, by")
+    assert shown.startswith("The attention of a head adds up to 100%.") and shown.index("Sink, by") < shown.index(
+        "Circuit, by"
+    )
     assert len(shown.splitlines()) <= 24
     assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
     assert (tmp_path / "d/card.html").is_file()

@@ -28,11 +28,11 @@ CHOICES = {  # one of a few words, or packed numbers
     "claims.subject.which",
     "spikes.claims.outcome.unit",
     "spikes.claims.contrasts.kind",
-    "spikes.sets.claims.outcome.unit",
-    "spikes.sets.claims.contrasts.kind",
-    "spikes.sets.readers.heads",
-    "spikes.sets.readers.claim.outcome.unit",
-    "spikes.sets.readers.claim.contrasts.kind",
+    "spikes.set.claims.outcome.unit",
+    "spikes.set.claims.contrasts.kind",
+    "spikes.set.readers.heads",
+    "spikes.set.readers.claim.outcome.unit",
+    "spikes.set.readers.claim.contrasts.kind",
     "sinks.groups.heads",
     "sinks.groups.claim.outcome.unit",
     "sinks.groups.claim.contrasts.kind",
@@ -95,7 +95,14 @@ def _texts(value) -> Iterator[str]:
             yield from _texts(inside)
 
 
-WITHOUT_DRAWING = {"check-cache", "loops", "sink-card", "sink-cards", "view"}  # tables, or a page of their own
+WITHOUT_DRAWING = {
+    "check-cache",
+    "loops",
+    "reproduce",
+    "sink-card",
+    "sink-cards",
+    "view",
+}  # tables, or a page of their own
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()) - WITHOUT_DRAWING))

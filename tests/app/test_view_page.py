@@ -126,7 +126,8 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     chrome.click("#variant-1")
     before, after, beside = (json.dumps(one.following[0][0]) for one in (intact, zeroed, random))
     change = f"stays {before}" if before == after else f"changes from {before} to {after}"
-    said = f"{gone} of the {readers.sum()} heads that read {named} look elsewhere ({random.name}: {control}); "
+    said = f"{gone} of the {readers.sum()} heads that read {named} look elsewhere: "
+    said += f"they give it less than half of what they gave ({random.name}: {control}); "
     said += f"the likeliest next token {change} ({random.name}: {beside})."
 
     layer, head = text.heads[-1]

@@ -132,6 +132,13 @@ def test_an_autoencoder_trained_without_sinks_explains_more_of_ordinary_position
     assert names["left"][0] > 3 * names["left"][1]
 
 
+def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
+    names = run("docs/measure/training.md")
+    assert [row["step"] for row in names["logged"]] == [0, 2, 4]
+    assert {(row["spike_layer"], row["spike_neuron"]) for row in names["logged"]} == {(1, 338)}
+    assert len([row for row in names["trainer"].state.log_history if "loss" in row]) == 4
+
+
 @pytest.mark.slow
 def test_the_guard_of_the_page_ends_the_loop_where_the_reporter_sees_it(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token

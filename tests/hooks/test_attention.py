@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.opening.live import target_of
 from sinkscope.tap.observers import attention_rows
+from sinkscope.tap.rows import attention_probs
 
 
 def _reference(model, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -50,3 +51,13 @@ def test_a_soft_cap_that_sdpa_drops_is_said():
     model.config._attn_implementation = "sdpa"
     with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"), suppress(UnsupportedError):
         target_of(model)  # some versions of transformers drop the cap in silence, others refuse to run
+
+
+def test_rows_are_float32_where_a_model_runs_in_mixed_precision():
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(2, 1, 2, 9, 16, generator=generator).bfloat16()
+    expected = (query.double() @ key.double().mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = attention_probs(query, key, None, scaling=1.0, first_query=0)
+    assert rows.dtype == torch.float32
+    assert_close(rows, expected.float(), atol=1e-6, rtol=1e-5)

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 import sinkscope as ss
 from sinkscope.hooks.trace.layer_view import contributions, view_layer
 from sinkscope.models.checkpoints.fingerprint import fingerprint
+from sinkscope.models.grouped_heads import output_weights
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.repetition.distance import output_weights
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 SITES = ["blocks.*.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.1.attn.hook_pattern", "logits"]

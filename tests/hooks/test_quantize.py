@@ -130,6 +130,9 @@ def test_events_count_the_rounded_numbers():
     assert by_row == [23 * width, 22 * width, 23 * width]
     assert run.summary() == f"Quantize rounded {sum(by_row):,} numbers."
     assert {event.layer for event in run.events} == set(range(config.num_hidden_layers)) - {2}
+    with Quantize(kv=8, positions="first").on(o.model) as run, torch.no_grad():
+        o.model(ids[:, :1])
+    assert run.events == []
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit import growing_tensor
-from sinkscope.kv import Full, Observe, StreamingLLM
+from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.lines.serve.progressive import work_on_copy
 

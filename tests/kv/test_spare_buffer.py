@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinkscope.hooks.edit import growing_tensor as room
+from sinkscope.kv import growing_tensor as room
 from sinkscope.kv.cache import CacheLayer
 
 

@@ -94,12 +94,12 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
         (
             ("history", "sink"),
             False,
-            "The loop of period 6 needs history and sink: without them, it goes on in 0 ",
+            "Remove one of the history and the sink, and this loop stops in ",
         ),
         (
             ("copies", "history"),
             True,
-            "Copies or history keeps the loop of period 6 going: without both, in 0 of 2 cases",
+            "Remove both the copies and the history (either alone keeps it going), and this loop stops in 2 of 2 cases",
         ),
     ],
 )

@@ -30,21 +30,19 @@ def _few_texts(monkeypatch):
 shared_sink = cache(make_shared_sink)  # no test changes it
 
 
-def at_layer(target: Target, ids: Tensor, layer: int, seed: int = 0) -> SinkContext:
+def at_layer(target: Target, ids: Tensor, layer: int) -> SinkContext:
     """The first token, with this layer as the sink layer, whatever a scan of these texts says."""
 
     class Scan(LayerScan):
         sink_layer = layer
 
     scan = scan_layers(target, ids, whole=True)
-    return SinkContext.at_first(target, ids, Scan(scan.n_layers, scan.layers), seed)
+    return SinkContext(target, ids, Scan(scan.n_layers, scan.layers), 0)
 
 
-def context_of(shared: SharedSink, ids: Tensor | None = None, seed: int = 0) -> SinkContext:
+def context_of(shared: SharedSink) -> SinkContext:
     """The organism's own layer is the sink layer, whatever a scan of these texts says."""
-    target = target_of(shared.organism.model)
-    ids = shared.organism.natural() if ids is None else ids
-    return at_layer(target, ids, shared.sink[0], seed)
+    return at_layer(target_of(shared.organism.model), shared.organism.natural(), shared.sink[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -91,7 +89,7 @@ def test_no_candidate_is_drawn_as_a_control_of_candidates(monkeypatch):
     """So many draws that each neuron comes."""
     monkeypatch.setattr("sinkscope.sinks.find.neurons.CONTROL_DRAWS", 1500)
     shared = shared_sink("llama")
-    verified = verify_neurons(context_of(shared), shared.sink[0], 2)
+    verified = verify_neurons(context_of(shared), 2)
     assert [neuron.site for neuron in verified if neuron.causal] == [shared.sink]
     assert verified[0].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
 
@@ -104,7 +102,7 @@ def test_neutral_values_are_those_of_later_positions(family):
     context = at_layer(target, ids, layer)
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0
-    for neuron in verify_neurons(context, layer, 6):
+    for neuron in verify_neurons(context, 6):
         values = everywhere.post[:, neuron.neuron + (neuron.expert or 0) * target.d_mlp]
         if everywhere.routing is not None:
             weights = everywhere.routing[:, neuron.expert]
@@ -118,19 +116,10 @@ def test_neutral_values_are_those_of_later_positions(family):
 def test_a_cause_takes_a_tenth_of_the_norm():
     """Random neurons write nothing here, so the bystander takes more than they do, and yet too little."""
     shared = make_shared_sink("llama", aside=0.3, support=0.0)
-    sink, bystander = verify_neurons(context_of(shared), shared.sink[0], 2)
+    sink, bystander = verify_neurons(context_of(shared), 2)
     assert bystander.site == shared.bystander
     assert bystander.control_drop < 0.001 < bystander.ablation_drop == pytest.approx(shared.bystander_drop, abs=0.005)
     assert sink.causal and not bystander.causal
-
-
-def test_drops_are_means_over_texts():
-    """One of five texts begins with a token that is no sink even where it stands first."""
-    shared = shared_sink("llama")
-    ids = shared.organism.natural(5)
-    ids[0, 0] = shared.organism.tokens_of(-1)[0]
-    verified = verify_neurons(context_of(shared, ids), shared.sink[0], 2)
-    assert verified[0].ablation_drop == pytest.approx(0.8 * shared.sink_drop, abs=0.02)
 
 
 def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage():
@@ -138,7 +127,7 @@ def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage()
     shared = shared_sink("llama")
     context = context_of(shared)
     assert context.scan.stages == [shared.sink[0]]
-    verified = verify_neurons(at_layer(context.target, context.ids, shared.sink[0] + 1), shared.sink[0] + 1, 2)
+    verified = verify_neurons(at_layer(context.target, context.ids, shared.sink[0] + 1), 2)
     earlier = [neuron for neuron in verified if neuron.layer == shared.sink[0]]
     assert {neuron.site for neuron in earlier} == {shared.sink, shared.bystander}
     assert [neuron.control_drop for neuron in earlier] == pytest.approx([shared.helper_drop] * 2, abs=0.02)

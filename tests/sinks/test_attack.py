@@ -21,9 +21,9 @@ from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, attack
-from sinkscope.sinks.attack.patched import PATCHES
-from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first
+from sinkscope.sinks.attack.attack import ClusterAttack, attack
+from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
+from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_neurons
 
 organism = functools.cache(new_organism)  # only read here
@@ -98,6 +98,8 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
 def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
     found = attack_once("neox", 2)
     assert found.patches == PATCHES
+    rows = {(row["patch"], row["context"], row["source"]): row["positions"] for row in found.rows()}
+    assert rows["Listing 1", "no BOS", "cluster"] == 1 and rows["patch", "no BOS", "cluster"] == 0
     start, plain = found.contexts.index("BOS"), found.contexts.index("no BOS")
     for source in (CLUSTER, REPEATED):
         assert found.positions[:, plain, 0, source].tolist() == [1, 1, 1, 0, 1]
@@ -155,7 +157,6 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
     assert len(drawn) == (count if large else 0)
     for number, row in enumerate(drawn.tolist()):
         assert len(set(row)) == length and set(row) <= large[number % len(large)]
-    assert repeated_first(drawn).tolist() == [[row[0]] * length for row in drawn.tolist()]
 
 
 def test_lengths_that_no_cluster_has(tmp_path):
@@ -169,7 +170,7 @@ def test_lengths_that_no_cluster_has(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": []}, "at least 2"),
+        ({"lengths": []}, "--length"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),

@@ -22,6 +22,7 @@ from raw_kit import attention, norms
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.results.result import Result
+from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, patch_make
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
@@ -81,7 +82,8 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
             to_first = attention(o.model, rows)[proof.layers[1], :, :, rows.shape[1] // 2 :, 0].mean()
         assert proof.norms[condition, :, 0] == pytest.approx(largest.numpy(), rel=1e-4)
         assert proof.attention[condition, 0] == pytest.approx(float(to_first), rel=1e-3, abs=1e-5)
-    assert abs(proof.perplexity[1] / proof.perplexity[0] - 1) < 1e-3
+    few = {"pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
+    assert proof.perplexity == pytest.approx(patch_eval(o.model, patch, tokenizer=o.tokenizer, **few).perplexity)
 
 
 @pytest.mark.slow
@@ -91,43 +93,6 @@ def test_no_repeats_are_an_answer(tmp_path):
     assert "none of 5 words reaches half of the first token's norm when it is repeated 100 times" in position.reason
     assert position.proof is None and Result.from_dict(position.to_dict()).to_dict() == position.to_dict()
     position.figure()
-
-
-@pytest.mark.slow
-def test_harmful_patch_is_refused(tmp_path):
-    """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
-    o = new_organism("llama", 10, kind="up")  # to be changed
-    [(layer, neuron)] = o.truth.neurons
-    mlp = o.model.model.layers[layer].mlp
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        # A little of every token's content in the factor that decides about the sink, much of it in what is written:
-        # ordinary tokens move the neuron by a small part of the sink's value, and the logits by a lot.
-        row = mlp.up_proj.weight[neuron]
-        noise = torch.randn(row.shape, generator=generator)
-        column = mlp.down_proj.weight[:, neuron]
-        spikes = torch.zeros_like(row, dtype=torch.bool)
-        spikes[list(o.truth.residual_dims)] = True
-        row.add_(torch.where(spikes, 0, 0.01 * row.norm() * noise))
-        other = torch.randn(row.shape, generator=generator)
-        column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
-    text = tmp_path / "samples.txt"
-    text.write_text(samples_of(o))
-    made = made_of(o, tmp_path, text=text, pieces=20)
-    assert made.verdict == "refused" and "perplexity of held-out text rises" in made.reason
-    assert set(made.sites) == set(o.truth.neurons)  # it would work, and harm
-    proof = made.proof
-    assert proof.perplexity[1] / proof.perplexity[0] > 1.01
-    with pytest.raises(SinkscopeError, match="perplexity"):
-        _ = made.patch
-    assert proof.judged(1e6)[0] == "made"  # the limit is what refuses
-
-
-def samples_of(o: Organism) -> str:
-    """What the model itself says, so that any other distribution is further from it."""
-    start, special = torch.full((24, 1), o.tokenizer.bos_token_id), [0, 1, 2, 3]
-    rows = o.model.generate(start, do_sample=True, top_k=0, max_new_tokens=48, suppress_tokens=special)
-    return " ".join(o.tokenizer.decode(row[1:]) for row in rows)
 
 
 @pytest.mark.slow
@@ -161,13 +126,13 @@ def test_only_words_that_need_repair_prove_it():
     norms[:, 0] = proof.ceiling[0] / 2
     some = replace(made, proof=replace(proof, norms=norms))
     assert some.claims[1].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
-    assert f"of {len(proof.words) - 1} words" in some.conclusion() and "of 0 in one copy" in some.details()[0]
+    assert f"of {len(proof.words) - 1} words" in some.conclusion() and "(one copy: 0%)" in some.details()[0]
     none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
     assert none.judged(0.01)[0] == "no-repeats"
     at_once = replace(proof, once=np.broadcast_to(proof.norms[0], proof.once.shape))
     assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
     assert replace(made, proof=at_once).claims[0].verdict == "not shown"
-    assert "is not finite" in replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[1]
+    assert replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[0] == "refused"
     harmful = replace(proof, perplexity=np.array([50.0, 51.0, 50.0]))
     assert harmful.judged(0.01) == (
         "refused",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from covering import slow
 from organisms import Organism, organism
+from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import SinkPatch
@@ -109,7 +110,8 @@ def test_curve_against_a_pass_of_its_own():
         assert_close(p, logits.softmax(-1)[:, word], rtol=1e-3, atol=1e-7)
         assert likeliest.equal(logits.argmax(-1))
         if edit is None:
-            beside = beside_copies(Setup.open(o.model, tokenizer=o.tokenizer), ids, len(head))
+            setup = Setup.open(o.model, tokenizer=o.tokenizer)
+            beside = beside_copies(setup, ids, len(head))
             last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[word]) for rows in beside]
             claim = plain().claims[0]
             assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(last, rel=1e-3)
@@ -131,13 +133,14 @@ def test_of_a_flat_distribution_no_token_counts_as_the_likeliest():
     assert np.isnan(found.left).all()
 
 
-def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():
+def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_is_refused_in_one_line():
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64
-    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
+    options = {"tokenizer": o.tokenizer, "read": "probability", "prefix": ""}
+    with refused(words=("400 repetitions", "--answer-after")):
+        repeat(o.model, **options)
+    result = repeat(o.model, answer_after=[8], new_tokens=4, **options)
     assert result.reading.conditions == ("intact",)
-    before = int(result.settings["bos"])
-    assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
     assert "no causal neuron of a spike at the first token" in result.summary()
     assert len(result.figure().data) == len(result.reading.sweep.tokens)
 

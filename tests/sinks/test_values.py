@@ -11,7 +11,7 @@ from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
 from organisms.planted_places import places
-from raw_kit import blocks
+from raw_kit import blocks, norms
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -97,10 +97,11 @@ def test_numbers_are_those_of_values_edited_by_plain_hooks(family, seed, tmp_pat
         value = values[f"L{layer}.H{head}", "the first token"]
         raw = by_hooks(model, ids, layer, head, there, barred)
         assert [value.share, value.change, value.typical] == pytest.approx(raw, abs=1e-4)
-    middle = torch.zeros_like(there)
-    middle[:, 32] = True
-    later = (middle.cumsum(1) > 0) & ~middle
-    intact, zeroed = written(model, ids, layer, head), written(model, ids, layer, head, middle)
+    after = norms(model, ids)[max(o.truth.reading_heads)[0]]
+    distance = (after / after[:, 1:].median(1, keepdim=True).values).log().abs()
+    typical = torch.zeros_like(there).scatter(1, distance.masked_fill(barred, 1e9).argmin(1, keepdim=True), True)
+    later = (typical.cumsum(1) > 0) & ~typical
+    intact, zeroed = written(model, ids, layer, head), written(model, ids, layer, head, typical)
     near = (size(intact - zeroed, later) / size(intact, later)).sqrt().mean()
     assert value.control == pytest.approx(float(near), abs=1e-4)
 

@@ -41,7 +41,7 @@ def switches_of(sink: ModelSink) -> list[Switch]:
         if sink.sinks.spike is not None and sink.sinks.spike.place.is_first:
             switches.append(Switch("patched", SinkPatch.from_result(sink.sinks), zeroed.control))
         if zeroed.control is not None:
-            switches.append(Switch("random control", zeroed.control))
+            switches.append(Switch("random neurons zeroed", zeroed.control))
     if sink.marks:
         switches.insert(1, switch_off(sink, "marking heads replaced", [], sink.marks))
     return switches

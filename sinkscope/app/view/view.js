@@ -232,7 +232,7 @@ class View {
       return;
     }
     const random_gone = control ? ` (${control.name}: ${gone(control)})` : "";
-    const said = `${gone(reading)} of the ${readers.length} heads that read ${sink} look elsewhere${random_gone}`;
+    const said = `${gone(reading)} of the ${readers.length} heads that read ${sink} look elsewhere: they give it less than half of what they gave${random_gone}`;
     this.headline.textContent = `${said}; ${this.nextWord(intact, reading, control)}.`;
   }
 
@@ -487,7 +487,8 @@ export async function start(page) {
   const data = JSON.parse(page.querySelector("#data").textContent);
   const first = !location.hash && !tourSeen();
   const view = data ? await mount(root, data) : await live(root);
-  if (view && first) view.startTour();
+  const touched = view && (view.variant !== "intact" || view.off.size > 0);
+  if (view && first && !touched) view.startTour();
 }
 
 async function live(root) {

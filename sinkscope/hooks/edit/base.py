@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.edited_modules import EditedModules
@@ -50,26 +48,6 @@ class Event:
     head: int | None
     kind: str
     data: Mapping[str, Any] = field(default_factory=dict)
-
-
-def row_events(
-    kind: str, place: tuple[int, int | None, str], what: str, counts: Int[Tensor, " batch"], last: Int[Tensor, " batch"]
-) -> list[Event]:
-    """An event for each row of a call in which something was changed.
-
-    Args:
-        kind: Kind of the events.
-        place: Number of the call, layer, and name of the site or module.
-        what: What is counted.
-        counts: How many of these were changed in each row.
-        last: Position of each row's event.
-    """
-    step, layer, name = place
-    events: list[Event] = []
-    for row, (count, position) in enumerate(torch.stack([counts, last], 1).tolist()):
-        if count:
-            events.append(Event(row, step, position, layer, None, kind, {"site": name, what: count}))
-    return events
 
 
 class Run:
@@ -251,10 +229,8 @@ def _registered(run: Run) -> Iterator[None]:
     finally:
         with _ACTIVE_LOCK:
             _ACTIVE[model].remove(run)
-            if not any(other.target.model is given for other in _ACTIVE[model]):
+            if all(other.target.model is not given for other in _ACTIVE[model]):
                 vars(given).pop("_remote_backend", None)
-            if not _ACTIVE[model]:
-                del _ACTIVE[model]
 
 
 def _refuse_remote(*_: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention
@@ -100,35 +100,47 @@ class ForcedAnswer(LogitsProcessor):
 
 
 @torch.no_grad()
-def _likeliest(
-    target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None, **options: Any
+def decode(
+    target: Target,
+    prompts: Int[Tensor, "row pos"] | list[list[int]],
+    new: int,
+    edit: Intervention | None = None,
+    forced: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], list[Event]]:
-    """Up to `new` ids for each row, with padding after rows that have ended; and what interventions did."""
-    ids = rows.to(target.device)
+    """Continue prompts by the likeliest tokens, or by given ones.
+
+    Args:
+        target: The model, with all its layers.
+        prompts: Token ids, of equal length.
+        new: Maximum number of new tokens.
+        edit: Interventions and observers to apply.
+        forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
+
+    Returns:
+        The new ids of each row, up to and including the end-of-sequence token unless tokens were given; and what
+        interventions did, where an event's step is that of the call, 0 for the prompt.
+    """
+    ids = torch.as_tensor(prompts, device=target.device)
+    ends = end_ids(target)
+    options: dict[str, Any] = {}
+    if forced is not None:
+        options = {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
     with edit.on(target) if edit is not None else nullcontext() as run:
         out = target.hf.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
-            **decoding(target, do_sample=False, pad_token_id=min(end_ids(target), default=0), **options),
+            **decoding(target, do_sample=False, pad_token_id=min(ends, default=0), **options),
         )
-        return out[:, rows.shape[1] :].tolist(), [] if run is None else run.events
+        answers = out[:, ids.shape[1] :].tolist()
+        if forced is None:
+            answers = [to_end(answer, ends) for answer in answers]
+        return answers, [] if run is None else run.events
 
 
 def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
-    """Decode greedily: always take the likeliest token.
-
-    Args:
-        target: The model, with all its layers.
-        rows: Prompts of equal length.
-        new: Maximum number of new tokens.
-        edit: Intervention to apply.
-
-    Returns:
-        The new ids of each row, up to and including the end-of-sequence token.
-    """
-    answers, _ = _likeliest(target, rows, new, edit)
-    return [to_end(answer, end_ids(target)) for answer in answers]
+    """The new ids of `decode` alone."""
+    return decode(target, rows, new, edit)[0]
 
 
 def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
@@ -137,28 +149,6 @@ def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
         if token in ends:
             return answer[: i + 1]
     return answer
-
-
-def decode(
-    target: Target, prompt: list[int], new: int, edit: Intervention | None, forced: list[int] | None = None
-) -> tuple[list[int], list[Event]]:
-    """Continue a prompt by the likeliest tokens, or by given ones.
-
-    Args:
-        target: The model, with all its layers.
-        prompt: Token ids.
-        new: Maximum number of new tokens; fewer if the sequence ends.
-        edit: Interventions and observers to apply.
-        forced: Tokens to use instead of the likeliest ones, at least `new` of them.
-
-    Returns:
-        The new ids, and what interventions did; an event's step is that of the call, 0 for the prompt.
-    """
-    extra: dict[str, Any] = {}
-    if forced is not None:
-        extra = {"logits_processor": LogitsProcessorList([ForcedAnswer([forced], len(prompt))]), "eos_token_id": None}
-    answers, events = _likeliest(target, torch.tensor([prompt]), new, edit, **extra)
-    return answers[0], events
 
 
 @torch.no_grad()

@@ -18,24 +18,19 @@ class EditedModules:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._names: dict[nn.Module, str] = {}
-        self._paths: dict[nn.Module, str] = {}
+        self._names = {module: name for name, module in target.hf.named_modules()}
+        self._kept: set[nn.Module] = set()
         self._idle: set[nn.Module] = set()
 
-    def keep(self, module: nn.Module) -> bool:
-        """Refuse to end without this module; False if the model does not register it."""
-        if not self._names:
-            self._names = {part: name for name, part in self._target.hf.named_modules()}
-        if module not in self._names:
-            return False
-        self._paths[module] = self._names[module]
-        return True
+    def keep(self, module: nn.Module) -> None:
+        """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
+        if module in self._names:
+            self._kept.add(module)
 
     def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The hook of an edit, which from now on also notes that its module ran."""
-        if not self.keep(module):  # nothing can be said of it
-            return hook
-        self._idle.add(module)
+        self.keep(module)
+        self._idle |= {module} & self._kept
 
         def noting(*args: Any) -> Any:
             self._idle.discard(module)
@@ -49,19 +44,20 @@ class EditedModules:
         Raises:
             UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
         """
-        there = set(self._target.hf.modules())
         name = self._target.name
-        for module, path in self._paths.items():
-            if module not in there:
-                raise UnsupportedError(
-                    f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
-                    "add an adapter) before the `with`",
-                    page=PAGE,
-                )
-        for path in sorted(self._paths[module] for module in self._idle):
+        for path in self._paths(self._kept - set(self._target.hf.modules())):
+            raise UnsupportedError(
+                f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
+                "add an adapter) before the `with`",
+                page=PAGE,
+            )
+        for path in self._paths(self._idle):
             raise UnsupportedError(
                 f"{path} of {name} never ran while the model did, so that the edit there was lost: its work was done "
                 "in another way (a fused kernel, a captured graph, a skipped layer); switch that off, or edit another "
                 "layer",
                 page=PAGE,
             )
+
+    def _paths(self, modules: set[nn.Module]) -> list[str]:
+        return sorted(self._names[module] for module in modules)

@@ -1,21 +1,20 @@
-"""Edits of neurons and heads: the mechanism shared by all edits, ablation, and written values."""
+"""Edits of neurons and heads: ablation, and what it shares with a patch."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.expert_edit import expert_hook
-from sinkscope.hooks.edit.positions import Call, Memory
+from sinkscope.files.records import Finite, checked_value
+from sinkscope.hooks.edit.placed import PlacedEdit, Values
+from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
     PAGE,
     NeuronGroup,
@@ -26,71 +25,18 @@ from sinkscope.hooks.edit.sites import (
     checked_positions,
     chosen_positions,
     head_of,
+    listed,
     site_of,
 )
 from sinkscope.models.checks import check_site
-from sinkscope.models.hooks import on_input, on_output
 from sinkscope.models.target import Target
 
-Edit = Callable[[Tensor], Tensor | None]
 EVENT_SHARE = 0.1
 """A change counts as an event when it moves the neuron by more than this part of its value at the first token."""
 
 
-@dataclass(frozen=True, eq=False)
-class NeuronValues:
-    """The values of a group of neurons in one forward call.
-
-    Attributes:
-        old: The values; of a head, the columns of its output.
-        group: The neurons.
-        call: The forward call.
-        memory: What the edit keeps of these rows between calls; `memory["first"]` has the values at the first token.
-        run: The run in which the edit acts.
-    """
-
-    old: Float[Tensor, "batch pos neuron"]
-    group: NeuronGroup
-    call: Call
-    memory: Memory
-    run: Run
-
-    @property
-    def index(self) -> Int[Tensor, "batch pos"]:
-        """True position of each token in its row; -1 at padding."""
-        return self.call.on(self.old.device)
-
-    def log(self, kind: str, where: Bool[Tensor, "batch pos neuron"], data: Mapping[str, Tensor], **fixed: Any) -> None:
-        """Log one event for each True in `where`.
-
-        Args:
-            kind: Kind of the events.
-            where: Where something happened; for a head, its last dimension is 1.
-            data: Values of the events' data, each of a shape that expands to that of `where`.
-            fixed: What is the same in the data of all these events.
-        """
-        group, step, index = self.group, self.call.step, self.index
-        tensors = {name: tensor.detach() for name, tensor in data.items()}
-        if group.expert is not None:
-            fixed["expert"] = group.expert
-
-        def events() -> list[Event]:
-            columns = {name: tensor.expand(where.shape)[where].tolist() for name, tensor in tensors.items()}
-            positions = index.tolist()
-            logged = list[Event]()
-            for number, (row, token, neuron) in enumerate(where.nonzero().tolist()):
-                entry = {name: values[number] for name, values in columns.items()}
-                if group.head is None:
-                    entry = {"neuron": group.neurons[neuron], **entry}
-                position = positions[row][token]
-                logged.append(Event(row, step, position, group.layer, group.head, kind, {**entry, **fixed}))
-            return logged
-
-        self.run.log(events)
-
-
 @dataclass(frozen=True, kw_only=True)
-class NeuronEdit(Intervention):
+class NeuronEdit(PlacedEdit):
     """Gives chosen neurons new values at chosen positions.
 
     Attributes:
@@ -109,27 +55,21 @@ class NeuronEdit(Intervention):
     KIND: ClassVar[str] = "edited"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
-        check_values(Iterable[Any], PAGE, sites=self.sites)
-        check_values(Iterable[Any] | int, PAGE, neurons=neurons)
-        if isinstance(neurons, int | str):
-            neurons = [neurons]
-        numbers = [one for one in neurons if isinstance(one, int)]
+        several = listed("neurons", neurons)
+        numbers = [one for one in several if isinstance(one, int)]
         if (layer is None) != (not numbers):
             raise SinkscopeError(
-                f"layer={layer!r} with neurons={[*neurons]!r}: give both, as in layer=1, neurons=[7890], or names, as "
+                f"layer={layer!r} with neurons={several!r}: give both, as in layer=1, neurons=[7890], or names, as "
                 'in neurons="L1.N338"',
                 page=PAGE,
             )
-        sites = self.sites
-        if isinstance(sites, str):
-            sites = [sites]
-        every = [site_of(site) for site in sites]
-        every += [site_of((layer, one) if isinstance(one, int) else one) for one in neurons]
-        if not every and not self._heads:
+        sites = listed("sites", self.sites)
+        sites += [(layer, one) if isinstance(one, int) else one for one in several]
+        if not sites and not self._heads:
             raise SinkscopeError(
                 "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=PAGE
             )
-        object.__setattr__(self, "sites", tuple(dict.fromkeys(every)))
+        object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))
         checked_value(Where, self.site, "site", page=PAGE)
 
     @property
@@ -143,8 +83,11 @@ class NeuronEdit(Intervention):
         return cast("tuple[NeuronSite, ...]", self.sites)
 
     @abstractmethod
-    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"] | None:
-        """The values that replace `values.old`; None leaves them unchanged."""
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
+        """The values that replace `values.old`; None leaves them unchanged.
+
+        `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
+        """
 
     def groups(self) -> list[NeuronGroup]:
         """The sites, grouped by MLP."""
@@ -153,58 +96,32 @@ class NeuronEdit(Intervention):
             neurons.setdefault((site.layer, site.expert), []).append(site.neuron)
         return [NeuronGroup(layer, expert, members) for (layer, expert), members in neurons.items()]
 
-    def _all_groups(self, target: Target) -> list[NeuronGroup]:
-        """`groups`, and the heads, each with its columns of `hook_z`."""
-        groups = self.groups()
-        for layer, head in self._heads:
-            groups.append(NeuronGroup(layer, None, target.head_columns(layer, head), head))
-        return groups
-
-    def enter(self, run: Run, key: int) -> None:
-        """Hooks on the down projection, the up projection, the experts, or the output projection of attention."""
-        target = run.target
+    def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
+        """The inputs of down projections, outputs of up projections, experts, and inputs of output projections."""
         self.check(target)
-        for group in self._all_groups(target):
-            edit = self._editor(run, key, group)
-            if group.head is not None:
-                run.hook_edit(target.output_projection(group.layer), "pre", on_input(_columns(group.neurons, edit)))
-            elif group.expert is not None:
-                experts = target.experts(group.layer)
-                run.hook_edit(
-                    experts.module, "post", expert_hook(experts, group.expert, group.neurons, self.site, edit)
-                )
-            elif self.site == "post":
-                run.hook_edit(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
-            else:
-                module, first = _up_place(target, group.layer)
-                up_columns = [first + neuron for neuron in group.neurons]
-                run.hook_edit(module, "post", on_output(_columns(up_columns, edit)))
+        places: list[tuple[Place, NeuronGroup]] = []
+        for group in self.groups():
+            places.append((neurons_place(target, group.layer, group.expert, group.neurons, self.site), group))
+        for layer, head in self._heads:
+            columns = target.head_columns(layer, head)
+            places.append((heads_place(target, layer).columns(columns), NeuronGroup(layer, None, columns, head)))
+        return places
 
-    def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
-        """Function from values `[... neuron]` to new ones; it returns None if the run does not act on this call."""
-
-        def edit(tensor: Tensor) -> Tensor | None:
-            call = run.call
-            if call is None:
-                return None
-            index = call.on(tensor.device)
-            old = tensor.reshape(*index.shape, len(group.neurons))  # OPT and experts run batch and position together
-            memory = call.sequence.memory.setdefault((key, group.layer, group.expert, group.head), Memory())
-            if not call.sequence.settled or "first" not in memory:
-                memory.keep("first", old, index == 0)
-            values = NeuronValues(old, group, call, memory, run)
-            new = self.new_values(values)
-            if new is None:
-                return None
-            first = group.size(memory["first"].nan_to_num(0))[:, None]
-            has_moved = group.size((new - old).detach()) > EVENT_SHARE * first
-            data = {"old": old, "new": new}
-            if group.head is not None:
-                data = {"old": group.size(old), "new": group.size(new)}
-            values.log(self.KIND, has_moved & (index >= 0)[..., None], data)
-            return new.reshape(tensor.shape)
-
-        return edit
+    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
+        """The new values, which are logged where they differ."""
+        old, index, memory, group = values.old, values.index, values.memory, values.of
+        if not values.call.sequence.settled or "first" not in memory:
+            memory.keep("first", old, index == 0)
+        new = self.new_values(values)
+        if new is None:
+            return None
+        first = group.size(memory["first"].nan_to_num(0))[:, None]
+        has_moved = group.size((new - old).detach()) > EVENT_SHARE * first
+        data = {"old": old, "new": new}
+        if group.head is not None:
+            data = {"old": group.size(old), "new": group.size(new)}
+        values.log(self.KIND, has_moved & (index >= 0)[..., None], data)
+        return new
 
     def check(self, target: Target) -> None:
         """Refuse a model without these neurons or heads, or one in which they cannot be edited.
@@ -257,11 +174,7 @@ class Ablate(NeuronEdit):
     KIND: ClassVar[str] = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
-        check_values(Iterable[Any], PAGE, heads=self.heads)
-        heads = self.heads
-        if isinstance(heads, str):
-            heads = [heads]
-        object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, heads))))
+        object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
         checked_value(Literal["zero", "mean"] | Finite, self.value, "value", page=PAGE)
         object.__setattr__(self, "positions", checked_positions(self.positions))
@@ -270,7 +183,7 @@ class Ablate(NeuronEdit):
     def _heads(self) -> Sequence[tuple[int, int]]:
         return cast("tuple[tuple[int, int], ...]", self.heads)
 
-    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Zero, the mean or the number at the chosen positions."""
         old, index, memory = values.old, values.index, values.memory
         if self.value == "mean":
@@ -284,29 +197,3 @@ class Ablate(NeuronEdit):
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
         return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
-
-
-def _columns(neurons: list[int], edit: Edit) -> Edit:
-    """An edit of whole tensors that gives new values to the columns of these neurons."""
-    index = torch.tensor(neurons)
-
-    def edited(tensor: Tensor) -> Tensor | None:
-        nonlocal index
-        if index.device != tensor.device:  # once, not a copy to the device in every call
-            index = index.to(tensor.device)
-        new = edit(tensor[..., index])
-        # A copy, because others may need the caller's tensor, and so does autograd.
-        if new is None:
-            return None
-        return tensor.index_copy(-1, index, new.to(tensor.dtype))
-
-    return edited
-
-
-def _up_place(target: Target, layer: int) -> tuple[nn.Module, int]:
-    """The module that computes the linear factor, and the column of its output at which it begins."""
-    if not target.adapter.fused_gate_up:
-        return target.mlp_part(layer, "up"), 0
-    if target.kind == "bridge":  # a bridge splits the fused projection into two
-        return target.sub(layer, f"{target.adapter.mlp}.in"), 0
-    return target.mlp_part(layer, "up"), target.width(layer)

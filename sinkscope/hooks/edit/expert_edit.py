@@ -22,22 +22,12 @@ from sinkscope.models.hooks import on_hidden
 from sinkscope.models.modules.experts import Experts
 from sinkscope.models.modules.linear import brought
 
-_Key = tuple[str, int, int, int]
-"""Factor ("up" or "post"), id of the experts' module, expert, neuron."""
-
 
 class _LatestCall(threading.local):
     """The call in which the thread is, identified by its input, and the values that earlier hooks left in it."""
 
-    hidden: Callable[[], Tensor | None] | None = None
-    edited: dict[_Key, Tensor]
-
-    def edits(self, hidden: Tensor) -> dict[_Key, Tensor]:
-        """What hooks of this call have edited so far; a new call starts empty."""
-        if self.hidden is None or self.hidden() is not hidden:
-            self.hidden = weakref.ref(hidden)
-            self.edited = {}
-        return self.edited
+    hidden: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    edited: dict[tuple[str, int, int, int], Tensor]  # by factor ("up" or "post"), id of the module, expert and neuron
 
 
 _latest = _LatestCall()
@@ -50,7 +40,10 @@ def expert_hook(
 
     def corrected(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         routed = experts.routed(args, kwargs)
-        edited = _latest.edits((*args, *kwargs.values())[0])
+        entering = (*args, *kwargs.values())[0]
+        if _latest.hidden() is not entering:
+            _latest.hidden, _latest.edited = weakref.ref(entering), {}
+        edited = _latest.edited
 
         def latest(factor: str, computed: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
             """The neurons' values as computed, or as an earlier hook on this same call left them."""

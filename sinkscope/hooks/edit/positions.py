@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.edit.places import beside
 from sinkscope.models.call_cache import tokens_in
 from sinkscope.models.target import Target
 from sinkscope.tap.rows import shown
@@ -46,7 +47,6 @@ class Sequence:
 
     Attributes:
         columns: True position of every token read so far; -1 at padding.
-        length: Number of real tokens in each row.
         bos: Whether the row begins with the model's BOS token; True if embeddings were given instead of ids.
         partial: Whether the first tokens were read before the run was entered.
         settled: Whether earlier calls have read the first two real tokens of every row.
@@ -54,7 +54,6 @@ class Sequence:
     """
 
     columns: Int[Tensor, "batch seen"]
-    length: Int[Tensor, " batch"]
     bos: Bool[Tensor, " batch"]
     partial: bool = False
     settled: bool = False
@@ -65,22 +64,19 @@ class Sequence:
         memory = {key: Memory(kept) for key, kept in self.memory.items()}
         return replace(self, memory=memory)
 
-    def crop(self, past: int) -> None:
-        """Forget what comes after the first `past` tokens."""
-        if self.columns.shape[1] > past:
-            self.columns = self.columns[:, :past]
-            self.length = (self.columns >= 0).sum(1)
+    @property
+    def length(self) -> Int[Tensor, " batch"]:
+        """Number of real tokens in each row."""
+        return (self.columns >= 0).sum(1)
 
     def read(self, real: Bool[Tensor, "batch pos"]) -> None:
         """Append tokens."""
-        count = self.length[:, None] + real.cumsum(1)
-        self.length = count[:, -1]
-        self.columns = torch.cat([self.columns, torch.where(real, count - 1, -1)], 1)
+        position = self.length[:, None] + real.cumsum(1) - 1
+        self.columns = torch.cat([self.columns, torch.where(real, position, -1)], 1)
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
         self.columns = repeat(self.columns, "batch seen -> (batch times) seen", times=times)
-        self.length = repeat(self.length, "batch -> (batch times)", times=times)
         self.bos = repeat(self.bos, "batch -> (batch times)", times=times)
         for memory in self.memory.values():
             for name, values in memory.items():
@@ -124,7 +120,7 @@ class Tracker:
         for stated in (getattr(target.config, "bos_token_id", None), getattr(target.tokenizer, "bos_token_id", None)):
             if stated is not None:
                 bos_ids += torch.tensor(stated).flatten().tolist()
-        self._bos = torch.tensor(bos_ids, dtype=torch.int64)
+        self._bos = beside(torch.tensor(bos_ids, dtype=torch.int64))
 
     def begin(
         self,
@@ -157,7 +153,7 @@ class Tracker:
                 )
             past = tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
-        sequence.crop(past)
+        sequence.columns = sequence.columns[:, :past]  # others may have been taken back
         read = sequence.columns.shape[1]
         real = _real(mask, batch, read, past, new, tokens.device)
         if read < past:  # calls that this run did not act on: the mask says which of their tokens are real
@@ -174,9 +170,7 @@ class Tracker:
 
     def _note_bos(self, sequence: Sequence, ids: Int[Tensor, "batch pos"], at_first: Bool[Tensor, "batch pos"]) -> None:
         """Remember which rows begin with BOS, where their first tokens are in this call."""
-        if self._bos.device != ids.device:
-            self._bos = self._bos.to(ids.device)
-        begins = (torch.isin(ids, self._bos) & at_first).any(1)
+        begins = (torch.isin(ids, self._bos(ids)) & at_first).any(1)
         sequence.bos = torch.where(at_first.any(1), begins, sequence.bos.to(ids.device))
 
     def bind(self, sequence: Sequence, cache: Any) -> None:
@@ -196,7 +190,7 @@ class Tracker:
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        sequence = Sequence(columns, columns.sum(1), torch.ones_like(columns.sum(1), dtype=torch.bool), past > 0)
+        sequence = Sequence(columns, torch.ones(batch, dtype=torch.bool, device=device), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence

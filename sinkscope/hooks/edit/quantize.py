@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Whole, check_fields, check_values, checked_value
-from sinkscope.hooks.edit.base import Intervention, Run, row_events
-from sinkscope.hooks.edit.positions import Call, Memory
+from sinkscope.files.records import Whole, check_fields, checked_value
+from sinkscope.hooks.edit.base import Run
+from sinkscope.hooks.edit.placed import PlacedEdit, Values
+from sinkscope.hooks.edit.places import Place
+from sinkscope.hooks.edit.positions import Memory
 from sinkscope.hooks.edit.sites import (
     PAGE,
     Positions,
     SiteLike,
     checked_positions,
     chosen_positions,
+    listed,
     site_of,
 )
 from sinkscope.hooks.trace.sites import resolve
@@ -60,8 +63,17 @@ def down_projection(target: Target, layer: int) -> Any:
     return getattr(module, "original_component", module)
 
 
+class _Rounded(NamedTuple):
+    """Values that are rounded: by how many bits, and the numbers of each head that stay exact."""
+
+    layer: int
+    name: str
+    bits: int
+    exact: list[int]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Quantize(Intervention):
+class Quantize(PlacedEdit):
     """Round activations, or keys and values, to a few bits, in the prompt and in everything that is generated.
 
     A number becomes the nearest multiple of a scale, which is the largest absolute value that it has to hold, divided
@@ -93,6 +105,7 @@ class Quantize(Intervention):
     """
 
     KIND: ClassVar[str] = "rounded"
+    DIMS: ClassVar[int] = 2
 
     activations: Bits | None = None
     kv: Bits | None = None
@@ -103,14 +116,12 @@ class Quantize(Intervention):
     layers: Sequence[Whole | str] = ()
 
     def __post_init__(self) -> None:
-        check_values(Sequence[Any], PAGE, places=self.places, neurons=self.neurons, layers=self.layers)
+        check_fields(self)
         positions = checked_positions(self.positions)
         object.__setattr__(self, "positions", () if positions is None else positions)
-        object.__setattr__(self, "neurons", tuple(map(site_of, self.neurons)))
-        object.__setattr__(self, "places", tuple(map(tuple, self.places)))
-        check_fields(self)
-        checked_value(tuple[tuple[Whole, Whole], ...], self.places, "places", page=PAGE)
-        checked_value(tuple[Whole | str, ...], tuple(self.layers), "layers", page=PAGE)
+        object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
+        for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole | str, ...])):
+            object.__setattr__(self, name, checked_value(kind, getattr(self, name), name, page=PAGE))
         if self.activations is None and self.kv is None:
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits", page=PAGE)
 
@@ -119,9 +130,8 @@ class Quantize(Intervention):
         count = sum(event.data["numbers"] for event in run.events if event.kind == self.KIND)
         return f"Quantize rounded {count:,} numbers."
 
-    def enter(self, run: Run, key: int) -> None:
-        """Hooks on the inputs of linear modules, and on the outputs of the projections of keys and values."""
-        target = run.target
+    def places_in(self, target: Target) -> list[tuple[Place, Any]]:
+        """The inputs of linear modules, and the outputs of the projections of keys and values."""
         channels: dict[nn.Module, list[int]] = {}
         for site in map(site_of, self.neurons):
             check_site(target, *site)
@@ -129,19 +139,19 @@ class Quantize(Intervention):
                 channels.setdefault(down_projection(target, site.layer), []).append(site.neuron)
         modules = linear_modules(target)
         self._check_layers(target, [one.name for one in modules])
+        places: list[tuple[Place, Any]] = []
         for one in modules:
             if self.activations is not None and one.layer not in self.layers and one.name not in self.layers:
-                place = (key, one.layer, one.name)
-                edit = self._editor(
-                    run, place, self.activations, partial(torch.unsqueeze, dim=-2), channels.get(one.module, [])
-                )
-                run.hook_edit(one.module, "pre", on_input(edit))
+                place = Place(one.module, "pre", on_input).part(partial(torch.unsqueeze, dim=-2))
+                exact = channels.get(one.module, [])
+                places.append((place, _Rounded(one.layer, one.name, self.activations, exact)))
         for layer in range(target.n_layers):
             if self.kv is not None and layer not in self.layers and target.has_attention(layer):
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
-                    edit = self._editor(run, (key, layer, site.name), self.kv, site.cut, [])
-                    run.hook_edit(site.module, "post", on_hidden(edit))
+                    place = Place(site.module, "post", on_hidden).part(site.cut)
+                    places.append((place, _Rounded(layer, site.name, self.kv, [])))
+        return places
 
     def _check_layers(self, target: Target, names: Sequence[str]) -> None:
         """Refuse a model without these layers or modules, or one whose experts' inputs are not seen."""
@@ -162,46 +172,17 @@ class Quantize(Intervention):
                     page="quantised-experts",
                 )
 
-    def _editor(
-        self,
-        run: Run,
-        place: tuple[int, int, str],
-        bits: int,
-        cut: Callable[[Tensor], Tensor],
-        exact_channels: list[int],
-    ) -> Callable[[Tensor], Tensor | None]:
-        """A function that rounds a module's input or output.
+    def edited(self, values: Values) -> Float[Tensor, "batch pos head width"]:
+        """The values rounded, except those that are to stay exact."""
+        old, index, of = values.old, values.index, values.of
+        exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
+        exact[..., of.exact] = True
+        largest = self._largest(old.masked_fill(exact, 0), values.memory)
+        values.log_rows(self.KIND, of.name, "numbers", (~exact).flatten(1).sum(1), index.amax(1))
+        return torch.where(exact, old, rounded(old, largest, of.bits))
 
-        Args:
-            run: The run.
-            place: The part of a composition, the layer and the name of the module or site.
-            bits: The bits.
-            cut: Gives the numbers to round as a view `[... head width]`.
-            exact_channels: Numbers of each head that stay exact.
-        """
-
-        def edit(tensor: Tensor) -> Tensor | None:
-            call = run.call
-            if call is None:
-                return None
-            new = tensor.clone()
-            part = cut(new)  # a view
-            old = part.reshape(*call.index.shape, *part.shape[-2:])  # some modules run batch and position together
-            memory = call.sequence.memory.setdefault(place, Memory())
-            exact = self._exact_tokens(call, old.device)[..., None, None].expand_as(old).clone()
-            exact[..., exact_channels] = True
-            largest = self._largest(old.masked_fill(exact, 0), memory)
-            part.copy_(torch.where(exact, old, rounded(old, largest, bits)).reshape(part.shape))
-            index = call.on(old.device)
-            at = (call.step, *place[1:])
-            run.log(partial(row_events, self.KIND, at, "numbers", (~exact).flatten(1).sum(1), index.amax(1)))
-            return new
-
-        return edit
-
-    def _exact_tokens(self, call: Call, device: torch.device) -> Bool[Tensor, "batch pos"]:
+    def _exact_tokens(self, index: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Tokens that are not rounded; padding is none of those that set a scale."""
-        index = call.on(device)
         exact = chosen_positions(index, self.positions) | (index < 0)
         for row, position in self.places:
             if row >= len(index):

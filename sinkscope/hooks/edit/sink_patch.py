@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -16,9 +17,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
-from sinkscope.hooks.edit.edits import NeuronEdit, NeuronValues
+from sinkscope.hooks.edit.edits import NeuronEdit
+from sinkscope.hooks.edit.placed import Values
 from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
-from sinkscope.models.origin import is_checkpoint
+from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 
 _PAGE = "patch-file"
@@ -97,16 +99,13 @@ class SinkPatch(NeuronEdit):
         for site, value in calibrated.items():
             checked_value(Finite, value, f"calibrated value of {site}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
-        missing = self._uncalibrated()
+        missing = [site for site in self.checked_sites if site not in calibrated]
         if self.value == "calibrated" and missing:
             raise SinkscopeError(
                 f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
                 "patch with SinkPatch.from_result",
                 page=_PAGE,
             )
-
-    def _uncalibrated(self) -> list[NeuronSite]:
-        return [site for site in self.checked_sites if site not in self.calibrated]
 
     @classmethod
     def from_result(
@@ -127,12 +126,8 @@ class SinkPatch(NeuronEdit):
                 page="no-sink",
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
-        sites = list[NeuronSite]()
-        for causal_set in result.causal_sets:
-            members = map(_site, causal_set.neurons)
-            sites += [member for member in members if member in neurons]
-        if not sites:
-            sites = [place for place, neuron in neurons.items() if neuron.causal]
+        members = [] if result.minimal is None else list(map(_site, result.minimal.neurons))
+        sites = [member for member in members if member in neurons] or list(map(_site, result.causal))
         if result.sink_layer is None or not sites:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
@@ -150,14 +145,13 @@ class SinkPatch(NeuronEdit):
                 )
             others = {_site(neuron): neuron for neuron in repetition.candidates}
             neurons |= others
-            sites += [place for place in others if place not in sites]
+            sites += others
         calibrated = dict[NeuronSite, float]()
         for place in sites:
             neutral = getattr(neurons[place], f"neutral_{site}")
             if neutral is not None:
                 calibrated[place] = neutral
-        described = asdict(result.model)
-        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=described)
+        return cls(sites=sites, site=site, value=value, calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patch.json atomically. It may replace an earlier patch or result, but no other file.
@@ -165,10 +159,9 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [_FileSite(**site._asdict(), calibrated=self.calibrated.get(site)) for site in self.checked_sites]
+        sites = [{**site._asdict(), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
         content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
-        file = _File.model_validate({**content, "sites": sites})
-        write_output(path, file.model_dump_json(indent=2, by_alias=True) + "\n")
+        write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -182,7 +175,7 @@ class SinkPatch(NeuronEdit):
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected, page=_PAGE)
         calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
-        sites = tuple(map(_site, patch.sites))
+        sites = list(map(_site, patch.sites))
         return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
 
     def prepared(self, target: Target) -> SinkPatch:
@@ -198,31 +191,10 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The model has another shape.
         """
-        if self.model is None:
-            return
-        origin, config = self.model.get("name"), target.config
-        shape = {
-            "family": config.model_type,
-            "n_layers": target.n_layers,
-            "d_model": target.d_model,
-            "d_mlp": target.d_mlp,
-        }
-        for name, here in shape.items():
-            there = self.model.get(name, here)
-            if there != here:
-                raise SinkscopeError(
-                    f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
-                    "give that model, or make a patch for this one",
-                    page=_PAGE,
-                )
-        fingerprint = self.model.get("fingerprint")
-        if fingerprint and not is_checkpoint(target, fingerprint):
-            warn(
-                f"the patch was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
-                "and other weights, so its sink may have other neurons: make a patch for this model"
-            )
+        if self.model is not None:
+            check_made_for(target, self.model, "patch", page=_PAGE)
 
-    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
         if self.value == "second":
             neutral = self._second_value(values)[:, None]
@@ -232,12 +204,12 @@ class SinkPatch(NeuronEdit):
             neutral = torch.full_like(values.old, float(self.value))
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
+    def _calibrated_values(self, values: Values) -> Float[Tensor, " neuron"]:
         """The calibrated value of each neuron; NaN where there is none."""
-        numbers = [self.calibrated.get(site, torch.nan) for site in values.group.sites]
+        numbers = [self.calibrated.get(site, torch.nan) for site in values.of.sites]
         return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
-    def _second_value(self, values: NeuronValues) -> Float[Tensor, "batch neuron"]:
+    def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""
         old, call, memory, index = values.old, values.call, values.memory, values.index
         sequence = call.sequence

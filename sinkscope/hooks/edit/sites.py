@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Whole, checked_value
+from sinkscope.files.records import Whole, Wording, check_values, checked_value
 from sinkscope.results.notation import neuron_name, read_head, read_neuron
 
 SiteLike = Sequence[int | None] | str
 Where = Literal["post", "up"]
 Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
 PAGE = "neuron-sites"
+_SITE = Annotated[
+    tuple[Whole, Whole] | tuple[Whole, Whole, Whole],
+    Wording('(layer, neuron) or (layer, expert, neuron), whole numbers from 0, or "L1.N338"'),
+]
+_HEAD = Annotated[tuple[Whole, Whole], Wording('(layer, head), whole numbers from 0, or "L0.H4"')]
+_POSITIONS = Annotated[
+    Literal["first"] | Whole | tuple[Whole, ...] | None,
+    Wording(
+        '"first", whole numbers from 0 (0 is the first token that is not padding) or a slice of them',
+    ),
+]
 
 
 class NeuronSite(NamedTuple):
@@ -67,9 +77,7 @@ def site_of(site: Any) -> NeuronSite:
         return site
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    numbers = _numbers(
-        "site", site, '(layer, neuron) or (layer, expert, neuron), whole numbers from 0, or "L1.N338"', 2, 3
-    )
+    numbers = checked_value(_SITE, site, "site ", page=PAGE)
     return NeuronSite(numbers[0], numbers[-1], *numbers[1:-1])
 
 
@@ -81,22 +89,15 @@ def head_of(head: Any) -> tuple[int, int]:
     """
     if isinstance(head, str):
         return read_head(head, "head")
-    layer, number = _numbers("head", head, '(layer, head), whole numbers from 0, or "L0.H4"', 2)
-    return layer, number
+    return checked_value(_HEAD, head, "head ", page=PAGE)
 
 
-def _numbers(kind: str, given: Any, expected: str, *lengths: int) -> tuple[int, ...]:
-    """Whole numbers from 0, as many as one of the lengths."""
-    numbers = given
-    if not isinstance(given, tuple | list):
-        numbers = (given,)
-    if len(numbers) not in lengths or not all(map(_is_whole, numbers)):
-        raise SinkscopeError(f"{kind} {given!r}: expected {expected}", page=PAGE)
-    return tuple(numbers)
-
-
-def _is_whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+def listed(name: str, given: Any) -> list[Any]:
+    """One or several numbers, names or sites, as a list."""
+    check_values(Iterable[Any] | int, PAGE, **{name: given})
+    if isinstance(given, int | str):
+        return [given]
+    return [*given]
 
 
 def checked_positions(positions: Any) -> Positions:
@@ -105,32 +106,22 @@ def checked_positions(positions: Any) -> Positions:
     Raises:
         SinkscopeError: These are not positions.
     """
-    numbers = positions
     if isinstance(positions, slice):
-        numbers = (positions.start or 0, positions.stop or 0, positions.step or 0)
-    try:
-        checked_value(Literal["first"] | Whole | tuple[Whole, ...] | None, numbers, "positions")
-    except SinkscopeError:
-        raise SinkscopeError(
-            f'positions {positions!r}: expected "first", whole numbers from 0 (0 is the first token that is not '
-            "padding) or a slice of them",
-            page=PAGE,
-        ) from None
-    if isinstance(positions, list):
-        return tuple(positions)
-    return positions
+        checked_value(_POSITIONS, (positions.start or 0, positions.stop or 0, positions.step or 0), "positions ")
+        return positions
+    return checked_value(_POSITIONS, positions, "positions ", page=PAGE)
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
     """Which tokens of a call are at these positions; padding (-1) never is."""
     if positions is None:
-        return index >= 0
+        positions = slice(None)
     if isinstance(positions, slice):
         start, step = positions.start or 0, positions.step or 1
         chosen = (index >= start) & ((index - start) % step == 0)
-        if positions.stop is None:
-            return chosen
-        return chosen & (index < positions.stop)
+        if positions.stop is not None:
+            chosen &= index < positions.stop
+        return chosen
     if positions == "first":
         positions = 0
     return torch.isin(index, torch.tensor(positions, device=index.device, dtype=index.dtype))

@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.base import Intervention, Run, row_events
+from sinkscope.hooks.edit.base import Run
+from sinkscope.hooks.edit.placed import PlacedEdit, Values
+from sinkscope.hooks.edit.places import Place, beside
 from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
-from sinkscope.hooks.trace.sites import Site, resolve
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.hooks import on_hidden, on_input
 from sinkscope.models.target import Target
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 
 
+class _Added(NamedTuple):
+    """What is added at a site."""
+
+    layer: int | None
+    site: str
+    vector: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True, eq=False)
-class Add(Intervention):
+class Add(PlacedEdit):
     """Add a vector to the residual stream at a site, in the prompt and in everything that is generated.
 
     Attributes:
@@ -73,49 +82,35 @@ class Add(Intervention):
         count = sum(event.data["positions"] for event in run.events if event.kind == self.KIND)
         return f"Add changed the residual stream {count:,} times."
 
-    def enter(self, run: Run, key: int) -> None:
-        """Register hooks on the modules whose input or output the sites are."""
-        for site in self._sites(run.target):
-            assert site.module is not None  # only attention rows have none
-            around = on_hidden
-            if site.when == "pre":
-                around = on_input
-            run.hook_edit(site.module, site.when, around(self._editor(run, site)))
-
-    def _sites(self, target: Target) -> list[Site]:
+    def places_in(self, target: Target) -> list[tuple[Place, Any]]:
+        """The modules whose input or output the sites are, each with its name, layer and what is added there."""
         # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
         sites = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
         if self.site.endswith("hook_resid_mid"):
             resolve(target, [self.site])  # refuses architectures that have no such place
+        if len(self.vector) != target.d_model:
+            raise SinkscopeError(
+                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
+                page=PAGE,
+            )
+        places: list[tuple[Place, Any]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
                     f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}",
                     page=PAGE,
                 )
-        if len(self.vector) != target.d_model:
-            raise SinkscopeError(
-                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
-                page=PAGE,
-            )
-        return sites
+            assert site.module is not None  # only attention rows have none
+            around = on_hidden
+            if site.when == "pre":
+                around = on_input
+            added = beside(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
+            places.append((Place(site.module, site.when, around), _Added(site.layer, site.name, added)))
+        return places
 
-    def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
-        """Function from hidden states to new ones; it returns None if the run does not act on this call."""
-        added = self.scale / site.factor * self.vector  # what the module gives is multiplied before it is added
-
-        def edit(hidden: Tensor) -> Tensor | None:
-            nonlocal added
-            call = run.call
-            if call is None:
-                return None
-            if (added.device, added.dtype) != (hidden.device, hidden.dtype):  # once, not in every call
-                added = added.to(hidden.device, hidden.dtype)
-            index = call.on(hidden.device)
-            chosen = chosen_positions(index, self.positions)
-            last = index.masked_fill(~chosen, -1).amax(1)
-            place = (call.step, site.layer, site.name)
-            run.log(partial(row_events, self.KIND, place, "positions", chosen.sum(1), last))
-            return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
-
-        return edit
+    def edited(self, values: Values) -> Tensor:
+        """The values with the vector added at the chosen positions."""
+        old, index, of = values.old, values.index, values.of
+        chosen = chosen_positions(index, self.positions)
+        values.log_rows(self.KIND, of.site, "positions", chosen.sum(1), index.masked_fill(~chosen, -1).amax(1))
+        return torch.where(chosen[..., None], old + of.vector(old).to(old.dtype), old)

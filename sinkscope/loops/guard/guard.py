@@ -395,7 +395,6 @@ class Guarding:
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
         sequence.columns = columns[:, :used]
-        sequence.length = columns.amax(1) + 1
         for kv in moment.layers:
             kv.crop(-dropped)
         rows.seen -= dropped

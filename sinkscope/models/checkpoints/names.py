@@ -12,6 +12,8 @@ from importlib import resources
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.published import published
+from sinkscope.results.notation import read_neuron
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -33,6 +35,7 @@ class ReportedSink:
         neurons: (layer, neuron) pairs at the input of the down projection.
         residual_dims: Residual dimensions that carry the spike.
         repeats: Number of repetitions of a token that create a sink (Yona et al. 2025, Table 1).
+        massive_layers: First and last layer after which there are massive activations.
     """
 
     source: str
@@ -40,6 +43,7 @@ class ReportedSink:
     neurons: tuple[tuple[int, int], ...] = ()
     residual_dims: tuple[int, ...] = ()
     repeats: int | None = None
+    massive_layers: tuple[int, int] | None = None
 
     def matches(
         self, layer: int | None, neurons: AbstractSet[tuple[int, int]], residual_dims: Iterable[int]
@@ -68,10 +72,19 @@ class ModelEntry:
     published: ReportedSink | None = None
 
 
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    return value
+def _reported(name: str) -> ReportedSink | None:
+    """The sink that the records of a model report: of each quantity the first, and all sources that say it, too."""
+    values: dict[str, Any] = {}
+    sources: list[str] = []
+    for record in published():
+        if record.model == name and record.quantity in ReportedSink.__dataclass_fields__:
+            if record.fits(values.setdefault(record.quantity, record.value)):
+                sources.append(record.source)
+    if not values:
+        return None
+    values["neurons"] = tuple(map(read_neuron, values.get("neurons", ())))
+    values.setdefault("layers", tuple(sorted({site[0] for site in values["neurons"]})))
+    return ReportedSink("; ".join(dict.fromkeys(sources)), **values)
 
 
 @cache
@@ -81,11 +94,7 @@ def _entries() -> dict[str, ModelEntry]:
     entries: dict[str, ModelEntry] = {}
     for family, hub_ids in content["models"].items():
         for name, hub_id in hub_ids.items():
-            sink = content["published"].get(name)
-            published = None
-            if sink is not None:
-                published = ReportedSink(**{field: _frozen(value) for field, value in sink.items()})
-            entries[name] = ModelEntry(name, hub_id, family, published)
+            entries[name] = ModelEntry(name, hub_id, family, _reported(name))
     return entries
 
 

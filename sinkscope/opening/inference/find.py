@@ -55,7 +55,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     if not is_callable:
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
-    with _evaluating(target.hf):
+    with evaluating(target.hf):
         adapter = propose(target.hf, row)
         target = replace(target, adapter=adapter)
         check_positions(target)
@@ -67,8 +67,8 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
 
 
 @contextmanager
-def _evaluating(hf: nn.Module) -> Iterator[None]:
-    """Context manager in which no dropout acts."""
+def evaluating(hf: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts; afterwards every module has the mode it had."""
     training = [module for module in hf.modules() if module.training]
     try:
         for module in training:

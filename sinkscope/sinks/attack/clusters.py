@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from einops import rearrange, reduce, repeat
-from jaxtyping import Float, Int
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.hooks.trace.layer_view import flat_number, view_layer
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
-from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import hold_layers, token_texts
 from sinkscope.sinks.find.spikes import SinkNeurons
-from sinkscope.sinks.marking_heads import replacing
+from sinkscope.sinks.marking_heads import Replacement
+from sinkscope.sinks.repetition.sweep import claim_of
 from sinkscope.sinks.tokens import TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
@@ -30,26 +26,25 @@ ROWS = 2048  # rows per pass; a token takes one more row than there are heads
 
 
 @torch.no_grad()
-def head_activations(
-    target: Target, layer: int, neuron: int, mean: Float[Tensor, " d_heads"], tokens: list[int]
-) -> Float[Tensor, "token way"]:
-    """How strongly a neuron fires at tokens that stand alone, in 1 + head ways: with no head, and each head alone.
+def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "token way"]:
+    """How strongly the neuron fires at tokens that stand alone, in 1 + head ways: with no head, and each head alone.
 
     Args:
-        target: The model.
-        layer: Layer of the neuron; no deeper layer is run.
-        neuron: Its number in a `LayerView`.
-        mean: What replaces the other heads of layer 0, heads side by side.
+        model: The model, whose heads of layer 0 are replaced, and one neuron.
         tokens: The tokens.
     """
-    heads = target.n_heads
-    lost = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+    heads = model.setup.n_heads
+    lost = torch.zeros(1 + heads, *model.means.shape[:2], dtype=torch.bool)
+    lost[:, 0] = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
     ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
-    rows = repeat(lost, "way head -> (token way) 1 head", token=len(tokens))
-    means = rearrange(mean, "(head d_head) -> 1 head d_head", head=heads)
-    with target.hooks(*replacing(target, means, rows, torch.ones(1).bool())):
-        post = neuron_at(target, layer, neuron, ids)
-    return rearrange(post, "(token way) -> token way", way=len(lost)).cpu()
+    rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
+    return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))
+
+
+def activations(model: Replacement, ids: TokenRows, lost: Bool[Tensor, "row layer head"] | None = None) -> Tensor:
+    """The neuron's activation at the first token of each row."""
+    (column,) = model.cols
+    return model.written(ids, torch.zeros(len(ids), dtype=torch.long), lost) @ column / column.square().sum()
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class TokenClusters:
     head: Float[np.ndarray, " token"]
     best: Float[np.ndarray, " token"]
     background: Float[np.ndarray, " token"]
-    other: Float[np.ndarray, " token"] | None = None
+    other: Float[np.ndarray, " token"]
 
     @property
     def heads(self) -> list[int]:
@@ -84,30 +79,23 @@ class TokenClusters:
         return [int(served[place]) for place in np.lexsort((served, -sizes))]
 
     @property
-    def without_heads(self) -> int:
-        """Tokens that fire the neuron with no head of layer 0 intact; something else marks them."""
-        return int((self.background >= FIRES).sum())
+    def without_heads(self) -> float:
+        """Share of the tokens that fire the neuron with no head of layer 0 intact; something else marks them."""
+        return float((self.background >= FIRES).mean())
 
     @property
     def claims(self) -> tuple[Claim, ...]:
         """What each head does to the activation at its tokens, beside no head and another one."""
-        claims: list[Claim] = []
-        if self.other is None:
-            return ()
+        claims = []
         for head in self.heads:
-            mine = self.head == head
-            no_head = Contrast("other", float(self.background[mine].mean()), name="no head")
+            values = np.stack([self.best, self.background, self.other])[:, self.head == head]
             claims.append(
-                Claim(
-                    role="marks",
-                    subject=(Head(0, head),),
-                    outcome=Outcome(f"activation of {neuron_name(*self.neuron)}"),
-                    place=f"the tokens that {head_name(0, head)} serves",
-                    value=float(self.best[mine].mean()),
-                    contrasts=(no_head, Contrast("random", float(self.other[mine].mean()), name="another head")),
-                    draws=int(mine.sum()),
-                    search=Search("tokens", len(self.ids), float(self.best.max())),
-                    margin=margin_of(self.best[mine]),
+                claim_of(
+                    (Head(0, head),),
+                    f"the tokens that {head_name(0, head)} serves",
+                    Outcome(f"activation of {neuron_name(*self.neuron)}"),
+                    torch.from_numpy(values),
+                    len(self.ids),
                 )
             )
         return tuple(claims)
@@ -121,17 +109,17 @@ class TokenClusters:
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
         served = int(np.isfinite(self.head).sum())
-        share = f"{self.without_heads / len(self.ids):.1%}"
-        control = f"{share} have their mark without these heads"
-        if self.without_heads > len(self.ids) / 2:
+        share = f"{self.without_heads:.1%}"
+        if self.without_heads > 0.5:
             return f"The heads of layer 0 do not make the mark: {share} of the tokens have it without these heads."
+        control = f"{share} have their mark without these heads"
         if not served:
             return f"No single head of layer 0 is enough to mark a token; {control}."
         tokens = f"{served:,} of {count_of(len(self.ids), 'token')}"
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str | Path | None) -> TokenClusters | None:
+def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int]) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most.
 
     None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
@@ -140,57 +128,29 @@ def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str |
         setup: The model and its text.
         sink: The sink neurons.
         ids: The tokens.
-        resume: Folder that keeps finished chunks.
     """
     if sink.made is None or not sink.neurons or not sink.made.spike.place.is_first:
         return None
     target = setup.target
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
     largest = max(sink.neurons, key=lambda neuron: neuron.contribution_norm)
-    layer = largest.layer
-    hold_layers(target, layer)
-    flat = flat_number(target, layer, largest.expert, largest.neuron)
-    reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
-    mean = later_mean(target, setup.ids)
-
-    def work(tokens: list[int]) -> Columns:
-        shares = head_activations(target, layer, flat, mean, tokens) / reference
-        best, head = shares[:, 1:].max(1)
-        columns: Columns = {"head": head.tolist()}
-        for name, values in (("best", best), ("other", shares[:, 1:].median(1).values), ("background", shares[:, 0])):
-            columns[name] = [round(value, 4) for value in values.tolist()]  # what threads may change is beyond this
-        return columns
-
-    size = max(1, ROWS // (target.n_heads + 1))
-    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
-    best = np.array(columns["best"])
-    background = np.array(columns["background"])
+    hold_layers(target, largest.layer)
+    model = Replacement.of(setup, largest.layer, [largest], sink.made.spike.place)
+    reference = float(activations(model, setup.ids[:, :1]).median())
+    ways = []
+    for part in torch.tensor(ids).split(max(1, ROWS // (target.n_heads + 1))):
+        ways.append(head_activations(model, part.tolist()))
+    shares = torch.cat(ways) / reference
+    heads = shares[:, 1:].max(1)
+    columns = torch.stack([shares[:, 0], heads.values, shares[:, 1:].median(1).values])
+    background, best, other = columns.double().numpy().round(4)  # what threads may change is beyond this
     served = (best >= FIRES) & (background < FIRES)
     return TokenClusters(
         neuron=largest.site,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
-        head=np.where(served, np.array(columns["head"], dtype=float), np.nan),
+        head=np.where(served, heads.indices.double().numpy(), np.nan),
         best=best,
         background=background,
-        other=np.array(columns["other"]),
+        other=other,
     )
-
-
-def neuron_at(target: Target, layer: int, neuron: int, ids: TokenRows) -> Float[Tensor, " row_pos"]:
-    """`hook_post` of one neuron at every position, from a pass that ends there."""
-    if target.is_mixture(layer):
-        return view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post[:, neuron]
-    site = f"blocks.{layer}.mlp.hook_post"
-    post = trace(target, ids, [site], lambda post: post[..., neuron].float())[site]
-    return rearrange(post, "row pos -> (row pos)")
-
-
-def later_mean(target: Target, ids: TokenRows) -> Float[Tensor, " d_heads"]:
-    """Mean of layer 0's `hook_z` over the later positions of a text, heads side by side."""
-    site = "blocks.0.attn.hook_z"
-
-    def mean(z: Float[Tensor, "row pos head d_head"]) -> Tensor:
-        return reduce(z[:, 1:].float(), "row pos head d_head -> (head d_head)", "mean")
-
-    return trace(target, ids, [site], mean)[site]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from einops import repeat
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -24,25 +22,25 @@ Pools = dict[int, Tensor]
 
 
 def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
-    """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty."""
-    start = () if setup.bos is None else (setup.bos,)
-    contexts: dict[str, tuple[int, ...]] = {"no BOS": ()}
-    if start:
-        contexts = {"BOS": start, **contexts}
-    chat = chat_ids(setup.tokenizer, prefix)
-    if chat:
-        contexts["chat"] = start + chat
-    return contexts
+    """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty.
 
-
-def chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
-    """Tokens before what a user says: `prefix`, or what the chat template writes, or `CHAT`; none for ""."""
+    Args:
+        setup: The model and its tokenizer.
+        prefix: Text before what a user says. None: what the chat template writes, or `CHAT`.
+    """
+    tokenizer, start = setup.tokenizer, ()
+    contexts: dict[str, tuple[int, ...]] = {}
+    if setup.bos is not None:
+        start = contexts["BOS"] = (setup.bos,)
+    contexts["no BOS"] = ()
     if prefix is None:
         prefix = CHAT
         if getattr(tokenizer, "chat_template", None):
             turn = chat_text(tokenizer, [{"role": "user", "content": MARK}], answer=False)
             prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
-    return tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
+    if prefix:
+        contexts["chat"] = (*start, *tokenizer(prefix, add_special_tokens=False)["input_ids"])
+    return contexts
 
 
 def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> Pools:
@@ -79,8 +77,3 @@ def drawn_sequences(pools: Pools, length: int, count: int, seed: int) -> TokenRo
         pool = large[number % len(large)]
         rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])
     return torch.stack(rows)
-
-
-def repeated_first(rows: TokenRows) -> TokenRows:
-    """The first token of each sequence, repeated: the baseline that the attack does without."""
-    return repeat(rows[:, 0], "row -> row pos", pos=rows.shape[1])

@@ -197,11 +197,11 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    made = made_spikes(setup, Survey.of(setup)) if sinks.spikes else []
+    made = made_spikes(setup, Survey.of(setup))
     claims: list[Claim] = []
     for each in made[:TRACED]:
         claims += marks_of(setup, each)
-    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
+    words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
         repeats = (word.repeats or 0) * 3 // 2

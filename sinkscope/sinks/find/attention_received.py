@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from einops import reduce
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -59,7 +59,7 @@ class AttentionReceived:
         learned: Mean attention to the learned sink logit of each head.
         norms: Norm of every position after each layer.
         windows: Positions that a query of each layer sees; None: all.
-        attending: Which layers attend; the others of a hybrid model keep a state and have no heads.
+        attending: Which layers attend; of the others some were not read, and those of a hybrid model have no heads.
     """
 
     ids: TokenRows
@@ -84,36 +84,23 @@ class AttentionReceived:
             attending=torch.tensor(list(map(target.has_attention, range(depth)))),
         )
 
-    def up_to(self, depth: int, norms: Float[Tensor, "depth text pos"]) -> AttentionReceived:
-        """The first layers, with norms that may leave out dimensions."""
-        return replace(
-            self,
-            received=self.received[:depth],
-            lasting=self.lasting[:depth],
-            learned=self.learned[:depth],
-            norms=norms,
-            windows=self.windows[:depth],
-            attending=self.attending[:depth],
-        )
-
     # --- reading ---
 
     @contextmanager
     def listening(self, target: Target, texts: slice, without: tuple[int, ...] = ()) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
         depth = len(self.windows)
+
+        def take_norms(layer: int, output: Any) -> None:
+            self.norms[layer, texts] = norm_of(first_tensor(output), without).reshape(len(self.ids[texts]), -1).cpu()
+
         hooks = []
         for layer in range(depth):
-            take_norms = partial(self._layer_done, texts, layer, without)
-            hooks.append((target.layers[layer], "post", on_output(take_norms)))
+            hooks.append((target.layers[layer], "post", on_output(partial(take_norms, layer))))
         read = partial(self._read, texts, target.adapter.learned_sinks)
         rows = visible_rows(target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
         with target.hooks(*hooks), rows:
             yield
-
-    def _layer_done(self, texts: slice, layer: int, without: tuple[int, ...], output: Any) -> None:
-        norms = norm_of(first_tensor(output), without)
-        self.norms[layer, texts] = norms.reshape(len(self.ids[texts]), -1).cpu()
 
     def _read(
         self,
@@ -125,51 +112,54 @@ class AttentionReceived:
         visible: Callable[[], Bool[Tensor, "text _ query key"]],
     ) -> None:
         sees = visible()[0, 0].to(probs.device)
+        places = torch.arange(len(sees), device=probs.device)
+        distance = places[:, None] - places
         seen = sees.sum(1, keepdim=True)
-        window = None
+        window, apart = None, LATER_QUERIES
         if not bool(sees[-1, 0]):
             window = int(sees[-1].sum())
-            places = torch.arange(len(sees), device=probs.device)
-            sees = sees & (places[:, None] - places >= window // 2)
+            sees, apart = sees & (distance >= window // 2), 0
         self.windows[layer] = window
         if window is None or window >= NARROWEST:
-            shares = reduce(probs * sees, "text head query key -> head text key", "sum") / sees.sum(0).clamp(min=1)
-            size = self.received.shape[-1]
-            self.received[layer, :, texts] = shares[..., :size].cpu()
-            places = torch.arange(len(sees), device=probs.device)
-            apart = LATER_QUERIES if window is None else max(1, window // 4)
-            far = sees & (places[:, None] - places >= apart) & (seen >= LEAST_SEEN)
-            hot = (probs >= LIFT / (seen + 1)) & far
-            shares = reduce(hot.float(), "text head query key -> head text key", "sum") / far.sum(0).clamp(min=1)
-            self.lasting[layer, :, texts] = (shares * (far.sum(0) >= LEAST_SEEN))[..., :size].cpu()
+            far = sees & (distance >= apart) & (seen >= LEAST_SEEN)
+            self.received[layer, :, texts] = self._share(probs, sees)
+            self.lasting[layer, :, texts] = self._share(probs >= LIFT / (seen + 1), far, LEAST_SEEN)
         if learned_sinks:
             to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
             self.learned[layer, :, texts] = (1 - to_tokens).cpu()
 
+    def _share(
+        self, rows: Shaped[Tensor, "text head query key"], where: Bool[Tensor, "query key"], least: int = 1
+    ) -> Float[Tensor, "head text at"]:
+        """The mean over some queries; 0 of fewer than so many."""
+        total, number = reduce(rows * where, "text head query key -> head text key", "sum"), where.sum(0)
+        share = total / number.clamp(min=1) * (number >= least)
+        return share[..., : self.received.shape[-1]].float().cpu()
+
     # --- what was read ---
+
+    def _together(self, there: Bool[Tensor, "*layer text at"]) -> Float[Tensor, "layer head text"]:
+        """Attention to some positions in sum, mean over the queries from the first of them on."""
+        queries = self.ids.shape[1] - torch.arange(there.shape[-1]).float()
+        seeing = torch.where(there, queries, 0).amax(-1).clamp(min=1)
+        return (self.received * there * queries).sum(-1) / seeing
 
     def given(self, there: Bool[Tensor, "text at"]) -> Float[Tensor, "layer head text"]:
         """Attention to some positions together, mean over the queries from the first of them on.
 
         Behind a window, where few of the positions are in sight, it is the mean over positions.
         """
-        queries = self.ids.shape[1] - torch.arange(there.shape[1]).float()
-        seeing = torch.where(there, queries, 0).amax(1).clamp(min=1)
-        together = (self.received * (there * queries)).sum(-1) / seeing
         mean = (self.received * there).sum(-1) / there.sum(1).clamp(min=1)
         windows = torch.tensor([window is not None for window in self.windows])
-        return torch.where(windows[:, None, None], mean, together)
+        return torch.where(windows[:, None, None], mean, self._together(there))
 
     @cached_property
     def above(self) -> Bool[Tensor, "layer head text at"]:
         """Whether heads attend to positions: to one alone, or lastingly to several that together get as much."""
-        alone = self.received > RATE_EPS
-        queries = self.ids.shape[1] - torch.arange(self.received.shape[-1]).float()
         several = self.lasting >= MOST_TEXTS
-        seeing = torch.where(several, queries, 0).amax(-1).clamp(min=1)
-        together = (self.received * several * queries).sum(-1) / seeing
         fair = self.received >= LEAST_PART * (self.received * several).amax(-1, keepdim=True)
-        return alone | (several & fair & (together > RATE_EPS)[..., None])
+        together = several & fair & (self._together(several) > RATE_EPS)[..., None]
+        return (self.received > RATE_EPS) | together
 
     @property
     def rate(self) -> float:
@@ -201,13 +191,6 @@ class AttentionReceived:
     def learned_heads(self) -> Heads:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
         return self._in_most(self.learned > RATE_EPS, POSITION_SHARE)
-
-    @property
-    def learned_rate(self) -> float:
-        """The share of heads whose learned sink logit exceeds the threshold; 0 if these are too few for a sink."""
-        if not self.learned_heads:
-            return 0.0
-        return float((self.learned > RATE_EPS)[self.attending].float().mean())
 
     @property
     def most_attended(self) -> Search:
@@ -269,12 +252,12 @@ def attention_of_all(setup: Setup, without: tuple[int, ...] = ()) -> tuple[Atten
     return received, SinkRate(RATE_EPS, SHORT, len(ids), received.rate)
 
 
-def with_long_texts(setup: Setup) -> Setup | None:
-    """The same setup with a few longer texts; None if the context or the text is too short for any."""
+def long_texts(setup: Setup) -> TokenRows | None:
+    """A few longer texts; None if the context or the text is too short for any."""
     length = min(LONG_LENGTH, setup.target.max_positions or LONG_LENGTH)
     if length <= SHORT:
         return None
     try:
-        return replace(setup, ids=text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos))
+        return text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos)
     except SinkscopeError:  # the text is shorter than that
         return None

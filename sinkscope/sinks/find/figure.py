@@ -22,7 +22,7 @@ def draw(result: FindSinks) -> go.Figure:
     _draw_norms(fig, result)
     rates = []
     if result.sink is not None:
-        rates += [layer.rate for layer in result.sink.layers]
+        rates += result.sink.layer_rates
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
     layers = list(range(len(rates)))
     fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)

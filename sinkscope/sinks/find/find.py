@@ -18,7 +18,7 @@ from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, Stage
 from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.find.sets import CANDIDATES, CausalSets
+from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
@@ -60,9 +60,8 @@ def find_sinks(
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
     first_tokens = prefixes(setup, words)
-    unknown = unknown_share(setup)
     limit = repetition_limit(setup.target, max_repeats)
-    setup.record(max_repeats=limit, unknown_tokens=unknown)
+    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
     whole = all_layers or setup.target.resident
     while True:
@@ -71,25 +70,25 @@ def find_sinks(
         made = made_spikes(setup, survey, top_k)
         depth = len(survey.first.scan.layers)
         # If the neurons do not carry the attention to the first kind of place, the layers read were too few.
-        minimal = made[0].sets.minimal if made else None
+        minimal = made[0].found.minimal if made else None
         if whole or depth == setup.target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED):
             break
         whole = True
 
     # Does repetition go through the same neurons?
-    context, sets = survey.first, CausalSets()
+    context, found = survey.first, FoundSet()
     repeats, repetition = RepeatsNeeded((), None, 0, limit), None
     if made:
-        context, sets = made[0].context, made[0].sets
+        context, found = made[0].context, made[0].found
         if context.scan.stages:
             repeats = repeat_until_half(context, words, first_tokens, limit, setup.progress)
-            repetition = repetition_spike(context, repeats, first_tokens, sets.sites)
+            repetition = repetition_spike(setup, context, repeats, first_tokens, found.sites)
 
     scan = context.scan
     reported = published_for(setup.target.name)
     published = None
     if reported is not None:
-        causal = {(neuron.layer, neuron.neuron) for neuron in sets.neurons if neuron.causal}
+        causal = {(neuron.layer, neuron.neuron) for neuron in found.neurons if neuron.causal}
         matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
         published = None if matches is None else PublishedSink(reported.source, matches)
 
@@ -106,7 +105,7 @@ def find_sinks(
         lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer if made else None,
-        neurons=sets.neurons,
+        neurons=found.neurons,
         stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if made),
         residual_dims=tuple(scan.massive_activations),
         spike_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),

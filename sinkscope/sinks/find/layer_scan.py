@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.hooks.trace.run import trace
 from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
@@ -60,25 +59,6 @@ class LayerReading:
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
     entering: LayerInput | None = None
-
-
-@dataclass(frozen=True)
-class Rise:
-    """A part of a spike: the layers after which the norm stands out until it falls, and what builds it there.
-
-    Attributes:
-        first: The first layer after which the norm stands out.
-        last: The last one.
-        layer: The layer of its stage that adds most.
-        readable: The last layer whose heads can read it.
-        is_first: Whether it is the first part.
-    """
-
-    first: int
-    last: int
-    layer: int
-    readable: int
-    is_first: bool
 
 
 @dataclass(frozen=True)
@@ -186,7 +166,8 @@ class LayerScan:
         builds = (along >= least) & (along > STAGE_OUTLIER * typically_along)
         # A stage may also be orthogonal to the rest of the spike.
         written = self.middle(self.mlp_norms)
-        large = (written >= least) & (written > STAGE_OUTLIER * self.mlp_typical)
+        typically = self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
+        large = (written >= least) & (written > STAGE_OUTLIER * typically)
         stages = []
         for layer in (builds | large).nonzero().flatten().tolist():
             if not self._points_against(layer):
@@ -195,11 +176,6 @@ class LayerScan:
             if max(self.spike_norm[stages[0] :]) <= AS_BEFORE * self.spike_norm[stages[0] - 1]:
                 return []  # the norm stood out before, and they add next to nothing
         return stages
-
-    @property
-    def mlp_typical(self) -> Float[Tensor, " layer"]:
-        """Norm of what each MLP adds at later positions, median."""
-        return self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
 
     def _points_against(self, layer: int) -> bool:
         """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
@@ -214,6 +190,10 @@ class LayerScan:
         spike = self.layers[layer].residual.clone()
         spike[self.shared_dims] = 0
         return spike
+
+    def largest_dims(self, layer: int) -> Int[Tensor, " d_model"]:
+        """The residual dimensions of the place after a layer, the largest first."""
+        return self.spike_after(layer).abs().argsort(descending=True, stable=True)
 
     @property
     def sink_layer(self) -> int | None:
@@ -232,27 +212,7 @@ class LayerScan:
                 runs.append((layer, layer))
         return runs
 
-    @property
-    def rises(self) -> list[Rise]:
-        """The parts of a spike that MLPs build: runs with a stage of their own; the one of the sink layer first."""
-        runs = self.spike_runs
-        built: dict[int, list[int]] = {}  # the stages of each run that has any
-        for stage in self.stages:
-            ends = [number for number, (_, last) in enumerate(runs) if stage <= last]
-            built.setdefault(ends[0] if ends else max(built, default=0), []).append(stage)
-        written = self.middle(self.mlp_norms).tolist()
-        rises = []
-        for number, stages in built.items():
-            following = min((other for other in built if other > number), default=len(runs))
-            last = max(runs[following - 1][1], *stages)
-            readable = self.n_layers
-            if following < len(runs):
-                readable = last + 1
-            layer = max(stages, key=lambda stage: written[stage])
-            rises.append(Rise(runs[number][0], last, layer, readable, not rises))
-        return sorted(rises, key=lambda rise: rise.layer != self.sink_layer)
-
-    @property
+    @cached_property
     def entering(self) -> Entering:
         """What entered each layer; nothing if passes over this model cannot begin at a layer."""
         return Entering({layer.entering.layer: layer.entering for layer in self.layers if layer.entering is not None})
@@ -287,10 +247,10 @@ class LayerScan:
         """
         if self.sink_layer is None:
             return []
-        size = self.spike_after(self.sink_layer).abs()
+        order = self.largest_dims(self.sink_layer)
+        size = self.spike_after(self.sink_layer)[order].abs()
         massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
-        order = size.argsort(descending=True, stable=True)
-        return order[massive[order]].tolist()
+        return order[massive].tolist()
 
 
 def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
@@ -298,19 +258,22 @@ def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "q
     return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
 
 
-def massive_dims(resid: Float[Tensor, "row pos d_model"], place: Float[Tensor, "row d_model"]) -> list[int]:
+def _sample(values: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "place d_model"]:
+    """Some later positions."""
+    return values[:, 1:].flatten(0, 1)[:SAMPLE_POSITIONS].float()
+
+
+def massive_dims(sample: Float[Tensor, "place d_model"], place: Float[Tensor, "row d_model"]) -> list[int]:
     """Dimensions massive on all tokens alike, if they make up more than half of a typical residual stream.
 
     A dimension in which the place itself stands out does not count, because leaving it out would hide a spike.
 
     Args:
-        resid: Residual stream.
+        sample: Residual stream at some later positions.
         place: That of the place of each row.
     """
-    later = rearrange(resid[:, 1:], "row pos d_model -> (row pos) d_model")[:SAMPLE_POSITIONS]
-    size = later.abs().median(0).values
-    there = place.abs().median(0).values
-    massive = (size > MASSIVE_RATIO * size.median()) & ~stands_out(there, size)
+    size = sample.abs().median(0).values
+    massive = (size > MASSIVE_RATIO * size.median()) & ~stands_out(place.abs().median(0).values, size)
     if size[massive].square().sum() > size[~massive].square().sum():
         return massive.nonzero().flatten().tolist()
     return []
@@ -366,8 +329,8 @@ def scan_layers(
                 "try --dtype float32, and check the checkpoint"
             )
         here = resid[rows, at].float()
-        massive = massive_dims(resid.float(), here)
-        later = rearrange(written[:, 1:], "row pos d_model -> (row pos) d_model")
+        sample = _sample(resid)
+        massive = massive_dims(sample, here)
         entering = None
         if "entering" in parts:
             entering = LayerInput(len(layers), parts["entering"], isinstance(output, tuple))
@@ -377,9 +340,9 @@ def scan_layers(
             massive_dims=massive,
             residual=here.mean(0).cpu(),
             mlp_norms=written.norm(dim=-1).cpu(),
-            hidden=float(resid[:, 1:].flatten(0, 1)[:SAMPLE_POSITIONS].float().abs().median()),
+            hidden=float(sample.abs().median()),
             written=written[rows, at].mean(0).cpu(),
-            sample=later[:SAMPLE_POSITIONS].cpu().clone(),
+            sample=_sample(written).cpu().clone(),
             entering=entering,
         )
         parts.clear()
@@ -403,22 +366,3 @@ def scan_layers(
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
     return LayerScan(target.n_layers, layers, at)
-
-
-def norms_after(
-    target: Target,
-    layer: int,
-    ids: TokenRows,
-    batch_size: int | None = None,
-    progress: Progress = silent,
-    what: str = "norms",
-) -> Float[Tensor, "row pos"]:
-    """Norm of the residual stream after a layer at every position; the passes end at this layer."""
-    site = f"blocks.{layer}.hook_resid_post"
-    batches = []
-    done = 0
-    for rows in ids.split(batch_size or len(ids)):
-        batches.append(trace(target, rows, [site], "norm")[site])
-        done += len(rows)
-        progress(what, done, len(ids))
-    return torch.cat(batches)

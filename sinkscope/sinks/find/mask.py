@@ -5,8 +5,7 @@ Each row runs alone and without its padding, and is judged as the survey judges 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,18 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import ModelInfo, Setup
 from sinkscope.models.checks import check_length
-from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.norms import norm_of
+from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
 from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived
-from sinkscope.sinks.find.layer_scan import massive_dims
-from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, sink_places, spike_places, stands_out
+from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, spike_places, stands_out
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 
+LEAST_TYPICAL = 4  # tokens that a typical norm needs
 Mask = Bool[Tensor, "batch pos"]
 
 
@@ -48,20 +47,21 @@ class Known:
     heads: Heads
     shared_dims: tuple[int, ...]
 
-    def attended(self, above: Bool[Tensor, "layer head row at"], attending: Bool[Tensor, " layer"]) -> Mask:
-        """Positions to which two of the heads attend, and a hundredth of all."""
-        least = max(SINK_HEADS, POSITION_SHARE * int(attending.sum()) * above.shape[1])
-        number = torch.zeros(above.shape[2:], dtype=torch.int)
-        for layer, head in self.heads:
-            number += above[layer, head]
-        return number >= least
+    def there(self, received: AttentionReceived) -> tuple[Mask, Bool[Tensor, "batch at"]]:
+        """Positions whose norm stands out after a layer after which it is known to do so, and attended positions.
 
-    def spiking(self, norms: Float[Tensor, "layer row pos"], ids: TokenRows) -> Mask:
-        """Positions whose norm stands out after a layer after which it is known to do so."""
+        Two of the heads have to attend, and a hundredth of all.
+        """
+        norms, ids = received.norms, received.ids
+        spikes = stands_out(norms, rearrange(self.typical, "layer -> layer 1 1")).any(0)
         stands = self.typical.isfinite()
         if self.shared_dims and bool(stands.any()):
-            return spike_places(norms[stands], ids).there
-        return stands_out(norms, rearrange(self.typical, "layer -> layer 1 1")).any(0)
+            spikes = spike_places(norms[stands], ids).there
+        number = torch.zeros(received.above.shape[2:], dtype=torch.int)
+        for layer, head in self.heads:
+            number += received.above[layer, head]
+        heads = int(received.attending.sum()) * received.above.shape[1]
+        return spikes, number >= max(SINK_HEADS, POSITION_SHARE * heads)
 
 
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
@@ -107,14 +107,17 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = Survey.of(Setup.open(model, **opening))
     dims: list[int] = []
     for place in survey.spikes:
-        scan = survey.context(place).scan
-        layer = int(scan.ratios.argmax())
-        squares = scan.spike_after(layer).double().square()
-        order = squares.argsort(descending=True, stable=True)
-        left = squares[order].flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
-        number = int(stands_out(left, torch.tensor(scan.typical_norm[layer])).sum())
-        dims += order[:number].tolist()
+        dims += dims_of(survey.context(place).scan)
     return tuple(dict.fromkeys(dims))
+
+
+def dims_of(scan: LayerScan) -> list[int]:
+    """The fewest dimensions of a spike without which its norm no longer stands out, where it stands out most."""
+    layer = int(scan.ratios.argmax())
+    order = scan.largest_dims(layer)
+    squares = scan.spike_after(layer)[order].double().square()
+    left = squares.flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
+    return order[stands_out(left, torch.tensor(scan.typical_norm[layer]))].tolist()
 
 
 @torch.no_grad()
@@ -129,11 +132,8 @@ def marked(model: object, ids: Any, attention_mask: Any, tokenizer: Any, known: 
         SinkscopeError: The input is invalid, or it is of another model that something is known.
     """
     target = open_target(model, tokenizer, None, None, None, False, needed=False)
-    if known is not None and (target.n_layers, target.d_model) != (known.model.n_layers, known.model.d_model):
-        raise SinkscopeError(
-            f"the result is of {known.model.name} ({known.model.n_layers} layers of {known.model.d_model} dimensions), "
-            f"but {target.name} has {target.n_layers} of {target.d_model}: give the model that was measured"
-        )
+    if known is not None:
+        check_made_for(target, asdict(known.model), "result")
     inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
     rows = inputs.rows()
     check_length(target, "the longest row", max(map(len, rows)))
@@ -150,26 +150,17 @@ def _of_row(target: Target, ids: TokenRows, known: Known | None) -> Mask:
     """The sinks of a row without padding."""
     depth = target.n_layers if known is None else len(known.typical)
     received = AttentionReceived.unread(target, ids, depth)
-    others = torch.zeros_like(received.norms)
-
-    def layer_done(layer: int, output: Any) -> None:
-        resid = first_tensor(output).reshape(1, ids.shape[1], -1)
-        others[layer] = norm_of(resid, massive_dims(resid.float(), resid[:, 0].float())).cpu()
-
-    hooks = []
-    for layer in range(depth if known is None else 0):
-        hooks.append((target.layers[layer], "post", on_output(partial(layer_done, layer))))
-    with received.listening(target, slice(None), () if known is None else known.shared_dims), target.hooks(*hooks):
+    with received.listening(target, slice(None), () if known is None else known.shared_dims):
         target.forward(ids, upto=depth - 1)
     if not bool(received.norms.isfinite().all()):
         raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
     if known is not None:
-        there, attended = known.spiking(received.norms, ids), known.attended(received.above, received.attending)
+        there, attended = known.there(received)
     else:
         there = spike_places(received.norms, ids).there
-        if not bool(there.any()):  # a dimension that is massive on all tokens may hide a spike
-            there = spike_places(others, ids).there
-        attended = sink_places(received.above[received.attending], ids).there
+        if not bool(there.any()) and ids.shape[1] >= LEAST_TYPICAL:  # massive dimensions may hide a spike
+            there = spike_places(scan_layers(target, ids, whole=True).norms, ids).there
+        attended = received.places.there
     end = max(0, ids.shape[1] - LATER_QUERIES)
     there[:, :end] |= attended[:, :end]
     return there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sinkscope.hooks.trace.layer_view import (
+    LayerView,
     contributions,
     expert_and_neuron,
     neutral_post,
@@ -16,31 +17,28 @@ from sinkscope.models.draws import draws
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.records import Candidate
 from sinkscope.sinks.find.survey import SinkContext
-from sinkscope.sinks.removal.components import Edit
+from sinkscope.sinks.removal.components import silencing
+from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 
 
-@torch.no_grad()
-def verify_neurons(context: SinkContext, layer: int, top_k: int) -> tuple[Candidate, ...]:
-    """Candidate neurons of a layer that builds the spike, and the effect of zeroing each after this layer.
+def verify_neurons(context: SinkContext, top_k: int) -> tuple[Candidate, ...]:
+    """Candidate neurons of the spike, and the effect of zeroing each after the sink layer.
 
     Args:
         context: The model and its spike.
-        layer: The layer. With the sink layer come the candidates of all other stages.
-        top_k: Number of candidates in this layer.
+        top_k: Number of candidates of the sink layer.
 
     Returns:
-        The neurons of the layer, largest contribution first, followed by those of other stages.
+        The neurons of the sink layer, largest contribution first, followed by those of other stages.
     """
-    candidates = {layer: top_k}
-    if layer == context.layer:
-        candidates |= {stage: STAGE_CANDIDATES for stage in context.scan.stages if stage != layer}
-    neurons = ()
-    for stage, number in candidates.items():
-        neurons += stage_neurons(context, stage, number, upto=layer)
+    neurons = stage_neurons(context, context.layer, top_k)
+    for stage in context.scan.stages:
+        if stage != context.layer:
+            neurons += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
     return neurons
 
 
@@ -57,19 +55,14 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         upto: The layer after which the norm is read, if it is later than `stage`.
     """
     target = context.target
-    ids = context.ids[:, : context.up_to_place]
-    where = torch.zeros_like(ids, dtype=torch.bool)
-    where[torch.arange(len(ids)), context.at] = True
     typical = context.typical
     with target.loaded(stage):
-        place = view_layer(target, stage, ids, where, context.entering)
-        text = neutral_view(target, stage, typical.ids, typical.entering)
+        place = _at_places(context, stage)
+        text = neutral_view(target, stage, typical.ids, typical.scan.entering)
         contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
-        spare = torch.ones_like(contribution, dtype=torch.bool)
-        if place.routing is not None:  # neurons of an expert that was not chosen give no valid control
-            spare = contribution > 0
+        spare = contribution > 0  # silent neurons, such as those of an expert that was not chosen, are no control
         spare[top] = False
         others = spare.nonzero().flatten()
         drawn = torch.zeros(0, dtype=torch.long)
@@ -80,7 +73,9 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         for number in top + others[drawn.to(others.device)].tolist():
             members.append(Neuron(stage, *expert_and_neuron(target, stage, number)))
         neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
-        drops = context.drops([Edit(zero=(member.site,)) for member in members], max(stage, upto)).tolist()
+        read = max(stage, upto)
+        (edited,) = side_by_side(target, [context.trial(silencing([(member.site,) for member in members]), upto=read)])
+        drops = edited.drops(read).tolist()
     control = max(drops[len(top) :], default=0.0)
     mlp_norm = float(place.mlp.norm(dim=-1).median())
     neurons = []
@@ -100,3 +95,16 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         )
         neurons.append(verified)
     return tuple(neurons)
+
+
+def largest_writer(context: SinkContext, layer: int) -> Neuron:
+    """The neuron of a layer that writes most at the place, of a model in memory; it is not verified."""
+    _, rank = contributions(context.target, _at_places(context, layer)).mean(1)
+    return Neuron(layer, *expert_and_neuron(context.target, layer, int(rank.argmax())))
+
+
+def _at_places(context: SinkContext, layer: int) -> LayerView:
+    ids = context.ids[:, : context.up_to_place]
+    where = torch.zeros_like(ids, dtype=torch.bool)
+    where[torch.arange(len(ids)), context.at] = True
+    return view_layer(context.target, layer, ids, where, context.scan.entering)

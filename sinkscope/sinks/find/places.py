@@ -7,9 +7,9 @@ if it is too little to be measured. Nothing assumes a position.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations
 
 import torch
 from einops import rearrange, reduce
@@ -29,9 +29,7 @@ MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so i
 LEAST_WITHOUT_WORDS = 10  # places that are a piece although no words mean them
 LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
 SOME_TEXTS = 0.2  # least share of the texts that have a place
-MOST_PARTS = 4  # rules in one description, if one or two do not suffice
-BORNE_OUT = 2  # cases of each token before it that words name, on average
-MOST_TURNS = 16  # different tokens that take turns among the texts in which a place is looked at
+FEW_PARTS, MOST_PARTS = 2, 4  # rules in one description, and if these and the simple ones do not suffice
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
 Decode = Callable[[list[int]], str]
@@ -69,10 +67,6 @@ class Places:
     def __len__(self) -> int:
         return int(self.there.sum())
 
-    def of(self, rule: Rule) -> Places:
-        """Those of the places that words mean."""
-        return Places(self.ids, self.there & rule.means(self.ids))
-
     def without(self, there: Bool[Tensor, "text pos"]) -> Places:
         """The places without some."""
         return Places(self.ids, self.there & ~there)
@@ -85,11 +79,6 @@ class Places:
             shares.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / len(self)))
         return tuple(shares)
 
-    @property
-    def earliest(self) -> int:
-        """The first position at which there is one in any text."""
-        return int(self.there.any(0).int().argmax())
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -99,10 +88,7 @@ class Rule:
         words: The words, as part of a sentence.
         position: The only position. None: any.
         tokens: Ids of the tokens that may stand there. Empty: any.
-        first: Whether only the first of these tokens in a text counts; of all tokens, the first of each.
-        repeated: Whether the token before has to be the same.
-        after: The tokens of which one has to stand before. Empty: any.
-        unless: Tokens that may not stand before.
+        first: Whether only the first of these tokens in a text counts.
         token: The token as text, if there is only one; else empty.
     """
 
@@ -110,32 +96,19 @@ class Rule:
     position: int | None = None
     tokens: tuple[int, ...] = ()
     first: bool = False
-    repeated: bool = False
     token: str = ""
-    after: tuple[int, ...] = ()
-    unless: tuple[int, ...] = ()
 
     def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
         """The positions of some texts that the words mean."""
         fits = torch.ones_like(ids, dtype=torch.bool)
         if self.tokens:
             fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
-        if self.first and self.tokens:
+        if self.first:
             fits &= fits.cumsum(1) == 1
-        elif self.first:
-            fits &= _first_occurrences(ids)
         if self.position is not None:
             at_position = torch.zeros_like(fits)
             at_position[:, self.position : self.position + 1] = True
             fits &= at_position
-        if self.repeated or self.after:
-            fits[:, 0] = False
-        if self.repeated:
-            fits[:, 1:] &= ids[:, :-1] == ids[:, 1:]
-        if self.after:
-            fits[:, 1:] &= torch.isin(ids[:, :-1], torch.tensor(self.after, device=ids.device))
-        if self.unless:
-            fits[:, 1:] &= ~torch.isin(ids[:, :-1], torch.tensor(self.unless, device=ids.device))
         return fits
 
 
@@ -172,7 +145,7 @@ class Place:
             coverage=len(piece) / len(whole),
             precision=int((meant & whole.there).sum()) / max(1, int(meant.sum())),
             share=float(piece.there.any(1).float().mean()),
-            position=piece.earliest,
+            position=int(piece.there.any(0).int().argmax()),
             common=piece.common(decode),
         )
 
@@ -212,16 +185,8 @@ class Place:
         return self.words
 
 
-def _first_occurrences(ids: TokenRows) -> Bool[Tensor, "text pos"]:
-    """Tokens that have not stood in the text before."""
-    same = rearrange(ids, "text pos -> text pos 1") == rearrange(ids, "text pos -> text 1 pos")
-    return ~same.tril(-1).any(2)
-
-
-def texts_with(
-    place: Place, ids: Int[Tensor, "text pos"]
-) -> tuple[TokenRows, Int[Tensor, " row"], Bool[Tensor, "row pos"]]:
-    """Some texts with a place, its first position in each, and all of them; those texts in which it comes first.
+def texts_with(place: Place, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
+    """Numbers of some texts with a place, and its first position in each; those in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
@@ -229,20 +194,20 @@ def texts_with(
         place: The place.
         ids: The texts in which it was found, whole.
     """
-    there = place.there(ids)
-    kinds = [there]
-    tokens = ids[there].unique().tolist()
-    if not place.is_first and 1 < len(tokens) <= MOST_TURNS:
-        kinds = [there & (ids == token) for token in tokens]
+    seen: Counter[int] = Counter()
+    known: set[tuple[int, int]] = set()
     cases: list[tuple[int, int, int]] = []
-    for each in kinds:
-        own = sorted((int(each[row].int().argmax()), row) for row in each.any(1).nonzero().flatten().tolist())
-        cases += [(turn, at, row) for turn, (at, row) in enumerate(own)]
+    for text, position in sorted(place.cases, key=lambda case: case[1]):
+        token = int(ids[text, position])
+        if (token, text) not in known:
+            known.add((token, text))
+            cases.append((seen[token], position, text))
+            seen[token] += 1
     _, at, rows = torch.tensor(sorted(cases)).T
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
-    return ids[rows[:number]], at[:number], there[rows[:number]]
+    return rows[:number], at[:number]
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -331,34 +296,26 @@ def pieces(
 
 def _rules(places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool]) -> list[Rule]:
     """The words for the parts of a set of places."""
-    precise: list[Rule] = []
-    for rules in (_simple, _of_a_kind):
+    precise: dict[Rule, Tensor] = {}  # with the places that they mean
+    chosen: list[Rule] = []
+    least, few = min(LEAST_CASES, len(places.ids)), (1 - ENOUGH) * len(places)
+    for rules, most in ((_simple, FEW_PARTS), (_of_a_kind, MOST_PARTS)):
         for rule in rules(places, decode):
-            if _precision(places, rule.means(places.ids)) >= ENOUGH and holds(places.of(rule).there):
-                precise.append(rule)
-        for few in (*combinations(precise, 1), *combinations(precise, 2)):
-            rest = places
-            for rule in few:
-                rest = rest.without(rule.means(places.ids))
-            if len(rest) <= (1 - ENOUGH) * len(places):
-                return list(few)
-    chosen = []
-    rest = places
-    while len(chosen) < MOST_PARTS and precise:
-        best = max(precise, key=lambda rule: len(rest.of(rule)))
-        if len(rest.of(best)) < min(LEAST_CASES, len(places.ids)):
+            fits = rule.means(places.ids)
+            there = fits & places.there
+            if int(there.sum()) >= max(least, ENOUGH * int(fits.sum())) and holds(there):
+                precise[rule] = there
+        rest, chosen = places.there, []
+        while len(chosen) < most and precise:
+            adding = {rule: int((rest & there).sum()) for rule, there in precise.items()}
+            best = max(precise, key=adding.__getitem__)
+            if adding[best] < least:
+                break
+            chosen.append(best)
+            rest = rest & ~precise[best]
+        if int(rest.sum()) <= few:
             break
-        chosen.append(best)
-        rest = rest.without(best.means(rest.ids))
-    return sorted(chosen, key=precise.index)
-
-
-def _precision(places: Places, fits: Bool[Tensor, "text pos"]) -> float:
-    """Share of the positions which are such places; 0 if these are too few to say so."""
-    both = int((places.there & fits).sum())
-    if both < min(LEAST_CASES, len(places.ids)):
-        return 0.0
-    return both / int(fits.sum())
+    return sorted(chosen, key=list(precise).index)
 
 
 def _simple(places: Places, decode: Decode) -> list[Rule]:
@@ -371,36 +328,7 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         name = decode([token])
         rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
         rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
-        rules += _by_the_token_before(places, token, decode)
-    after, counts = places.ids[:, :-1][places.there[:, 1:]].unique(return_counts=True)
-    for token in after[counts.argsort(descending=True, stable=True)[:COMMON]].tolist():
-        rules.append(Rule(f"what stands after {decode([token])!r}", after=(token,)))
-    rules.append(Rule("every token that repeats the one before it", repeated=True))
-    rules.append(Rule("the first occurrence of every token", first=True))
     return rules
-
-
-def _by_the_token_before(places: Places, token: int, decode: Decode) -> list[Rule]:
-    """A token after some others, or except after some others; the fewer of the two are named."""
-    stands = places.ids[:, 1:] == token
-    before, there = places.ids[:, :-1], places.there[:, 1:]
-    keeping = before[stands & ~there].unique()
-    allowing = before[stands & there].unique()
-    name = decode([token])
-
-    def words(what: str, tokens: Tensor) -> str:
-        names = word_list([repr(decode([other])) for other in tokens.tolist()], COMMON)
-        return f"{name!r} {what} {names}"
-
-    if len(allowing) <= max(1, len(keeping)):
-        if int((stands & there).sum()) < BORNE_OUT * len(allowing):
-            return []
-        return [Rule(words("after", allowing), tokens=(token,), token=name, after=tuple(allowing.tolist()))]
-    keeping = keeping[~torch.isin(keeping, allowing)]
-    kept = int((stands & torch.isin(before, keeping)).sum())
-    if not len(keeping) or kept < BORNE_OUT * len(keeping):
-        return []
-    return [Rule(words("except after", keeping), tokens=(token,), token=name, unless=tuple(keeping.tolist()))]
 
 
 def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
@@ -411,10 +339,7 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
     for token in seen:
         if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
             precise.append(token)
-    shares = [int((places.there & (places.ids == token)).sum()) for token in precise]
-    if len(precise) > 2 and 2 * max(shares) <= sum(
-        shares
-    ):  # two have a rule each, because different neurons may make their spikes
+    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
         names = word_list([repr(decode([token])) for token in precise], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
@@ -424,16 +349,12 @@ def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
 
 
 def _tokens_behind(places: Places) -> list[int]:
-    """Tokens that stand at places after the first position, and not always at the same one; the most common first.
-
-    Those that are at least half as common as the first keep the order of their ids: other texts give the same words.
-    """
+    """Tokens that stand at places after the first position, and not always at the same one; the most common first."""
     there = places.there.clone()
     there[:, 0] = False
     seen, counts = places.ids[there].unique(return_counts=True)
-    half = (1 + max(counts.tolist(), default=0)) // 2
     tokens = []
-    for token in seen[counts.clamp(max=half).argsort(descending=True, stable=True)].tolist():
+    for token in seen[counts.argsort(descending=True, stable=True)].tolist():
         if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
             tokens.append(token)
     return tokens
@@ -445,11 +366,12 @@ def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
     token = ""
     if len(tokens) == 1:
         token = decode([int(tokens[0])])
+    words = f"position {position} (any token)"
     if position == 0:
-        return Rule("the first token", position=0, token=token)
-    if token:
-        return Rule(f"{token!r} at position {position}", position=position, token=token)
-    return Rule(f"position {position} (any token)", position=position)
+        words = "the first token"
+    elif token:
+        words = f"{token!r} at position {position}"
+    return Rule(words, position=position, token=token)
 
 
 def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:

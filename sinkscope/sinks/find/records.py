@@ -64,12 +64,8 @@ class CausalSet:
         control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
-        equals: Neurons any one of which removes the spike as well, if the set is a single neuron.
-        layers: The first and last layer after which the norm stands out, if the spike falls and rises again: the set
-            makes this part of it.
         claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: The heads of the sink, if all of them lose at least half of that attention without the set, and none
-            without another member than the rest.
+        readers: The heads of the sink, if all of them lose at least half of that attention without the set.
     """
 
     neurons: tuple[Neuron, ...]
@@ -80,8 +76,6 @@ class CausalSet:
     control: float
     margin_norm: float | None = None
     margin_attention: float | None = None
-    equals: tuple[Neuron, ...] = ()
-    layers: tuple[int, int] | None = None
     claims: tuple[Claim, ...] = ()
     readers: Readers | None = None
 
@@ -102,10 +96,11 @@ class Spike:
         step_down: Layers that reduce it by at least 5 %.
         ratio: The largest ratio of the spike's norm to the typical norm.
         usual: The 95 % quantile of that ratio over ordinary positions.
-        maker: The parts without which the spike is gone, if no set of neurons makes it; empty if none were found.
-        begun_by: What makes a norm that stands out before neurons amplify it; empty if there is no such norm.
+        maker: The parts without which the spike is gone, if no set of neurons makes it. If one does, the parts that
+            make a norm which stands out before the neurons amplify it. Empty if none were found, or there is no such
+            norm.
         by_mlp: Whether MLPs make it.
-        sets: The smallest set found whose ablation removes the spike; if it falls and rises again, a set for each part.
+        set: The smallest set of neurons found whose ablation removes the spike. None if none was found.
         claims: Of its makers.
         search: What was searched.
         margin: Two standard errors of the ratio over texts; None for too few texts.
@@ -118,9 +113,8 @@ class Spike:
     ratio: float
     usual: float
     maker: Parts
-    begun_by: Parts
     by_mlp: bool
-    sets: tuple[CausalSet, ...]
+    set: CausalSet | None
     claims: tuple[Claim, ...]
     search: Search
     margin: float | None = None
@@ -128,15 +122,10 @@ class Spike:
     @property
     def makers(self) -> Parts:
         """The parts that make the spike."""
-        made = [*self.begun_by, *self.maker]
-        if self.by_mlp and not self.maker:
+        made = [*self.maker]
+        if self.by_mlp and (self.set is not None or not self.maker):
             made += [Component("mlp", layer) for layer in self.step_up]
         return tuple(made)
-
-    @property
-    def set(self) -> CausalSet | None:
-        """The smallest set that removes the spike or, if it has several parts, the largest part."""
-        return next(iter(self.sets), None)
 
 
 @dataclass(frozen=True)
@@ -148,37 +137,18 @@ class Readers:
         attention: Mean attention of each to the place.
         left: The same without what they need; the same as `attention` if nothing was found.
         needs: What each of these heads needs: the neurons of a spike, or components. Empty if nothing was found.
+        search: What was tried.
         by_spike: Whether that is what makes the spike of the place.
         claim: What is left of the attention without it. None if nothing was found.
-        search: What was tried.
     """
 
     heads: tuple[str, ...]
     attention: tuple[float, ...]
     left: tuple[float, ...]
     needs: Parts
-    by_spike: bool
-    claim: Claim | None
     search: Search
-
-
-@dataclass(frozen=True)
-class LayerAttention:
-    """The attention of one layer, or of all, to a sink.
-
-    Attributes:
-        rate: Share of its heads that attend to the sink. None if it has no softmax attention.
-        readers: Number of heads that do in most cases.
-        attention: Mean attention of these to the sink. None if there are none.
-        rate_margin: Two standard errors over texts; None for too few texts.
-        attention_margin: The same of the mean attention.
-    """
-
-    rate: float | None
-    readers: int = 0
-    attention: float | None = None
-    rate_margin: float | None = None
-    attention_margin: float | None = None
+    by_spike: bool = False
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True)
@@ -187,37 +157,36 @@ class Sink:
 
     Attributes:
         place: The positions. None: the learned sink logits of the heads.
-        everywhere: The attention of all layers that were read.
-        layers: That of each.
-        n_heads: Number of heads of these layers.
+        rate: Share of the (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024).
+        layer_rates: The same share of each layer. None if it has no softmax attention, or was not read.
+        n_heads: Number of heads of the layers that were read.
+        readers: Number of heads that attend in most cases.
+        attention: Mean attention of these heads.
+        rate_margin: Two standard errors of the rate over texts; None for too few texts.
+        attention_margin: The same of the attention.
         groups: The heads that attend in most cases, by what they need, the largest group first.
         spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
         length: Length of the texts, in tokens.
-        between: Smallest and largest mean attention of a head that attends in most cases.
-        before: Where the same heads attend as long as they have seen no such position. None: nowhere, or not known.
         window: Positions that the attending heads see, if a window hides others.
     """
 
     place: Place | None
-    everywhere: LayerAttention
-    layers: tuple[LayerAttention, ...]
+    rate: float
+    layer_rates: tuple[float | None, ...]
     n_heads: int
+    readers: int
+    attention: float
+    rate_margin: float | None = None
+    attention_margin: float | None = None
     groups: tuple[Readers, ...] = ()
     spike: int | None = None
     length: int = SHORT
-    between: tuple[float, float] = (0.0, 0.0)
-    before: Place | None = None
     window: int | None = None
 
     @property
     def words(self) -> str:
         """Where it is."""
         return "their learned sink logits" if self.place is None else self.place.words
-
-    @property
-    def rate(self) -> float:
-        """Share of (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024)."""
-        return self.everywhere.rate or 0.0
 
 
 @dataclass(frozen=True)
@@ -227,6 +196,11 @@ class RepeatedToken:
     token: str
     id: int
     repeats: int | None
+
+    @property
+    def by_repetition(self) -> bool:
+        """Whether it takes several copies."""
+        return self.repeats is not None and self.repeats > 1
 
 
 @dataclass(frozen=True)
@@ -260,9 +234,9 @@ class RepetitionSpike:
     token: str
     repeats: int
     by_copies: Claim
-    same: Claim | None
-    set: CausalSet | None
-    candidates: tuple[Candidate, ...]
+    same: Claim | None = None
+    set: CausalSet | None = None
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def other_neurons(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -11,26 +12,27 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
-from sinkscope.hooks.trace.run import trace
-from sinkscope.models.draws import draws
-from sinkscope.models.norms import norm_of
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Tokens, neurons_of
+from sinkscope.measure import Setup
+from sinkscope.results.claims import Outcome, Search
+from sinkscope.results.parts import neurons_of
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.sets import CausalSets, causal_sets
+from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites, silencing
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
+TIMES = 2  # copies that are looked at, of those that are needed
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
-def repeats_until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
-    """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
-    reached = (norms >= first / 2).nonzero().flatten()
+def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int | None:
+    """The first number of repetitions whose norm reaches half of the spike's; None if it never does."""
+    reached = (norms >= spike / 2).nonzero().flatten()
     if not len(reached):
         return None
     return int(reached[0]) + 1
@@ -55,123 +57,73 @@ def repeat_until_half(
         For each token, the first n whose norm reaches half of the spike's.
     """
     target = context.target
-    site = f"blocks.{context.layer}.hook_resid_post"
     lengths = [min(FIRST_LENGTH, limit)]
     while lengths[-1] < limit:
         lengths.append(min(2 * lengths[-1], limit))
     if not target.resident:
         lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
     repeats: list[int | None] = [None] * len(tokens)
+    half_of = context.scan.spike_norm[context.layer]
     for length in lengths:
-        waiting = torch.tensor([place for place, count in enumerate(repeats) if count is None])
-        for places in waiting.split(max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))):
-            ids = torch.tensor([[prefixes[place], *[tokens[place]] * length] for place in places.tolist()])
-            norms = trace(target, ids, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site]
-            for row, place in enumerate(places.tolist()):
-                half_of = norms[row, 0]
-                if bool(context.at.any()):  # the spike is not at the first token, which stands before the repetitions
-                    half_of = context.scan.spike_norm[context.layer]
-                repeats[place] = repeats_until_half(norms[row, 1:], half_of)
+        waiting = [number for number, count in enumerate(repeats) if count is None]
+        ids = torch.tensor([[prefixes[number], *[tokens[number]] * length] for number in waiting])
+        norms = norms_at_sink(context, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
+        for number, row in zip(waiting, norms, strict=True):
+            repeats[number] = repeats_until_half(row[1:], half_of)
         progress("repetitions", length, limit)
         if None not in repeats:
             break
     rows = []
     for token, count in zip(tokens, repeats, strict=True):
         rows.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
-    by_repetition = [count for count in repeats if count is not None and count > 1]  # the others are sinks already
+    by_repetition = [row.repeats for row in rows if row.by_repetition]  # the others are sinks already
     middle = float(median(by_repetition)) if by_repetition else None
     return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit)
 
 
 @torch.no_grad()
 def repetition_spike(
-    context: SinkContext,
-    needed: RepeatsNeeded,
-    prefixes: Sequence[int],
-    sites: Sites,
-    times: int = 2,
+    setup: Setup, context: SinkContext, needed: RepeatsNeeded, prefixes: Sequence[int], sites: Sites
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
+    Twice as many copies as the first token needs are looked at, which is well inside the sink.
+
     Args:
+        setup: The model and its text.
         context: The model at the places of the spike.
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
-        sites: The neurons that make the spike, all its parts.
-        times: How many times as many copies as the token needs are looked at: more than 1 is well inside the sink.
+        sites: The neurons that make the spike.
 
     Returns:
-        None if no repeated token's norm stands out.
+        None if no token reaches that by repetition.
     """
-    repeats = [token.repeats for token in needed.tokens]
-    places = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
-    reached = [place for place in places if repeats[place] is not None][:1]
-    rows = []
-    for place in reached or places:
-        copies = min(times * (repeats[place] or needed.max_repeats), needed.max_repeats)
-        rows.append([prefixes[place], *[needed.tokens[place].id] * copies])
-    if not rows:
+    found = [(token, before) for token, before in zip(needed.tokens, prefixes, strict=True) if token.by_repetition]
+    if not found:
         return None
-    ids, beside = torch.tensor(rows), torch.tensor(_contrasts(context, rows))
-    last = ids.shape[1] - 1
-    layers = context.scan.spike_layers  # perhaps the repeated token's norm stands out after the sink layer
-    if reached:
-        layers = [max(context.layer, *(site[0] for site in sites))]
-    reading: dict[str, Any] = {"at": last, "upto": layers[-1], "without": context.scan.shared_dims}
-    drawn = [
-        random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM if sites else 0)
-    ]
-    trials = [Trial(ids, silencing([sites, *drawn]), **reading), Trial(beside, [], **reading)]
-    edited, contrasts = side_by_side(context.target, trials)
-    spike = torch.tensor(context.scan.spike_norm)[layers]
-    heights = edited.intact_norms[:, layers] / spike
-    if float(heights.max()) < NEEDED and reached and times > 1:  # it is no sink any more
-        return repetition_spike(context, needed, prefixes, sites, times=1)
-    if float(heights.max()) < NEEDED:
-        return None
-    row = int(heights.max(1).values.argmax())
-    place = int(heights[row].argmax())
-    layer = layers[place]
-    token = context.target.tokenizer.decode([int(ids[row, -1])])
-    copies, outcome = len(rows[row]) - 1, Outcome("norm", layers=(layer,))
-    single, others = (contrasts.intact_norms[:, layer] / spike[place])[2 * row : 2 * row + 2].tolist()
-    height = float(heights[row, place])
-    by_copies = Claim(
-        role="repeats",
-        subject=(Tokens("copies", copies),),
-        outcome=outcome,
-        place=repr(token),
-        value=height,
-        contrasts=(Contrast("one copy", single), Contrast("other tokens", others)),
-        draws=1,
-        search=Search("repeated tokens", len(needed.tokens)),
-    )
+    token, before = found[0]
+    copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
+    rows, *beside = beside_copies(setup, torch.tensor([[before, *[token.id] * copies]]), 1)
+    layer = max(context.layer, *(site[0] for site in sites))
+    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": context.scan.shared_dims}
+    drawn = [random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM)]
+    trials = [Trial(rows, silencing([sites, *drawn] if sites else []), **reading)]
+    trials.append(Trial(torch.cat(beside), [], **reading))
+    edited, others = side_by_side(context.target, trials)
+    outcome, intact = Outcome("norm", layers=(layer,)), edited.intact_norms[:, layer]
+    heights = torch.cat([intact, others.intact_norms[:, layer]]) / context.scan.spike_norm[layer]
+    by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
+    by_copies = replace(by_copies, role="repeats", place=repr(token.token))
+    result = RepetitionSpike(token.token, copies, by_copies)
     if not sites:
-        return RepetitionSpike(token, last, by_copies, None, None, ())
-    left, *by_chance = (edited.norms[:, row, layer] / edited.intact_norms[row, layer]).tolist()
-    same = Claim(
-        role="repeats",
-        subject=neurons_of(sites),
-        outcome=outcome,
-        place=f"the last of {copies} copies of {token!r}",
-        value=left,
-        contrasts=(Contrast("intact", 1.0), Contrast("random", min(by_chance), RANDOM)),
-        draws=1,
-        search=Search("repeated tokens", len(needed.tokens)),
-    )
-    own = CausalSets()
-    if same.verdict != "needed" and by_copies.verdict == "sufficient":
-        own = causal_sets(context.elsewhere(ids[row : row + 1], torch.tensor([last]), layers[-1]), by_copies.place)
-    return RepetitionSpike(token, last, by_copies, same, own.minimal, own.members)
-
-
-def _contrasts(context: SinkContext, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each row of copies, one copy behind other tokens at the same position, and only other tokens."""
-    ids = context.typical.ids[:, 1:].unique()
-    generator = draws(context.seed, "tokens beside copies")
-    contrasts = []
-    for first, *copies in rows:
-        others = ids[ids != copies[0]]
-        filler = others[torch.randint(len(others), (len(copies),), generator=generator)].tolist()
-        contrasts += [[first, *filler[:-1], copies[-1]], [first, *filler]]
-    return contrasts
+        return result
+    left = edited.norms[..., layer] / intact
+    neurons, place = neurons_of(sites), f"the last of {copies} copies of {token.token!r}"
+    contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
+    same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
+    result = replace(result, same=same)
+    if same.verdict == "needed" or by_copies.verdict != "sufficient":
+        return result
+    own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place)
+    return replace(result, set=own.minimal, candidates=own.members)

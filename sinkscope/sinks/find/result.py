@@ -28,13 +28,6 @@ from sinkscope.sinks.find.records import (
     Stage,
 )
 
-SHARE_OF_HEADS = "share of heads that attend to the sink"
-"""The number of a card by which it is seen that heads lost the sink."""
-READERS_ATTENTION = "mean attention of these heads to the sink"
-"""The number of a card by which it is seen that the heads read it less."""
-SINK_PLACE = "where the attention sink is"
-"""The words of a card for the attention sink."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FindSinks(Result):
@@ -108,14 +101,9 @@ class FindSinks(Result):
         return next(iter(self.sinks), None)
 
     @property
-    def causal_sets(self) -> tuple[CausalSet, ...]:
-        """The smallest sets of neurons found whose ablation removes the first spike, or parts of it."""
-        return () if self.spike is None else self.spike.sets
-
-    @property
     def minimal(self) -> CausalSet | None:
         """The smallest set of neurons found whose ablation removes the first spike."""
-        return next(iter(self.causal_sets), None)
+        return None if self.spike is None else self.spike.set
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -172,9 +160,20 @@ class FindSinks(Result):
             numbers.append(Number("sink layer", str(self.sink_layer)))
         if minimal is not None:
             numbers.append(Number("neurons that make the spike", in_words(minimal.neurons)))
-        if self.sink is None:
-            return [*numbers, Number(SINK_PLACE, "no position")]
-        return numbers + _attention_numbers(self.sink)
+        return numbers + self._attention_numbers()
+
+    def _attention_numbers(self) -> list[Number]:
+        """Who attends to the sink, and how much."""
+        sink, label = self.sink, "where the attention sink is"
+        if sink is None:
+            return [Number(label, "no position")]
+        if sink.place is None:
+            return [Number(label, "learned sink logits")]
+        return [
+            Number(label, sink.words),
+            Number("share of heads that attend to the sink", sink.rate, margin=sink.rate_margin),
+            Number("mean attention of these heads to the sink", sink.attention, margin=sink.attention_margin),
+        ]
 
     def conclusion(self) -> str:
         """Who attends where and what they need; without a sink, where norms stand out and what makes that."""
@@ -205,19 +204,3 @@ class FindSinks(Result):
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
         return lines
-
-
-def _attention_numbers(sink: Sink) -> list[Number]:
-    """Who attends to the sink, and how much, in all layers and in each."""
-    if sink.place is None:
-        return [Number(SINK_PLACE, "learned sink logits")]
-    numbers = [Number(SINK_PLACE, sink.words)]
-    of_all = sink.everywhere
-    numbers.append(Number(SHARE_OF_HEADS, of_all.rate, margin=of_all.rate_margin))
-    numbers.append(Number(READERS_ATTENTION, of_all.attention, margin=of_all.attention_margin))
-    for number, layer in enumerate(sink.layers):
-        if layer.readers:
-            numbers.append(Number(f"layer {number}: {SHARE_OF_HEADS}", layer.rate, margin=layer.rate_margin))
-            label = f"layer {number}: {READERS_ATTENTION}"
-            numbers.append(Number(label, layer.attention, margin=layer.attention_margin))
-    return numbers

@@ -1,28 +1,19 @@
-"""What `find_sinks` and `circuit` say of spikes and sinks; each function words the records that it is given."""
+"""What `find_sinks` and `circuit` say of spikes and sinks: where they are; claims word themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkscope.results.claims import Claim, Search, percent_pair
+from sinkscope.results.claims import Search
 from sinkscope.results.notation import count_of, short_sentence, word_form, word_list
-from sinkscope.results.parts import Neuron, in_words, removed
+from sinkscope.results.parts import POSITION
 from sinkscope.sinks.find.places import LeftOver
-from sinkscope.sinks.find.readers import POSITION
-from sinkscope.sinks.find.records import (
-    SHORT,
-    CausalSet,
-    Readers,
-    RepeatsNeeded,
-    RepetitionSpike,
-    Sink,
-    SinkRate,
-    Spike,
-)
-from sinkscope.sinks.tokens import left_out_line
+from sinkscope.sinks.find.records import SHORT, Readers, RepeatsNeeded, RepetitionSpike, Sink, SinkRate, Spike
 
 NAMED = (4, 2, 1)  # neurons that a conclusion names; in shorter versions fewer
 GROUPS = 3  # groups of heads that a sentence tells apart
+SAID = 3  # claims about a spike that a sentence has
+NOTHING = "nothing that was removed takes it away"
 
 
 def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> str:
@@ -38,33 +29,26 @@ def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> 
 def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups: int = GROUPS) -> str:
     """How many heads attend to a place and, of so many groups of them, what each needs."""
     if sink.place is None:
-        readers = sum(layer.readers for layer in sink.layers)
-        least, most = sink.between
         return (
-            f"{readers} of {sink.n_heads} heads give {least:.0%} to {most:.0%} of their attention to learned sink "
+            f"{sink.readers} of {sink.n_heads} heads give {sink.attention:.0%} of their attention to learned sink "
             "logits, which stand in for a token"
         )
-    count = sum(len(group.heads) for group in sink.groups)
-    who = f"{count} of {sink.n_heads} heads {word_form(count, 'attends', 'attend')} to {sink.words}{_when(sink)}"
-    known = [group for group in sink.groups if group.claim is not None]
-    if not known:
-        return f"{who}; nothing that was removed takes it away ({sink.groups[0].search if sink.groups else 'untried'})"
+    attend = word_form(sink.readers, "attends", "attend")
+    who = f"{sink.readers} of {sink.n_heads} heads {attend} to {sink.words}{_when(sink)}"
     if len(sink.groups) == 1:
-        return f"{who}; {need(known[0], named)}"
-    parts = [f"for {len(known[0].heads)}, {need(known[0], named)}"]
-    for group in sink.groups:
-        if group is not known[0] and len(parts) < groups:
-            parts.append(f"for {len(group.heads)}, {need(group, named, brief=brief)}")
+        return f"{who}; {need(sink.groups[0], named)}"
+    known = sorted(sink.groups, key=lambda group: group.claim is None)
+    parts: list[str] = []
+    for group in known[:groups]:
+        parts.append(f"for {len(group.heads)}, {need(group, named, brief=brief and group is not known[0])}")
     return f"{who}: {'; '.join(parts)}"
 
 
 def _when(sink: Sink) -> str:
     """In which texts and windows heads attend, if not in all; as part of a sentence."""
     words = ""
-    if sink.before is not None:
-        words = f" (and to {sink.before.words} until they see one)"
     if sink.place is not None and sink.place.share < 1 and sink.place.is_first:
-        words += f" in {sink.place.share:.0%} of texts"
+        words = f" in {sink.place.share:.0%} of texts"
     if sink.length > SHORT:
         words = f"{words or ' in texts'} of {sink.length} tokens"
     if sink.window is not None:
@@ -75,50 +59,19 @@ def _when(sink: Sink) -> str:
 def need(group: Readers, named: int = NAMED[0], *, brief: bool = False) -> str:
     """What a group of heads needs, with the number and its control unless it is brief."""
     claim = group.claim
-    if claim is None:
-        return "nothing that was removed takes it away"
-    names = in_words(claim.subject, named)
-    if POSITION in claim.subject and claim.verdict != "sufficient":
-        return "nothing that was removed takes it away"
-    if POSITION in claim.subject:
-        left, chance = percent_pair(claim.value, claim.control.value)
-        if brief:
-            return "the position is enough"
-        return f"the position is enough: {left} stays with all replaced that is written there (elsewhere {chance})"
-    what, is_needed = names, word_form(len(claim.subject), "is needed", "are needed")
-    if group.by_spike:
-        is_needed = "is needed"
-        what = f"its spike ({names})"
-    if claim.verdict == "undecided":
-        what = f"{what} in part"
-    elif claim.verdict != "needed":
-        return f"{names} shows no effect"
+    if claim is None or (claim.subject == (POSITION,) and claim.verdict != "sufficient"):
+        return f"{NOTHING} ({group.search})"
+    called = "its spike" if group.by_spike else ""
     if brief:
-        return f"{what} {is_needed}"
-    left, chance = percent_pair(claim.value, claim.control.value)
-    return (
-        f"{what} {is_needed}: {removed(claim.subject)} {left} stays ({claim.control.in_words(claim.subject)}: {chance})"
-    )
+        return claim.said(named, called)
+    return claim.phrase(named, called)
 
 
 def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
     """What makes a spike, with what is left without it and the control."""
-    where = spike.place.words
-    claim = next(iter(spike.claims), None)
-    if claim is None:
-        return f"a norm {spike.ratio:.0f} times the typical one at {where}, and nothing tried removes it"
-    names = in_words(claim.subject, named)
-    left, chance = percent_pair(claim.value, claim.control.value)
-    if claim.verdict != "needed":
-        return f"of the spike at {where}, {left} stays with {names} removed ({_control(claim)}: {chance})"
-    makes = word_form(len(claim.subject), "makes", "make together")
-    if spike.begun_by and len(spike.layers) == 1 and isinstance(claim.subject[0], Neuron):
-        makes = word_form(len(claim.subject), "amplifies", "amplify")
-    return f"{names} {makes} the spike at {where}: {removed(claim.subject)} {left} stays ({_control(claim)}: {chance})"
-
-
-def _control(claim: Claim) -> str:
-    return claim.control.in_words(claim.subject)
+    if not spike.claims:
+        return f"the norm at {spike.place.words} is {spike.ratio:.0f} times the typical one; {NOTHING} ({spike.search})"
+    return f"the spike at {spike.place.words}: {spike.claims[0].phrase(named)}"
 
 
 def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:
@@ -133,43 +86,11 @@ def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:
 def spike_sentences(spike: Spike) -> str:
     """Where a spike is, how high, and what makes it, alone and together."""
     runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
-    size = f"about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})"
     where = f"The norm at {spike.place.words} is a spike after {word_list(runs)}"
-    sentences = [f"{where}: {size}.", f"{_capital(spike_clause(spike))}."]
-    if spike.begun_by:
-        sentences.append(f"{_capital(in_words(spike.begun_by))} begins the spike.")
-    alone = [f"{in_words(claim.subject)} {claim.value:.0%}" for claim in spike.claims if claim.role == "makes alone"]
-    if alone:
-        sentences.append(f"Without one of them alone, this stays along its direction: {', '.join(alone[:GROUPS])}.")
+    said = f"{where}: about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})."
     if not spike.claims:
-        sentences = [sentences[0], f"Nothing that was tried removes it ({spike.search})."]
-    for found in spike.sets:
-        sentences += _set_sentences(found, spike)
-    return " ".join(sentences)
-
-
-def _set_sentences(found: CausalSet, spike: Spike) -> list[str]:
-    """What zeroing a set, or each of its neurons, takes away."""
-    sentences: list[str] = []
-    for claim in found.claims:
-        if claim.role == "adds":
-            left, chance = percent_pair(claim.value, claim.control.value)
-            names = in_words(claim.subject)
-            sentences.append(f"{names} adds to it: without it {left} stays ({_control(claim)}: {chance}).")
-    if found.equals:
-        words = word_form(len(found.equals), "alone removes", "alone each remove")
-        sentences.append(f"Zeroing {word_list(found.equals)} {words} the spike as well.")
-    if found.layers is not None and len(spike.sets) > 1:
-        first, last = found.layers
-        names = in_words(found.neurons)
-        sentences.append(
-            f"{names} {word_form(len(found.neurons), 'makes', 'make')} its part after layers {first} to {last}."
-        )
-    return sentences
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+        return f"{said} Of it, {NOTHING} ({spike.search})."
+    return f"{said} For it, {'; '.join(claim.phrase() for claim in spike.claims[:SAID])}."
 
 
 def left_over(left: LeftOver, what: str) -> list[str]:
@@ -210,32 +131,14 @@ def repeats(needed: RepeatsNeeded, spike: Spike | None, found: RepetitionSpike |
             never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
         over = f"median over {count_of(repeated - needed.unreached, 'token')}{never}"
         sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
-    sentences += left_out_line([token.token for token in needed.at_once], norm)
+    if needed.at_once:
+        names = word_list([repr(token.token) for token in needed.at_once])
+        do = word_form(len(needed.at_once), "reaches", "reach")
+        sentences.append(f"{names} {do} {norm} without repetition, and the median leaves this out.")
     if found is not None:
-        sentences += _repetition(found)
-    return sentences
-
-
-def _repetition(found: RepetitionSpike) -> list[str]:
-    """Whether copies do it, and whether the same neurons make the spike then."""
-    copies = found.by_copies
-    single, others = (contrast.value for contrast in copies.contrasts)
-    beside = f"one copy there {single:.0%}, other tokens there {others:.0%}"
-    if copies.verdict != "sufficient":
-        return [
-            f"Repetition is not shown to make a spike: {found.repeats} copies of {found.token!r} reach "
-            f"{copies.value:.0%} of its norm, {beside}."
-        ]
-    sentences = [f"{found.repeats} copies of {found.token!r} reach {copies.value:.0%} of the spike's norm ({beside})."]
-    if found.same is not None and found.same.verdict == "needed":
-        names = in_words(found.same.subject)
-        sentences.append(f"{names} {word_form(len(found.same.subject), 'is', 'are')} needed for it, too.")
-    elif found.set is not None:
-        claim = found.set.claims[0]
-        left, chance = percent_pair(claim.value, claim.control.value)
-        names = in_words(claim.subject)
-        sentences.append(f"Other neurons make it: without {names} {left} stays ({_control(claim)}: {chance}).")
-    elif found.same is not None:
-        left = f"{found.same.value:.0%} of that norm stays without {in_words(found.same.subject)}"
-        sentences.append(f"It goes another way: {left} ({_control(found.same)}: {found.same.control.value:.0%}).")
+        sentences.append(f"Of the spike's norm at {found.token!r}, {found.by_copies.phrase()}.")
+        if found.set is not None:
+            sentences.append(f"Other neurons make it: {found.set.claims[0].phrase()}.")
+        elif found.same is not None and found.by_copies.verdict == "sufficient":
+            sentences.append(f"For that, {found.same.phrase()}.")
     return sentences

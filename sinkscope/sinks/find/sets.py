@@ -1,6 +1,6 @@
 """The neurons that together make a spike, with backups that take over.
 
-`causal_sets` finds the smallest set whose removal ends the spike of one kind of place, on texts that have it.
+`causal_set` finds the smallest set whose removal ends the spike of one kind of place, on texts that have it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Outcome, Search
 from sinkscope.results.parts import neurons_of
-from sinkscope.sinks.find.layer_scan import AS_BEFORE, Rise, scan_layers
+from sinkscope.sinks.find.layer_scan import AS_BEFORE
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
-from sinkscope.sinks.find.places import stands_out
-from sinkscope.sinks.find.readers import ranked_heads
+from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.removal.search import CONTROL_DRAWS, Removal, random_sets, smallest_set, without_unneeded
+from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -39,56 +39,58 @@ Site = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class CausalSets:
-    """The sets that were found, the candidates with those that the search added, and how many neurons were tried."""
+class FoundSet:
+    """The smallest set that removes a spike, the candidates with those that the search added, and how many there were.
 
-    sets: tuple[CausalSet, ...] = ()
+    The set is None if no set that was tried removes the spike.
+    """
+
+    minimal: CausalSet | None = None
     neurons: tuple[Candidate, ...] = ()
     tried: int = 0
 
     @property
-    def minimal(self) -> CausalSet | None:
-        """The smallest set that removes the spike or, if it has several parts, the largest part."""
-        return next(iter(self.sets), None)
-
-    @property
     def sites(self) -> Sites:
-        """The neurons of all sets in the form that interventions take."""
-        return tuple(dict.fromkeys(site for each in self.sets for site in each.edit_sites))
+        """The neurons of the set in the form that interventions take."""
+        return () if self.minimal is None else self.minimal.edit_sites
 
     @property
     def members(self) -> tuple[Candidate, ...]:
-        """The neurons of all sets."""
-        return tuple(n for n in self.neurons if n.site in self.sites)
+        """The neurons of the set."""
+        return tuple(neuron for neuron in self.neurons if neuron.site in self.sites)
+
+    @property
+    def adding(self) -> tuple[Candidate, ...]:
+        """Neurons that are causal alone and not in the set."""
+        return tuple(neuron for neuron in self.neurons if neuron.causal and neuron.site not in self.sites)
 
 
 @dataclass(frozen=True)
 class _SpikeSearch:
-    """The search for the neurons that make a spike, or one part of a spike that falls and rises again.
+    """The search for the neurons that make a spike.
 
     Attributes:
         context: The model, texts with the place, and their layer scan.
-        rise: The part of the spike.
-        heads: The heads after its layer that attend to the place.
+        heads: The heads after the sink layer that attend to the place.
         place: The words for the places.
         asked: Norms and projections `[what text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
-    rise: Rise
     heads: Heads
     place: str
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, context: SinkContext, rise: Rise, heads: Heads, place: str) -> _SpikeSearch:
-        """The search at the places of a context."""
-        return cls(context, rise, [head for head in heads if rise.layer < head[0] <= rise.readable], place)
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The sink layer, and the last layer after which the norm stands out."""
+        scan = self.context.scan
+        return self.context.layer, max(scan.spike_layers[-1], scan.stages[-1])
 
-    def norm_trial(self, sets: Sequence[Sites]) -> Trial:
-        """Silences each set that was not asked about before; the spike is read."""
-        new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
-        return self.context.trial(silencing(new), upto=self.rise.last, directions=self.context.directions)
+    @property
+    def search_so_far(self) -> Search:
+        """How many sets were tried."""
+        return Search("sets of neurons", len(self.asked))
 
     def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
@@ -97,22 +99,22 @@ class _SpikeSearch:
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
         return self.context.trial(silencing(sets), length, texts, **reading)
 
-    def answer(self, *trials: Trial) -> list[Effects]:
-        """Run trials in one walk, and remember the norms of the first in all texts."""
-        answers = side_by_side(self.context.target, trials)
-        texts = len(self.context.ids)
-        first = answers[0]
-        self.asked[()] = torch.stack([first.intact_norms, first.intact_along]).expand(-1, texts, -1)
-        for number, edit in enumerate(trials[0].edits):
-            read = torch.stack([first.norms[number], first.along[number]])
-            self.asked[edit.zero] = read.expand(-1, texts, -1)
-        return answers
+    def ask(self, sets: Sequence[Sites], *others: Trial) -> list[Effects]:
+        """Silence each set that was not asked about before, and run other trials in the same walk."""
+        context = self.context
+        new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
+        if not new and not others:
+            return []
+        trial = context.trial(silencing(new), upto=self.ends[1], directions=context.directions)
+        first, *read = side_by_side(context.target, [trial, *others])
+        read_of_sets = [(first.intact_norms, first.intact_along), *zip(first.norms, first.along, strict=True)]
+        for sites, of_set in zip([(), *new], read_of_sets, strict=True):
+            self.asked[sites] = torch.stack(of_set).expand(-1, len(context.ids), -1)
+        return read
 
     def read(self, sets: Sequence[Sites]) -> Float[Tensor, "what set text layer"]:
         """The norms and the projections with each set silenced."""
-        trial = self.norm_trial(sets)
-        if trial.edits:
-            self.answer(trial)
+        self.ask(sets)
         return torch.stack([self.asked[sites] for sites in sets], 1)
 
     def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
@@ -121,32 +123,21 @@ class _SpikeSearch:
         The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
         of the rise is gone.
         """
-        before = self.context.scan.norm_before if self.rise.is_first else 0.0
+        before = self.context.scan.norm_before
         typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
         norms = self.read(sets)[0][..., layers]
         intact = self.asked[()][0][:, layers]
-
-        def is_low(norm: Tensor) -> Tensor:
-            return ~stands_out(norm, typical) | (norm <= AS_BEFORE * before)
-
-        stood_out = ~is_low(intact)  # where it did not, nothing can be taken away
+        lowest = torch.maximum(SPIKE_RATIO * typical, torch.tensor(AS_BEFORE * before))
+        stood_out = intact > lowest  # where it did not, nothing can be taken away
         most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
-        gone = (is_low(norms) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
-        gone = gone.float().mean(1) / stood_out.any(1).float().mean().clamp(min=1e-9)
+        gone = ((norms <= lowest) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
+        share = gone.float().mean(1) / stood_out.any(1).float().mean().clamp(min=1e-9)
         drops = (1 - norms / intact)[..., -1].mean(1)
-        return list(map(Removal, (gone >= NEARLY_ALL).tolist(), drops.tolist()))
+        return list(map(Removal, (share >= NEARLY_ALL).tolist(), drops.tolist()))
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
         return smallest_set(sites, lambda sets: self.removals(sets, *layers))
-
-    def equals(self, chosen: Sites, sites: Sites) -> Sites:
-        """Single neurons that take the spike away as the chosen one does."""
-        others = tuple(site for site in sites if site not in chosen)
-        if len(chosen) != 1 or not others:
-            return ()
-        removals = self.removals([(site,) for site in others], self.rise.layer, self.rise.last)
-        return tuple(site for site, removal in zip(others, removals, strict=True) if removal.gone)
 
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
@@ -166,30 +157,24 @@ class _SpikeSearch:
             others: Candidates that join the set if attention needs them as well.
         """
         sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.seed)]
-        trials = [self.norm_trial(sets)]
+        trials: list[Trial] = []
         if self.heads:
-            alone = [(site,) for site in chosen] if len(chosen) > 1 else []
-            trials.append(self.attention_trial([*sets, *alone, chosen + others]))
+            trials.append(self.attention_trial([*sets, chosen + others]))
             if len(self.context.ids) > 1:
                 trials.append(self.attention_trial([chosen], OTHER_TEXTS))
-        read = self.answer(*trials)
-        norms, along = self.read(sets)
-        intact_norms, intact_along = self.asked[()]
-        lost = 1 - norms / intact_norms
-        drops = lost.mean(1)[:, [self.rise.layer, self.rise.last]]
+        read = self.ask(sets, *trials)
+        lost = 1 - self.read(sets)[0] / self.asked[()][0]
+        drops = lost.mean(1)[:, list(self.ends)]
         control = float(drops[1:].max())
         here, last = drops[0].tolist()
-        layer = self.built_by(chosen)
-        left = (along / intact_along)[..., layer].clamp(min=0)
         found = CausalSet(neurons_of(chosen), here, last, None, None, control)
-        claims = [self.claim(chosen, layer, left)]
-        if self.heads:
-            attention = read[1].attention_drops(self.heads)
+        if read:
+            attention = read[0].attention_drops(self.heads)
             of_heads = heads_lost(attention)
             if of_heads[0] < NEEDED <= of_heads[-1]:
                 return self.compared(self.grown(chosen, others), excluded)
             layer, head = torch.tensor(self.heads).T
-            kept = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read[1:]]
+            kept = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read]
             in_texts = reduce(torch.cat(kept), "text pair -> text", "mean")
             found = replace(
                 found,
@@ -197,156 +182,114 @@ class _SpikeSearch:
                 heads_lost=of_heads[0],
                 control=max(control, float(attention[1 : len(sets)].mean(1).max())),
                 margin_attention=margin_of(in_texts.numpy()),
-                readers=self.readers(chosen, read[1], float(in_texts.mean()), margin_of(in_texts.numpy())),
+                readers=self.readers(chosen, read[0], in_texts),
             )
         if min(here, last) <= found.control:
             return None
-        return replace(found, margin_norm=margin_of(lost[0, :, self.rise.layer].numpy()), claims=tuple(claims))
+        alone = [(site,) for site in chosen] if len(chosen) > 1 else []
+        claims = self.claims([chosen], excluded, "makes") + self.claims(alone, chosen, "makes alone")
+        return replace(found, margin_norm=margin_of(lost[0, :, self.context.layer].numpy()), claims=claims)
 
-    def readers(self, chosen: Sites, read: Effects, value: float, margin: float | None) -> Readers | None:
-        """The heads, if each loses half of its attention without a set, and no two lose it without different members.
+    def readers(self, chosen: Sites, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
+        """The heads, if each loses half of its attention without a set.
 
         Args:
             chosen: The set.
-            read: What edits leave: of the set, of random ones, of each member if there are several, and one more.
-            value: What the set leaves of the attention, mean over texts.
-            margin: Two standard errors of that.
+            read: What edits leave: of the set, of random ones, and of one more.
+            left: What the set leaves of the attention in each text.
         """
         drops = read.attention_drops(self.heads)
-        random = drops[1 : 1 + CONTROL_DRAWS]
-        needed = drops[1 + CONTROL_DRAWS : -1] >= NEEDED
-        if float(drops[0].min()) < NEEDED or bool((needed != needed[:, :1]).any()):
+        if float(drops[0].min()) < NEEDED:
             return None
         layer, head = torch.tensor(self.heads).T
-        intact, left = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
-        names, before, after = ranked_heads(self.heads, intact, left)
-        search = Search("sets of neurons", len(self.asked))
-        by_chance = Contrast("random", 1 - float(random.mean(1).max()), len(random))
-        claim = Claim(
-            role="carries",
-            subject=neurons_of(chosen),
-            outcome=Outcome("attention", heads=names),
-            place=self.place,
-            value=max(0.0, value),
-            contrasts=(Contrast("intact", 1.0), by_chance),
-            draws=len(self.context.ids),
-            search=search,
-            margin=margin,
-        )
-        return Readers(names, before, after, neurons_of(chosen), True, claim, search)
+        intact, after = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
+        neurons = neurons_of(chosen)
+        readers = readers_of(self.heads, intact, after, neurons, self.search_so_far)
+        outcome = Outcome("attention", heads=readers.heads)
+        contrasts = [INTACT, by_chance(neurons, 1 - drops[1:-1].mean(1))]
+        claim = claim_of("carries", neurons, outcome, self.place, left, contrasts, self.search_so_far)
+        return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.context.ids)))
 
-    def built_by(self, sites: Sites) -> int:
-        """The layer after which the spike is read that neurons make: before the last of them, it says nothing of it."""
-        return max(self.rise.layer, *(site[0] for site in sites))
+    def claims(self, sets: Sequence[Sites], excluded: Sites, role: str) -> tuple[Claim, ...]:
+        """What is left of the spike without each of some sets, beside random ones; all are asked about in one walk.
 
-    def claim(self, sites: Sites, layer: int, left: Float[Tensor, "set text"], role: str = "makes") -> Claim:
-        """What is left of the spike after a layer without neurons, in the first row, beside random ones."""
-        values = left.mean(1)
-        return Claim(
-            role=role,
-            subject=neurons_of(sites),
-            outcome=Outcome("spike", layers=(layer,)),
-            place=self.place,
-            value=float(values[0]),
-            contrasts=(Contrast("intact", 1.0), Contrast("random", float(values[1:].min()), len(values) - 1)),
-            draws=left.shape[1],
-            search=Search("sets of neurons", len(self.asked)),
-            margin=margin_of(left[0].numpy()),
-        )
-
-    def alone(self, chosen: Sites, role: str) -> tuple[Claim, ...]:
-        """What is left without each of some neurons alone, beside random ones, all asked about in one walk."""
-        sets: list[list[Sites]] = []
-        for site in chosen:
-            sets.append([(site,), *random_sets(self.context.target, (site,), chosen, self.context.seed)])
+        It is read after the last of all neurons of these sets: before it, it says nothing about them.
+        """
         if not sets:
             return ()
-        along, layer = self.read([each for beside in sets for each in beside])[1], self.built_by(chosen)
-        left = (along / self.asked[()][1])[..., layer].clamp(min=0).split(len(sets[0]))
-        return tuple(self.claim((site,), layer, of_site, role) for site, of_site in zip(chosen, left, strict=True))
+        beside: list[list[Sites]] = []
+        for sites in sets:
+            beside.append([sites, *random_sets(self.context.target, sites, excluded, self.context.seed)])
+        layer = max(self.context.layer, *(site[0] for sites in sets for site in sites))
+        along = self.read([each for sites in beside for each in sites])[1] / self.asked[()][1]
+        claims: list[Claim] = []
+        for sites, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
+            neurons, outcome = neurons_of(sites), Outcome("spike", layers=(layer,))
+            contrasts = [INTACT, by_chance(neurons, left[1:].mean(1))]
+            claims.append(claim_of(role, neurons, outcome, self.place, left[0], contrasts, self.search_so_far))
+        return tuple(claims)
 
-    def with_backups(self, here: Sites) -> tuple[dict[Site, Candidate], Sites | None]:
-        """Neurons that bring the spike back while a set is silent, and the set of all that remove it, if one does."""
-        context = self.context
-        backups: dict[Site, Candidate] = {}
-        for _ in range(BACKUP_ROUNDS):
-            silent = (*here, *backups)
-            known = len(backups)
+    def with_backups(self, candidates: dict[Site, Candidate]) -> Sites | None:
+        """The set with neurons that bring the spike back while others are silent; these join the candidates."""
+        context, known = self.context, {*candidates}
+        here = self.smallest(tuple(candidates), context.layer)
+        for _ in range(BACKUP_ROUNDS if here else 0):
+            silent = (*(here or ()), *(site for site in candidates if site not in known))
             with Ablate(sites=silent).on(context.target):
-                scan = scan_layers(context.target, context.ids, whole=True, upto=self.rise.last, at=context.at)
-                without = replace(context, entering=scan.entering)
-                for stage in scan.stages:
-                    if stage > self.rise.layer:
-                        returning = stage_neurons(without, stage, BACKUP_CANDIDATES)
-                        backups |= {neuron.site: neuron for neuron in returning if neuron.site not in silent}
-            if len(backups) == known:
+                without = context.elsewhere(context.ids, context.at, self.ends[1])
+                returning: list[Candidate] = []
+                for stage in without.scan.stages:
+                    if stage > context.layer:
+                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES)
+            backups = {neuron.site: neuron for neuron in returning if neuron.site not in silent}
+            if not backups:
                 break
-            whole = self.smallest((*here, *backups), self.rise.layer, self.rise.last)
-            if whole is not None:
-                return backups, whole
-        return backups, None
-
-    def sets(self, neurons: Sequence[Candidate]) -> CausalSets:
-        """The smallest set of these neurons and, if necessary, of further ones."""
-        layer, last = self.rise.layer, self.rise.last
-        known = {neuron.site: neuron for neuron in neurons}
-        candidates = dict(known)
-        here, minimal, sites = None, None, ()
-        for more in (0, MORE_CANDIDATES):  # than the first candidates of the sink layer
-            if more:
-                further = stage_neurons(self.context, layer, min(more, self.context.target.d_mlp // 2))
-                candidates |= {neuron.site: neuron for neuron in further}
-            sites = tuple(site for site in candidates if site[0] <= last)
-            minimal = self.smallest(sites, layer, last)
-            here = minimal or self.smallest(sites, layer)
-            if here is not None:
-                break
-        if here is not None and minimal is None:
-            backups, minimal = self.with_backups(here)
             candidates |= backups
+            whole = self.smallest((*silent, *backups), *self.ends)
+            if whole is not None:
+                return whole
+        return None
+
+    def search(self, neurons: Sequence[Candidate]) -> FoundSet:
+        """The smallest set of these neurons and, if necessary, of further ones."""
+        candidates = {neuron.site: neuron for neuron in neurons}
+        minimal = self.smallest(tuple(candidates), *self.ends)
+        if minimal is None:
+            most = min(MORE_CANDIDATES, self.context.target.d_mlp // 2)
+            for neuron in stage_neurons(self.context, self.context.layer, most):
+                candidates.setdefault(neuron.site, neuron)
+            minimal = self.smallest(tuple(candidates), *self.ends)
+        tried = len(candidates)
+        if minimal is None:
+            minimal = self.with_backups(candidates)
         best = None
         if minimal is not None:
-            others = tuple(site for site in sites if site not in minimal)
+            others = tuple(site for site in candidates if site not in minimal)
             best = self.compared(minimal, tuple(candidates), others)
         if best is None:
-            return CausalSets((), tuple(neurons), len(sites))
-        equals = neurons_of(self.equals(best.edit_sites, sites))
-        claims = [*best.claims]
-        if len(best.edit_sites) > 1:
-            claims += self.alone(best.edit_sites, "makes alone")
-        adding = tuple(
-            n.site for n in neurons if n.causal and n.site not in best.edit_sites and n.address not in equals
-        )
-        best = replace(best, equals=equals, claims=(*claims, *self.alone(adding, "adds")))
-        added = [candidates[site] for site in candidates if site in best.edit_sites and site not in known]
-        return CausalSets((best,), (*neurons, *added), len(sites))
+            return FoundSet(None, tuple(neurons), tried)
+        added = tuple(candidates[site] for site in best.edit_sites if candidates[site] not in neurons)
+        found = FoundSet(best, (*neurons, *added), tried)
+        adding = tuple(neuron.site for neuron in found.adding)
+        claims = self.claims([(site,) for site in adding], adding, "adds")
+        return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
 
 
-def causal_sets(context: SinkContext, place: str, heads: Heads = (), top_k: int = CANDIDATES) -> CausalSets:
+def causal_set(context: SinkContext, place: str, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
-    If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates. If
-    it falls and rises again, each part is searched on its own, the one with the sink layer first.
+    If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
 
     Args:
         context: The model at the places of the spike.
         place: The words for these places.
         heads: The heads that attend to them.
-        top_k: Number of candidates of the sink layer, and of the layer that builds most of any other part.
+        top_k: Number of candidates of the sink layer.
 
     Returns:
         Nothing if no MLP makes the spike.
     """
-    sets: list[CausalSet] = []
-    members: dict[Site, Candidate] = {}
-    tried = 0
-    rises = context.scan.rises
-    for rise in rises:
-        neurons = verify_neurons(context, rise.layer, top_k)
-        found = _SpikeSearch.of(context, rise, heads, place).sets(neurons)
-        tried += found.tried
-        for each in found.sets:
-            sets.append(replace(each, layers=(rise.first, rise.last)) if len(rises) > 1 else each)
-        for neuron in found.members if members else found.neurons:
-            members.setdefault(neuron.site, neuron)
-    return CausalSets(tuple(sets), tuple(members.values()), tried)
+    if not context.scan.stages:
+        return FoundSet()
+    later = [head for head in heads if head[0] > context.layer]
+    return _SpikeSearch(context, later, place).search(verify_neurons(context, top_k))

@@ -5,67 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from einops import reduce
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived, attention_received
-from sinkscope.sinks.find.places import MOST_TEXTS, Place, Places, pieces, texts_with
+from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.readers import HeadByHead
-from sinkscope.sinks.find.records import RATE_EPS, SHORT, LayerAttention, Readers, Sink
+from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
 from sinkscope.sinks.find.spikes import MadeSpike
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.find.survey import Survey, ordinary_position
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
-BEFORE_TEXTS, LEAST_BEFORE = 8, 8 + LATER_QUERIES  # texts up to a place, and their least length
 READER_TEXTS = 2
 READER_LENGTH = 48  # typical text in which components are replaced
-
-
-def _of_heads(
-    received: Float[Tensor, "head case"], rates: Float[Tensor, "head case"], readers: Bool[Tensor, " head"]
-) -> LayerAttention:
-    """The attention of some heads: of those that attend in most cases, and the share of all that attend."""
-    attention = None
-    margin = None
-    if bool(readers.any()):
-        attention = float(received[readers].mean())
-        margin = margin_of(received[readers].mean(0).numpy())
-    return LayerAttention(
-        rate=float(rates.mean()),
-        readers=int(readers.sum()),
-        attention=attention,
-        rate_margin=margin_of(rates.mean(0).numpy()),
-        attention_margin=margin,
-    )
-
-
-def _attention(received: AttentionReceived, place: Place | None, heads: Heads) -> list[LayerAttention]:
-    """The attention of all layers together, and of each, to places, or to learned sink logits.
-
-    That to places is the sum over those of each text that has one.
-    """
-    attention, rates = received.learned, (received.learned > RATE_EPS).float()
-    if place is not None:
-        there = place.there(received.places.ids)
-        texts = there.any(1)
-        attention = received.given(there)[:, :, texts]
-        rates = reduce(received.above[:, :, texts] & there[texts], "layer head text at -> layer head text", "sum")
-        rates = rates / there[texts].sum(1)
-    readers = torch.zeros(rates.shape[:2], dtype=torch.bool)
-    for layer, head in heads:
-        readers[layer, head] = True
-    layers = []
-    each = torch.eye(len(readers), dtype=torch.bool)
-    for some in (received.attending, *each):
-        of_heads = LayerAttention(None)
-        if bool(received.attending[some].all()):
-            of_heads = _of_heads(attention[some].flatten(0, 1), rates[some].flatten(0, 1), readers[some].flatten())
-        layers.append(of_heads)
-    return layers
 
 
 def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> tuple[Sink, ...]:
@@ -78,84 +30,72 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
     """
     received = survey.received
     sinks: list[Sink] = []
-    attending: list[tuple[Place | None, Heads]] = []
     for place in survey.sinks:
-        attending.append((place, received.readers(place.there(received.ids))))
+        sinks.append(_sink(setup, survey, made, place, received.readers(place.there(received.ids))))
     if received.learned_heads:
-        attending.append((None, received.learned_heads))
-    for place, heads in attending:
-        everywhere, *layers = _attention(received, place, heads)
-        spike, groups, window, before = None, (), None, None
-        given = received.learned if place is None else received.given(place.there(received.places.ids))
-        each = [float(given[layer, head].mean()) for layer, head in heads]
-        if place is not None:
-            alone = not any({*other} & {*heads} for one, other in attending if one not in (place, None))
-            before = _before(setup, received, place, heads) if alone else None
-            standing = [each for each in made if survey.stands_at(each.spike.place, place)]
-            spike = made.index(standing[0]) if standing else None
-            groups = _readers(setup, survey, place, heads, standing)
-            windows = [received.windows[layer] for layer, _ in heads]
-            window = None if None in windows else min(filter(None, windows))
-        sinks.append(
-            Sink(
-                place=place,
-                everywhere=everywhere,
-                layers=tuple(layers),
-                n_heads=int(received.attending.sum()) * setup.target.n_heads,
-                groups=groups,
-                spike=spike,
-                length=received.ids.shape[1],
-                between=(min(each), max(each)),
-                before=before,
-                window=window,
-            )
-        )
+        sinks.append(_sink(setup, survey, made, None, received.learned_heads))
     return tuple(sinks)
 
 
-def ordinary_position(barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
-    """A position of each text near the middle that is not barred."""
-    length = barred.shape[1]
-    distance = (torch.arange(length) - length // 2).abs().expand_as(barred).float()
-    return distance.masked_fill(barred, torch.inf).argmin(1)
+def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place | None, heads: Heads) -> Sink:
+    """A place, or the learned sink logits, with the heads that attend to it.
 
-
-def _before(setup: Setup, received: AttentionReceived, place: Place, heads: Heads) -> Place | None:
-    """Where heads attend in the part of texts before a place that they attend to; None if nowhere in particular."""
-    there = place.there(received.ids)
-    first = torch.where(there.any(1), there.int().argmax(1), there.shape[1])
-    length = int(first.median())
-    texts = received.ids[first >= length]
-    if length < LEAST_BEFORE or place.is_first or len(texts) < READER_TEXTS:
-        return None
-    seen = attention_received(setup.target, texts[:BEFORE_TEXTS, :length])
+    The attention to several places of a text is their sum.
+    """
+    received = survey.received
+    attention, rates = received.learned, (received.learned > RATE_EPS).float()
+    spike, groups, window = None, (), None
+    if place is not None:
+        there = place.there(received.places.ids)
+        texts = there.any(1)
+        attention = received.given(there)[:, :, texts]
+        rates = (received.above & there)[:, :, texts].sum(-1) / there[texts].sum(1)
+        standing = [one for one in made if survey.stands_at(one.spike.place, place)]
+        spike = made.index(standing[0]) if standing else None
+        groups = _readers(setup, survey, place, heads, standing)
+        windows = [received.windows[layer] for layer, _ in heads]
+        window = None if None in windows else min(filter(None, windows))
     layer, head = torch.tensor(heads).T
-    attended = (seen.received[layer, head] > RATE_EPS).float().mean(0) >= MOST_TEXTS
-    found, _ = pieces(Places(seen.ids[:, : attended.shape[1]], attended), setup.tokenizer.decode)
-    return next(iter(found), None)
+    each, of_all = attention[layer, head], rates[received.attending].flatten(0, 1)
+    layer_rates: list[float | None] = []
+    for attends, of_layer in zip(received.attending.tolist(), rates, strict=True):
+        layer_rates.append(float(of_layer.mean()) if attends else None)
+    return Sink(
+        place=place,
+        rate=float(of_all.mean()),
+        layer_rates=tuple(layer_rates),
+        n_heads=len(of_all),
+        readers=len(heads),
+        attention=float(each.mean()),
+        rate_margin=margin_of(of_all.mean(0).numpy()),
+        attention_margin=margin_of(each.mean(0).numpy()),
+        groups=groups,
+        spike=spike,
+        length=received.ids.shape[1],
+        window=window,
+    )
 
 
 def _readers(
     setup: Setup, survey: Survey, place: Place, heads: Heads, standing: Sequence[MadeSpike]
 ) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
-    known = standing[0].sets.minimal if len(standing) == 1 else None
+    known = standing[0].found.minimal if len(standing) == 1 else None
     if known is not None and known.readers is not None and len(known.readers.heads) == len(heads):
         return (known.readers,)
     received = survey.received
-    ids, at, there = texts_with(place, received.ids)
+    rows, at = texts_with(place, received.ids)
     number = READER_TEXTS
     length = max(READER_LENGTH, int(at[:READER_TEXTS].max()) + READER_LENGTH // 3)
-    if ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
-        number, length = 1, ids.shape[1]
-    ids, at, there = ids[:number, :length], at[:number], there[:number, :length]
-    source = ordinary_position(there | (torch.arange(length) <= at[:, None]))
+    if received.ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
+        number, length = 1, received.ids.shape[1]
+    rows, at = rows[:number], at[:number]
+    ids, there = received.ids[rows, :length], place.there(received.ids)[rows, :length]
+    barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
+    source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
     effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
-    sets, further, makers = (), (), ()
-    for each in standing:
-        sets += tuple(found.edit_sites for found in each.sets.sets)
-        further += tuple(
-            neuron.site for neuron in each.sets.neurons if neuron.causal and neuron.site not in each.sets.sites
-        )
-        makers += each.spike.makers
-    return HeadByHead(setup, place.words, effect, sets, further, makers).groups()
+    sites, makers = (), ()
+    for one in standing:
+        sites += one.found.sites
+        makers += one.spike.makers
+    return HeadByHead(setup, place.words, effect, sites, makers).groups()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Component, Part, Parts, in_words, sites_of
-from sinkscope.sinks.find.layer_scan import STEP_SHARE, norms_after
-from sinkscope.sinks.find.places import LEAST_CASES, Decode, Place, Places, stands_out
+from sinkscope.results.parts import Part, Parts, in_words, sites_of
+from sinkscope.sinks.find.layer_scan import STEP_SHARE
+from sinkscope.sinks.find.left import INTACT, claim_of
+from sinkscope.sinks.find.places import Place, stands_out
 from sinkscope.sinks.find.records import Candidate, Spike
-from sinkscope.sinks.find.sets import CANDIDATES, CausalSets, causal_sets
+from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set
 from sinkscope.sinks.find.survey import SinkContext, Survey
 from sinkscope.sinks.removal.components import Sites, edit_of, heads_of, writers
 from sinkscope.sinks.removal.effects import effects
@@ -26,10 +23,7 @@ from sinkscope.sinks.removal.search import random_sites
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
-AT_ONCE = 8  # texts of the survey in one pass
 SAME = 0.05  # what is left without parts that do the same
-PAIRED = 6  # parts that are removed in pairs if none makes the spike alone
-MOST_APART = 8  # neurons of a set that are asked one by one whether they make the spike of different places
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +32,12 @@ class MadeSpike:
 
     Attributes:
         context: The model at this place.
-        sets: The smallest sets of neurons that make the spike; none if no set that was tried does.
+        found: The smallest set of neurons that makes the spike; none if no set that was tried does.
         spike: Its layers and its height, and what makes it.
     """
 
     context: SinkContext
-    sets: CausalSets
+    found: FoundSet
     spike: Spike
 
 
@@ -57,7 +51,13 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
     """
     key = (made_spikes, survey, top_k)
     if key not in setup.memory:
-        setup.memory[key] = _made(survey, setup.tokenizer.decode, top_k)
+        made: list[MadeSpike] = []
+        for place in survey.spikes:
+            context = survey.context(place)
+            if context.scan.spike_layers:
+                found = causal_set(context, place.words, survey.readers(place), top_k)
+                made.append(MadeSpike(context, found, _spike(context, place, found)))
+        setup.memory[key] = made
     return setup.memory[key]
 
 
@@ -97,7 +97,7 @@ def sink_neurons(setup: Setup) -> SinkNeurons:
     survey = Survey.of(setup)
     for made in made_spikes(setup, survey):
         if made.context.scan.sink_layer is not None:
-            neurons = made.sets.members or tuple(neuron for neuron in made.sets.neurons if neuron.causal)
+            neurons = made.found.members or made.found.adding
             sites = sites_of(neurons)
             return SinkNeurons(made, neurons, random_sites(setup.target, sites, sites, setup.seed))
     instead = f"no attention sink was found either ({survey.received.most_attended})"
@@ -110,161 +110,80 @@ def sink_neurons(setup: Setup) -> SinkNeurons:
     return SinkNeurons(None, instead=instead)
 
 
-def _made(survey: Survey, decode: Decode, top_k: int) -> list[MadeSpike]:
-    made: list[MadeSpike] = []
-    waiting = list(survey.spikes)
-    while waiting:
-        place = waiting.pop(0)
-        context = survey.context(place)
-        if not context.scan.spike_layers:
-            continue
-        sets = causal_sets(context, place.words, survey.readers(place), top_k)
-        parts = _apart(survey, place, sets, decode)
-        if parts:
-            waiting = parts + waiting
-        else:
-            made.append(MadeSpike(context, sets, _spike(context, place, sets)))
-    return made
-
-
-def _apart(survey: Survey, place: Place, sets: CausalSets, decode: Decode) -> list[Place]:
-    """The parts of a place whose spikes different neurons of a set make; empty if all of it needs the same."""
-    if sets.minimal is None or not 1 < len(sets.minimal.neurons) <= MOST_APART or (place.share < 1 and place.is_first):
-        return []
-    ids, norms = survey.norms.ids, survey.norms
-    there = place.there(ids)
-    layer = max(neuron.layer for neuron in sets.minimal.neurons)
-    typical = norms.norms[layer].median()
-    lost: list[Tensor] = []
-    for neuron in sets.minimal.neurons:
-        with Ablate(sites=[neuron.site]).on(survey.first.target):
-            after = norms_after(survey.first.target, layer, ids, AT_ONCE)
-        gone = there & ~stands_out(after, typical) & stands_out(norms.norms[layer], typical)
-        if not any(bool((gone == other).all()) for other in lost):
-            lost.append(gone)
-    lost = [gone for gone in lost if int(gone.sum()) >= LEAST_CASES]
-    together = torch.stack(lost).int().sum(0) if lost else there
-    if len(lost) < 2 or bool((together > 1).any()) or float((together > 0)[there].float().mean()) < NEEDED:
-        return []
-    parts = []
-    for gone in lost:
-        tokens = ids[gone].unique()
-        rule = place.rule
-        if rule is not None:
-            names = ", ".join(repr(decode([token])) for token in tokens.tolist()[:3])
-            words = names + (" and more" if len(tokens) > 3 else "") + " wherever it stands"
-            rule = replace(rule, words=words, tokens=tuple(tokens.tolist()))
-        parts.append(Place.of(Places(ids, there), gone, rule, decode))
-    return parts
-
-
-def _spike(context: SinkContext, place: Place, sets: CausalSets) -> Spike:
+def _spike(context: SinkContext, place: Place, found: FoundSet) -> Spike:
     """The place whose norm stands out, and what makes its spike."""
     scan = context.scan
-    stages = scan.stages
     maker: Parts = ()
-    made: list[Claim] = []
-    search = Search("neurons", sets.tried, max((n.ablation_drop for n in sets.neurons), default=0.0))
-    first = min([each.layers[0] for each in sets.sets if each.layers is not None], default=0)
-    if not sets.sets or scan.norm_before or (scan.spike_runs[0][1] < first):
-        maker, made, search = spike_maker(context, place.words, () if sets.sets else sets.neurons)
-    claims = [*[one for each in sets.sets for one in each.claims], *made]
+    claims: list[Claim] = []
+    search = Search("neurons", found.tried, max((n.ablation_drop for n in found.neurons), default=0.0))
+    if found.minimal is not None:
+        claims += found.minimal.claims
+    if found.minimal is None or scan.norm_before:
+        maker, made, search = spike_maker(context, place.words, () if found.minimal else found.adding)
+        claims += made
     top = int(scan.ratios.argmax())
     norms = scan.typical.norms[top, :, 1:].flatten()
     ordinary = norms[~stands_out(norms, norms.median())]
     return Spike(
         place=place,
         layers=tuple(scan.spike_runs),
-        step_up=tuple(stages or (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()),
+        step_up=tuple(scan.stages or (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()),
         step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
         usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=1e-9)),
-        maker=() if sets.sets else maker,
-        begun_by=maker if sets.sets else (),
-        by_mlp=bool(stages),
-        sets=sets.sets,
+        maker=maker,
+        by_mlp=bool(scan.stages),
+        set=found.minimal,
         claims=tuple(claims),
         search=search,
         margin=margin_of(scan.ratios_by_text.numpy()),
     )
 
 
-def _breadth(part: Part) -> int:
-    """0 for neurons and heads, 1 for what is made of them."""
-    return int(isinstance(part, Component))
-
-
-def _narrowest(subjects: Sequence[Parts], values: Float[Tensor, " subject"], embeddings: set[Part]) -> int:
-    """Of the subjects that leave least, the narrowest; one without embeddings if it ends the spike."""
-    rest = [number for number, parts in enumerate(subjects) if not {*parts} & embeddings]
-    least = min([float(values[number]) for number in rest], default=1.0)
-    if least > 1 - NEEDED:
-        return int(values.argmin())
-    near = [number for number in rest if float(values[number]) <= least + SAME]
-    return min(near, key=lambda number: (len(subjects[number]), *map(_breadth, subjects[number])))
-
-
 def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) -> tuple[Parts, list[Claim], Search]:
-    """The component without which the spike is gone or, if there is none, two parts; and what was searched.
+    """The part without which the spike is gone, if there is one, with the claim about it, and what was searched.
 
     Each component, or head, writes at the place what it writes at a typical position, and neurons are zeroed; what is
-    left without the other ones is the random contrast.
+    left without the other ones is the random contrast. Of parts that leave as little, a head or a neuron is taken. An
+    embedding tells the place from others, so all of it needs that: it is named if nothing that reads it is needed.
 
     Args:
         context: The model at the places of the spike.
         place: The words for them.
-        neurons: Candidate neurons, which are tried in pairs with components.
+        neurons: Neurons that are causal alone.
     """
-    scan = context.scan
+    scan, target = context.scan, context.target
     layer = scan.spike_layers[0]
     at = context.at[:MAKER_TEXTS]
     ids = context.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, context.up_to_place + 4)]
-    target = context.target
     written = writers(target, layer + 1)
-    candidates: list[Part] = [one for one in written if one.layer is not None]
+    parts: list[Part] = []
     for number in filter(target.has_attention, range(layer + 1)):
-        candidates += heads_of(target, number)
-    candidates += [neuron.address for neuron in neurons if neuron.causal]
-    source = context.ordinary(layer, ids.shape[1])[:MAKER_TEXTS]
-
-    def left(subjects: Sequence[Parts]) -> Float[Tensor, "subject text"]:
-        edits = [edit_of(parts) for parts in subjects]
-        reading = {"upto": layer, "without": scan.shared_dims, "directions": context.directions}
-        edited = effects(target, ids, edits, at=at, source=source, **reading)
-        return (edited.along / edited.intact_along)[..., layer].clamp(min=0)
-
-    # An embedding tells the place from others, so all of it needs that: it is named if nothing that reads it is.
-    embeddings: list[Part] = [one for one in written if one.layer is None]
-    subjects: list[Parts] = [(one,) for one in (*candidates, *embeddings)]
-    kept = left(subjects)
-    order = kept[: len(candidates)].mean(1).argsort(stable=True).tolist()
-    pairs: list[Parts] = list(combinations([candidates[number] for number in order[:PAIRED]], 2))
-    if not order or float(kept[order[0]].mean()) > 1 - NEEDED:
-        subjects, kept = [*subjects, *pairs], torch.cat([kept, left(pairs)]) if pairs else kept
-    values = kept.mean(1)
-    search = Search(
-        "parts alone and in pairs", len(subjects), 1 - float(values.min()), in_words(subjects[int(values.argmin())])
+        parts += heads_of(target, number)
+    parts += [*(neuron.address for neuron in neurons), *(one for one in written if one.layer is not None)]
+    count = len(parts)
+    parts += [one for one in written if one.layer is None]
+    edited = effects(
+        target,
+        ids,
+        [edit_of((part,)) for part in parts],
+        at=at,
+        source=context.ordinary(layer, ids.shape[1])[:MAKER_TEXTS],
+        upto=layer,
+        without=scan.shared_dims,
+        directions=context.directions,
     )
-    best = _narrowest(subjects, values, {*embeddings})
-    if float(values[best]) > 1 - NEEDED:
+    kept = (edited.along / edited.intact_along)[..., layer].clamp(min=0)
+    left = kept.mean(1)
+    best = most = int(left.argmin())
+    least = float(left[:count].min())
+    if least <= 1 - NEEDED:
+        best = int((left[:count] <= least + SAME).int().argmax())
+    subject = (parts[best],)
+    search = Search("parts alone", len(parts), 1 - float(left[most]), in_words((parts[most],)))
+    if float(left[best]) > 1 - NEEDED:
         return (), [], search
-    others = kept.mean(1)[[number for number, parts in enumerate(subjects) if not {*parts} & {*subjects[best]}]]
+    others = left[torch.arange(len(parts)) != best]
     control = Contrast("random", float(others.median()), len(others), "the median of other parts")
-    alone: list[Parts] = [(one,) for one in subjects[best]] if len(subjects[best]) > 1 else []
-    claims = []
-    for parts in (subjects[best], *alone):
-        number = subjects.index(parts)
-        claims.append(
-            Claim(
-                role="makes alone" if parts in alone else "makes",
-                subject=parts,
-                outcome=Outcome("spike", layers=(layer,)),
-                place=place,
-                value=float(kept[number].mean()),
-                contrasts=(Contrast("intact", 1.0), control),
-                draws=len(ids),
-                search=search,
-                margin=margin_of(kept[number].numpy()),
-            )
-        )
-    return subjects[best], claims, search
+    outcome = Outcome("spike", layers=(layer,))
+    return subject, [claim_of("makes", subject, outcome, place, kept[best], [INTACT, control], search)], search

@@ -13,20 +13,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.models.target import Entering, Target
+from sinkscope.models.target import Target
 from sinkscope.sinks.find.attention_received import (
     AttentionReceived,
     attention_of_all,
     attention_received,
-    with_long_texts,
+    long_texts,
 )
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, LeftOver, Place, pieces, spike_places, texts_with
+from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Edit, Heads
-from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.tokens import TokenRows
+
+
+def ordinary_position(norms: Float[Tensor, "text pos"], barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
+    """The position of each text that is not barred whose norm is nearest to the typical one of the text."""
+    distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
+    return distance.masked_fill(barred, torch.inf).argmin(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +43,6 @@ class SinkContext:
         ids: The texts.
         scan: The layers, as these texts show them at the place.
         seed: Seed of every random draw.
-        at: The place in each text.
-        entering: What entered each layer when the texts were read.
         beside: The first token of typical text. None: this is it.
     """
 
@@ -47,14 +50,12 @@ class SinkContext:
     ids: Int[Tensor, "row pos"]
     scan: LayerScan
     seed: int
-    at: Int[Tensor, " row"]
-    entering: Entering
     beside: SinkContext | None = None
 
-    @classmethod
-    def at_first(cls, target: Target, ids: TokenRows, scan: LayerScan, seed: int = 0) -> SinkContext:
-        """The first token of typical text."""
-        return cls(target, ids, scan, seed, torch.zeros(len(ids), dtype=torch.long), scan.entering)
+    @cached_property
+    def at(self) -> Int[Tensor, " row"]:
+        """The place in each text."""
+        return torch.as_tensor(self.scan.at).expand(len(self.ids))
 
     @property
     def typical(self) -> SinkContext:
@@ -89,15 +90,9 @@ class SinkContext:
             edits,
             at=self.at[texts],
             without=self.scan.shared_dims,
-            entering=self.entering.part(texts, length),
+            entering=self.scan.entering.part(texts, length),
             **reading,
         )
-
-    def drops(self, edits: Sequence[Edit], layer: int) -> Float[Tensor, " edit"]:
-        """Share of the norm after a layer that each edit takes away, mean over texts."""
-        trial = self.trial(edits, upto=layer)
-        (edited,) = side_by_side(self.target, [trial])
-        return edited.drops(layer)
 
     @cached_property
     def directions(self) -> Float[Tensor, "layer d_model"]:
@@ -106,14 +101,14 @@ class SinkContext:
         spikes = torch.stack([self.scan.spike_after(layer) for layer in range(size)])
         return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
 
-    def ordinary(self, layer: int, length: int | None = None) -> Int[Tensor, " row"]:
-        """The position of each text, or of its beginning, whose norm after a layer is nearest to the typical one."""
-        norms = self.scan.norms[layer][:, :length]
-        distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
-        distance[torch.arange(len(norms)), self.at] = torch.inf
-        begin = norms.shape[1] // 8
-        end = max(norms.shape[1] // 2, begin + 1) if length is None else norms.shape[1]
-        return begin + distance[:, begin:end].argmin(1)
+    def ordinary(self, layer: int, length: int) -> Int[Tensor, " row"]:
+        """The position of the beginning of each text whose norm after a layer is nearest to the typical one.
+
+        The first eighth of this beginning is left out, and so is the place.
+        """
+        positions = torch.arange(length).expand(len(self.ids), -1)
+        barred = (positions < length // 8) | (positions == self.at[:, None])
+        return ordinary_position(self.scan.norms[layer][:, :length], barred)
 
     def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
         """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
@@ -121,7 +116,7 @@ class SinkContext:
             upto = len(self.scan.layers) - 1
         scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
         scan = replace(scan, beside=self.typical.scan)
-        return replace(self, ids=ids, scan=scan, at=at, entering=scan.entering, beside=self.typical)
+        return SinkContext(self.target, ids, scan, self.seed, self.typical)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,47 +164,29 @@ class Survey:
     def _made(cls, setup: Setup, whole: bool) -> Survey:
         scan, received = _scanned(setup, whole)
         without = tuple(scan.shared_dims)
-        rate = None
+        rate, longer = None, None
         if whole:
             received, rate = attention_of_all(setup, without)
-        first = SinkContext.at_first(setup.target, setup.ids, scan, setup.seed)
-        survey = cls._read(setup, first, received, received)
-        longer = None
-        if len(scan.layers) == setup.target.n_layers and not survey.sinks and not received.learned_heads:
-            longer = with_long_texts(setup)  # they may show a sink that short ones do not
-        if longer is None:
-            return replace(survey, rate=rate)
-        more = attention_received(longer.target, longer.ids, without=without)
-        in_longer = cls._read(longer, first, more, received if survey.spikes else more)
-        if not in_longer.sinks and not more.learned_heads:
-            in_longer = replace(in_longer, received=received, other_sinks=survey.other_sinks)
-        return replace(in_longer, lengths=(*survey.lengths, longer.ids.shape[1]), rate=rate)
-
-    @classmethod
-    def _read(cls, setup: Setup, first: SinkContext, received: AttentionReceived, norms: AttentionReceived) -> Survey:
-        """The places in some texts."""
-        decode = setup.tokenizer.decode
+        norms, lengths, decode = received, (received.ids.shape[1],), setup.tokenizer.decode
         spikes, other_spikes = pieces(spike_places(norms.norms, norms.ids), decode)
-        attended = received.places
-        sinks: list[Place] = []
-        for spike in spikes if norms is received else ():  # a place of both is one place
-            there = spike.there(attended.ids)
-            share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
-            if share >= MOST_TEXTS and received.readers(there & attended.there):
-                sinks.append(Place.of(attended, there, spike.rule, decode))
-                attended = attended.without(there)
-        further, other_sinks = pieces(attended, decode, lambda there: bool(received.readers(there)))
-        other_sinks = replace(other_sinks, share=other_sinks.count / max(1, len(received.places)))
-        sinks = sorted([*sinks, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
-        length = received.ids.shape[1]
-        return cls(first, received, tuple(sinks), other_sinks, norms, spikes, other_spikes, (length,))
+        sinks, other_sinks = _sinks(received, spikes, decode)
+        if len(scan.layers) == setup.target.n_layers and not sinks and not received.learned_heads:
+            longer = long_texts(setup)  # they may show a sink that short ones do not
+        if longer is not None:
+            lengths = (*lengths, longer.shape[1])
+            more = attention_received(setup.target, longer, without=without)
+            in_longer = _sinks(more, (), decode)
+            if in_longer[0] or more.learned_heads:
+                received, (sinks, other_sinks) = more, in_longer
+        first = SinkContext(setup.target, setup.ids, scan, setup.seed)
+        return cls(first, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
 
     def context(self, place: Place) -> SinkContext:
         """The model at a place of a spike."""
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
-        ids, at, _ = texts_with(place, self.norms.ids)
-        return self.first.elsewhere(ids, at)
+        rows, at = texts_with(place, self.norms.ids)
+        return self.first.elsewhere(self.norms.ids[rows], at)
 
     def spiking(self, place: Place) -> Bool[Tensor, "text pos"]:
         """The positions of a spike in the texts in which sinks were looked for."""
@@ -228,6 +205,22 @@ class Survey:
         return float(self.spiking(spike)[there].float().mean()) >= ENOUGH
 
 
+def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode) -> tuple[tuple[Place, ...], LeftOver]:
+    """The places that heads attend to, those with most heads first; that of a spike in these texts is one place."""
+    attended = received.places
+    found: list[Place] = []
+    for spike in spikes:
+        there = spike.there(attended.ids)
+        share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
+        if share >= MOST_TEXTS and received.readers(there & attended.there):
+            found.append(Place.of(attended, there, spike.rule, decode))
+            attended = attended.without(there)
+    further, left = pieces(attended, decode, lambda there: bool(received.readers(there)))
+    left = replace(left, share=left.count / max(1, len(received.places)))
+    found = sorted([*found, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
+    return tuple(found), left
+
+
 def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
     """The layers of typical text and, unless all of them are read, its attention in the same pass."""
     target = setup.target
@@ -237,4 +230,7 @@ def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
         listening = received.listening(target, slice(None))
     with listening:
         scan = scan_layers(target, setup.ids, whole=whole, progress=setup.progress)
-    return scan, received.up_to(len(scan.layers), scan.norms)
+    depth = len(scan.layers)
+    received.norms[:depth] = scan.norms
+    received.attending[depth:] = False
+    return scan, received

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.edit import NeuronSite
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -29,13 +28,15 @@ from sinkscope.measure import PIECE, Option, Result, Setup, measurement
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import neuron_names
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.parts import in_words, neurons_of
+from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.tokens import TokenRows
 
-CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
-NEUTRAL_CHARACTERS = CHARACTERS * 4 * PIECE  # of the text that neutral values are taken from
+PIECES = 8  # in one pass
+NEUTRAL_CHARACTERS = 8 * 4 * PIECE  # of the text that neutral values are taken from
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
@@ -47,55 +48,34 @@ def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
     """Pieces of the typical text after the part that neutral values are taken from.
 
     Raises:
-        SinkscopeError: The text is too short for two pieces of 8 tokens.
+        SinkscopeError: The rest is too short for two pieces.
     """
-    rest = setup.text[NEUTRAL_CHARACTERS:]
     length = min(length, setup.target.max_positions or length)
-    # A short text gives short pieces rather than none.
-    beginning = rest[: CHARACTERS * pieces * length]
-    count = len(setup.tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"])
-    length = min(length, count // 2 + (setup.bos is not None))
-    if length < 8:
-        raise SinkscopeError(
-            f"the text has {len(setup.text)} characters, and the first {NEUTRAL_CHARACTERS} of them are used to "
-            "measure neutral values: give a longer --text, so that something is held out"
-        )
-    return text_rows(setup.tokenizer, rest, pieces, length, setup.bos)
+    ids = text_rows(setup.tokenizer, setup.text[NEUTRAL_CHARACTERS:], pieces, length, setup.bos)
+    if len(ids) < 2:
+        raise SinkscopeError(f"one piece of {length} tokens is held out, and 2 are needed: give a longer --text")
+    return ids
 
 
 @torch.no_grad()
-def losses(
-    target: Target,
-    ids: TokenRows,
-    edit: Intervention | None = None,
-    batch_size: int = 8,
-    progress: Progress = silent,
-) -> Float[Tensor, " row"]:
-    """Mean next-token loss of each piece in nats, without the first token's prediction, which no patch changes.
+def logits_of(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
+    """Logits of what follows each token, float32."""
+    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float()
 
-    Args:
-        target: The whole model.
-        ids: Pieces of text.
-        edit: The edit to act under.
-        batch_size: Pieces per pass.
-        progress: Called after every batch.
-    """
-    out = []
-    for start in range(0, len(ids), batch_size):
-        rows = ids[start : start + batch_size].to(target.device)
-        with under(edit, target):
-            logits = target.hf(input_ids=rows, use_cache=False).logits
-        predictions = rearrange(logits[:, 1:-1].float(), "row pos vocab -> row vocab pos")
-        each = functional.cross_entropy(predictions, rows[:, 2:].to(logits.device), reduction="none")
-        out.append(each.mean(1).cpu())
-        progress("perplexity", min(start + batch_size, len(ids)), len(ids))
-    return torch.cat(out)
+
+def loss_of(logits: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tensor, " row"]:
+    """Mean next-token loss in nats, without the first token's prediction: texts begin alike."""
+    predictions = rearrange(logits[:, 1:-1], "row pos vocab -> row vocab pos")
+    return functional.cross_entropy(predictions, ids[:, 2:].to(logits.device), reduction="none").mean(1).cpu()
+
+
+def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
+    """The loss of each piece, read by the whole model in a few passes."""
+    return torch.cat([loss_of(logits_of(target, rows), rows) for rows in ids.split(PIECES)])
 
 
 def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:
-    """Standard error of the mean difference to the first condition, over paired samples; NaN for a single sample."""
-    if samples.shape[1] < 2:
-        return torch.full((len(samples) - 1,), torch.nan)
+    """Standard error of the mean difference to the first condition, over paired samples."""
     return (samples[1:] - samples[0]).std(1) / math.sqrt(samples.shape[1])
 
 
@@ -122,12 +102,23 @@ class PatchEvaluation(Result):
     errors: Float[np.ndarray, " patch"]
     neurons: tuple[tuple[int, ...], ...]
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The perplexity under the patch, beside none and a random patch; 1 is that without a patch."""
+        _, patched, random = (self.perplexity / self.perplexity[0]).tolist()
+        contrasts = (Contrast("intact", 1.0), Contrast("random", random))
+        outcome, search = Outcome("perplexity"), Search("patches", 1)
+        margin = float(2 * self.errors[1] / self.perplexity[0])
+        draws = self.settings.get("pieces", 1)
+        subject = neurons_of(self.neurons)
+        return (Claim("costs", subject, outcome, "held-out text", patched, contrasts, draws, search, margin),)
+
     def conclusion(self) -> str:
         """The change by the patch, beside a random patch."""
-        _, patch, random = self.rows()
+        (claim,) = self.claims
         return (
-            f"The patch of {neuron_names(self.neurons, 3)} changes the perplexity of held-out text by "
-            f"{patch['change']:+.2%} (random neurons: {random['change']:+.2%})."
+            f"The patch of {in_words(claim.subject, 3)} changes the perplexity of held-out text by "
+            f"{claim.value - 1:+.2%} (random neurons: {claim.contrasts[1].value - 1:+.2%})."
         )
 
     def rows(self) -> Table:
@@ -139,6 +130,10 @@ class PatchEvaluation(Result):
         }
         return long_table(columns, patch=self.patches)
 
+    def numbers(self) -> list[Number]:
+        """The perplexity under the patch as a share of that without one."""
+        return numbers_of(self.claims)
+
 
 def draw(result: PatchEvaluation) -> go.Figure:
     """Draw the change by the patch and by a random patch, with two standard errors."""
@@ -147,8 +142,8 @@ def draw(result: PatchEvaluation) -> go.Figure:
     return figure_of(fig.update_yaxes(tickformat=".2%"), result, width=900, height=480)
 
 
-def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
-    """The patch itself, or the one in the file.
+def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None, **_: object) -> SinkPatch:
+    """The patch itself, or the one in the file; it is read before a model is loaded.
 
     Raises:
         SinkscopeError: There is none, or the file is not a patch.
@@ -160,11 +155,6 @@ def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None) -> Sin
     return SinkPatch.load(patch)
 
 
-def refuse_unknown(patch: SinkPatch | str | os.PathLike[str] | None, **_: object) -> None:
-    """Refuse a wrong file before a model is loaded."""
-    read_patch_argument(patch)
-
-
 @measurement(
     group="Sinks",
     order=5,
@@ -172,7 +162,7 @@ def refuse_unknown(patch: SinkPatch | str | os.PathLike[str] | None, **_: object
     figure=draw,
     words="patch eval",
     loading="whole",
-    check=refuse_unknown,
+    check=read_patch_argument,
     quick={"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16},
 )
 def patch_eval(
@@ -197,47 +187,36 @@ def patch_eval(
     """
     edit = read_patch_argument(patch)
     edit.check_made_for(setup.target)
-    edits = (None, edit, random_patch(setup, edit))
     ids = held_out(setup, pieces, length)
     setup.record(
         patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
-        site=edit.site,
-        value=edit.value,
-        made_for=(edit.model or {}).get("name"),
         pieces=len(ids),
         length=ids.shape[1],
     )
-    samples = torch.stack([losses(setup.target, ids, each, progress=setup.progress) for each in edits]).double()
-    perplexity = samples.mean(1).exp()
-    errors = torch.cat([torch.tensor([torch.nan]), errors_of(samples) * perplexity[1:]])
+    read = []
+    for each in (None, edit, random_patch(setup, edit)):
+        with under(each, setup.target):
+            read.append(losses(setup.target, ids))
+        setup.progress("perplexity", len(read), 3)
+    samples = torch.stack(read).double()
+    perplexity = samples.mean(1).exp().numpy()
     return PatchEvaluation(
-        perplexity=perplexity.numpy(),
-        errors=errors.numpy(),
+        perplexity=perplexity,
+        errors=np.append(np.nan, errors_of(samples).numpy() * perplexity[1:]),
         neurons=tuple(site.numbers for site in edit.checked_sites),
     )
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed.
-
-    Raises:
-        SinkscopeError: The patch has more than half of the neurons of a layer.
-    """
-    calibrated = {}
+    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
+    calibrated: dict[NeuronSite, float] = {}
     for group in patch.groups():
         with setup.target.loaded(group.layer):
             view = neutral_view(setup.target, group.layer, setup.ids)
-        width = setup.target.width(group.layer, group.expert)
-        taken = set(group.neurons)
-        if 2 * len(taken) > width:
-            raise SinkscopeError(
-                f"the patch has {len(taken)} of the {width} neurons of layer {group.layer}: no random patch of as many "
-                "others can be drawn beside it; give a smaller patch"
-            )
         generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")
-        order = torch.randperm(width, generator=generator).tolist()
-        others = [neuron for neuron in order if neuron not in taken]
-        for neuron in others[: len(taken)]:
+        order = torch.randperm(setup.target.width(group.layer, group.expert), generator=generator).tolist()
+        others = [neuron for neuron in order if neuron not in group.neurons]
+        for neuron in others[: len(group.neurons)]:
             flat = flat_number(setup.target, group.layer, group.expert, neuron)
             value = neutral_up(view, flat)
             if patch.site == "post" or value is None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
@@ -22,7 +20,7 @@ from sinkscope.sinks.tokens import TokenRows
 
 DRAWS = 3
 """Random ones with which what stays exact is compared."""
-ACTIVATIONS, KV = "activations", "kv"
+PLACES, NEURONS, PROJECTIONS, LAYERS = "sink places", "sink neurons", "down projections", "sink layers"
 
 
 @dataclass(frozen=True)
@@ -31,22 +29,15 @@ class Exact:
 
     Attributes:
         fields: Fields of `Quantize`.
-        of: What is rounded where it can make a difference.
         prefix: Tokens put before every text.
     """
 
-    fields: dict[str, Any] = field(default_factory=dict)
-    of: tuple[str, ...] = (ACTIVATIONS, KV)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     prefix: tuple[int, ...] = ()
 
 
 Compared = Sequence[Exact]
 """What was chosen, and after it random ones of the same size."""
-
-
-def _compared(name: str, values: Sequence[Any], of: tuple[str, ...] = Exact.of) -> Compared:
-    """Values of a field of `Quantize`."""
-    return [Exact({name: value}, of) for value in values]
 
 
 @dataclass(frozen=True)
@@ -69,88 +60,76 @@ class Sink:
         places = [each.place for each in found.spikes or found.sinks if each.place is not None]
         neurons: Sites = ()
         for spike in found.spikes:
-            for one in spike.sets:
-                neurons += one.edit_sites
+            if spike.set is not None:
+                neurons += spike.set.edit_sites
         layers = {stage.layer for stage in found.stages} | {site[0] for site in neurons}
         return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
 
-    def there(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
-        """The places in some texts."""
-        there = torch.zeros_like(ids, dtype=torch.bool)
-        for place in self.places:
-            there |= place.means(ids)
-        return there
 
-    def prefix(self, ids: TokenRows) -> tuple[int, ...]:
-        """The most common tokens of places after the first position, as many as texts have such places on average.
-
-        With the token that texts begin with after them, they are the prefix of Chen et al. 2024 (PrefixQuant).
-        """
-        there = self.there(ids)
-        there[:, 0] = False
-        tokens, counts = ids[there].unique(return_counts=True)
-        order = counts.argsort(descending=True, stable=True)[: int((there.sum() / len(ids)).ceil())]
-        return tuple(tokens[order].tolist())
-
-
-def comparisons(setup: Setup, sink: Sink, ids: TokenRows) -> dict[str, Compared]:
+def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict[str, Compared]:
     """What may stay exact in some texts, by its name.
 
     The first tokens are as many as a text has places of the sink, or one where no text has such a place.
+
+    Args:
+        setup: The model.
+        sink: Its sinks.
+        ids: The texts.
+        experts: Whether only keys and values are rounded, so that no inputs of modules can stay exact.
     """
     target = setup.target
-    there = sink.there(ids)
-    count = there.sum(1, keepdim=True)
-    if not there.any():
-        count = torch.ones_like(count)
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    for place in sink.places:
+        there |= place.means(ids)
+    count = there.sum(1, keepdim=True).clamp(min=int(not there.any()))
     first = torch.arange(ids.shape[1]) < count
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there | first, 2.0)
     random = (others.argsort(-1).argsort(-1) < count).unbind()
     compared: dict[str, Compared] = {}
-    for name, places in (("sink places", there), ("first tokens", first)):
+    for name, places in ((PLACES, there), ("first tokens", first)):
         if places.any():
-            compared[name] = _compared("places", [one.nonzero().tolist() for one in (places, *random)])
-    prefix = sink.prefix(ids)
+            compared[name] = kept("places", [one.nonzero().tolist() for one in (places, *random)])
+    # The most common tokens of later places, as many as texts have on average; with the token that texts begin with
+    # after them, they are the prefix of Chen et al. 2024 (PrefixQuant).
+    later = there[:, 1:]
+    common, counts = ids[:, 1:][later].unique(return_counts=True)
+    order = counts.argsort(descending=True, stable=True)[: int((later.sum() / len(ids)).ceil())]
+    prefix = common[order].tolist()
     if prefix:
         generator = draws(setup.seed, "tokens beside the prefix")
         tokens = torch.randint(int(target.config.vocab_size), (DRAWS, len(prefix)), generator=generator).tolist()
         begin = {"positions": slice(0, len(prefix) + (setup.bos is not None))}
-        compared["prefix"] = [Exact(begin, prefix=tuple(one)) for one in (prefix, *tokens)]
-    if sink.neurons and not has_experts(target):
+        compared["prefix"] = [Exact(begin, tuple(one)) for one in (prefix, *tokens)]
+    if sink.neurons and not experts:
         drawn = [random_sites(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared["sink neurons"] = _compared("neurons", [sink.neurons, *drawn], (ACTIVATIONS,))
-    if sink.layers and not has_experts(target):
-        layers = (sink.layers, *random_layers(setup, sink.layers))
-        projections = [down_projections(target, one) for one in layers]
-        compared["down projections"] = _compared("layers", projections, (ACTIVATIONS,))
+        compared[NEURONS] = kept("neurons", [sink.neurons, *drawn])
+    layers = beside_layers(setup, sink.layers)
+    if sink.layers and not experts:
+        compared[PROJECTIONS] = kept("layers", [down_projections(target, one) for one in layers])
     if sink.layers:
-        compared["sink layers"] = compared_layers(setup, sink.layers)
+        compared[LAYERS] = kept("layers", layers)
     return compared
 
 
-def compared_layers(setup: Setup, layers: Sequence[int]) -> Compared:
-    """Some layers, and as many random other ones."""
-    return _compared("layers", [layers, *random_layers(setup, layers)])
+def kept(name: str, values: Sequence[Any]) -> Compared:
+    """Values of a field of `Quantize`."""
+    return [Exact({name: value}) for value in values]
 
 
-def random_layers(setup: Setup, layers: Sequence[int]) -> list[list[int]]:
-    """As many other layers, in several draws; none if there are not enough others."""
+def beside_layers(setup: Setup, layers: Sequence[int]) -> list[Sequence[int]]:
+    """Some layers, and as many others in several draws; only the layers if there are not enough others."""
     generator = draws(setup.seed, f"layers beside {list(layers)}")
-    others = [layer for layer in range(setup.n_layers) if layer not in layers]
-    drawn = list[list[int]]()
-    while len(others) >= len(layers) and len(drawn) < DRAWS:
-        order = torch.randperm(len(others), generator=generator)[: len(layers)].tolist()
-        drawn.append([others[index] for index in order])
-    return drawn
+    others = torch.tensor([layer for layer in range(setup.n_layers) if layer not in layers], dtype=torch.long)
+    beside: list[Sequence[int]] = [layers]
+    if len(others) >= len(layers):
+        for _ in range(DRAWS):
+            order = torch.randperm(len(others), generator=generator)
+            beside.append(others[order[: len(layers)]].tolist())
+    return beside
 
 
 def down_projections(target: Target, layers: Sequence[int]) -> list[str]:
     """Names of the down projections of some layers."""
     modules = [down_projection(target, layer) for layer in layers]
     return [one.name for one in linear_modules(target) if one.module in modules]
-
-
-def has_experts(target: Target) -> bool:
-    """Whether some layer is a mixture of experts, so that only keys and values can be rounded."""
-    return any(map(target.is_mixture, range(target.n_layers)))

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Annotated, Any, Literal
 
 import plotly.express as px
 import plotly.graph_objects as go
-import torch
 from pydantic import Field
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Result, ScanPart, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search, percent_pair
-from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Component, Part, Parts, Tokens, in_words, neurons_of
+from sinkscope.results.notation import neuron_names, word_list
+from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import held_out
+from sinkscope.sinks.patch.evaluate import held_out, loss_of
 from sinkscope.sinks.precision.exact import (
-    ACTIVATIONS,
     DRAWS,
+    LAYERS,
+    NEURONS,
+    PLACES,
+    PROJECTIONS,
     Exact,
     Sink,
-    compared_layers,
+    beside_layers,
     comparisons,
-    has_experts,
+    kept,
 )
 from sinkscope.sinks.precision.rounded import Rounded, Texts
 
+ACTIVATIONS = "activations"
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
 SCHEMES: dict[str, dict[str, Any]] = {
     "a8-tensor": {"activations": 8, "scale": "tensor"},
@@ -45,8 +50,9 @@ WORDS = {
     "kv8": "keys and values to 8 bits",
     "kv4": "keys and values to 4 bits",
 }
-NOTHING, PROJECTIONS, COSTLIEST = "nothing", "down projections", "costliest layers"
-LAYERS = ("sink layers", COSTLIEST)
+NOTHING, COSTLIEST = "nothing", "costliest layers"
+EXACT_BITS = 16
+"""Bits of a number that stays exact."""
 SELECTION = 2
 """Texts on which the costliest layers are found."""
 
@@ -108,26 +114,35 @@ class Precision(Result):
         return [one for one in self.rounded if one.kept == NOTHING]
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
-        """What is left of each cost while something stays exact."""
-        return tuple(self.claim_of(one) for one in self.rounded if one.kept != NOTHING)
+    def largest(self) -> Kept:
+        """The scheme that costs most, with nothing exact."""
+        return max(self.costs, key=lambda one: one.kl)
 
-    def claim_of(self, one: Kept) -> Claim:
+    def tried(self, scheme: str) -> Search:
+        """What was kept exact in a scheme, and what of it regained most."""
+        kept = [one for one in self.rounded if one.scheme == scheme and one.kept != NOTHING]
+        most = max(kept, key=lambda one: one.regained)
+        return Search("things", len(kept), most.regained, most.kept)
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What is left of each cost while something stays exact; none of what no random ones stand beside."""
+        return tuple(self.claim_of(one, one.random) for one in self.rounded if one.random is not None)
+
+    def claim_of(self, one: Kept, random: float) -> Claim:
         """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
-        same = [other for other in self.rounded if other.scheme == one.scheme and other.kept != NOTHING]
-        best = max(same, key=lambda other: other.regained)
-        random = Contrast("other", 1.0, 1, "no others of that size")
-        if one.random is not None:
-            random = Contrast("random", 1 - one.random, DRAWS, "random ones")
         return Claim(
             role="protects",
             subject=self._parts(one),
             outcome=Outcome(f"the cost of {one.scheme}"),
             place=f"held-out text, with {one.kept} exact",
             value=min(1.0, 1 - one.regained),
-            contrasts=(Contrast("intact", 1.0, 1, "nothing exact"), random),
+            contrasts=(
+                Contrast("intact", 1.0, 1, "nothing exact"),
+                Contrast("random", 1 - random, DRAWS, "random ones"),
+            ),
             draws=self.settings.get("pieces", 1),
-            search=Search("things", len(same), best.regained, best.kept),
+            search=self.tried(one.scheme),
             margin=one.margin,
         )
 
@@ -137,70 +152,52 @@ class Precision(Result):
 
     def _parts(self, one: Kept) -> Parts:
         """What stays exact."""
-        if one.kept == "sink neurons":
+        if one.kept == NEURONS:
             return neurons_of(self.neurons)
-        parts: list[Part] = []
-        for layer in self.layers_of(one):
-            if one.kept in LAYERS:
-                parts.append(Component("attention", layer))
-            if one.kept in (*LAYERS, PROJECTIONS):
-                parts.append(Component("mlp", layer))
-        return tuple(parts) or (Tokens("tokens kept exact"),)
+        kinds: tuple[ComponentKind, ...] = ()
+        if one.kept in (LAYERS, COSTLIEST):
+            kinds = ("attention", "mlp")
+        elif one.kept == PROJECTIONS:
+            kinds = ("mlp",)
+        return tuple(starmap(Component, product(kinds, self.layers_of(one)))) or (Tokens("tokens kept exact"),)
 
     def best(self, scheme: str) -> Kept | None:
         """Of what regains at least half, beyond random ones, what takes the fewest bits; None if nothing does."""
-        worth: list[Kept] = []
+        worth = []
         for one in self.rounded:
-            if one.scheme == scheme and one.kept != NOTHING and self.claim_of(one).verdict == "needed":
+            if one.scheme == scheme and one.random is not None and self.claim_of(one, one.random).verdict == "needed":
                 worth.append(one)
         return min(worth, key=lambda one: one.bits, default=None)
 
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """One row for each scheme and what was kept exact; the scheme that costs most stands first."""
-        costs = {one.scheme: one.kl for one in self.costs}
-        return sorted(self.rows(), key=lambda row: costs[row["scheme"]], reverse=True)
-
-    def headline(self) -> Number | None:
-        """What regains most of the largest cost, as the conclusion has it."""
-        best = self.best(max(self.costs, key=lambda one: one.kl).scheme)
-        if best is None:
-            return super().headline()
-        return Number(f"regained by {best.kept}, {best.scheme}", best.regained, best.random, best.margin)
-
     def conclusion(self) -> str:
         """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
-        cost = max(self.costs, key=lambda one: one.kl)
+        cost = self.largest
         said = f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats"
         best = self.best(cost.scheme)
-        if best is None:
-            search = next(claim for claim in self.claims if claim.outcome.kind.endswith(cost.scheme)).search
-            return f"{said}; nothing kept exact regains half beyond random ones ({search})."
+        if best is None or best.random is None:
+            return f"{said}; nothing kept exact regains half beyond random ones ({self.tried(cost.scheme)})."
         name = f"the {best.kept}"
-        if best.kept == "sink neurons":
-            name = in_words(self.claim_of(best).subject, 2)
-        elif best.kept in LAYERS:
+        if best.kept == NEURONS:
+            name = neuron_names(self.neurons, 2)
+        elif best.kept in (LAYERS, COSTLIEST):
             name = f"layer {word_list(self.layers_of(best), 2)}"
-        claim = self.claim_of(best)
-        regained, random = percent_pair(1 - claim.value, 1 - claim.control.value)
-        return f"{said}; keeping {name} exact regains {regained} ({claim.control.in_words(())}: {random})."
+        regained, random = percent_pair(best.regained, best.random)
+        return f"{said}; keeping {name} exact regains {regained} (random ones: {random})."
 
     def details(self) -> list[str]:
-        """What each scheme does to the perplexity and to repetition."""
-        lines = []
-        for cost in self.costs:
-            change = cost.perplexity / self.perplexity - 1
-            lines.append(f"{cost.scheme}: the perplexity changes by {change:+.2%}.")
-        if self.place:
-            return [*lines, f"The sink is at {self.place}."]
-        return [*lines, "There is no sink."]
+        """Where the sink is, and what stands beside no random ones."""
+        lines = [f"The sink is at {self.place}." if self.place else "There is no sink."]
+        alone = {one.kept: "" for one in self.rounded if one.random is None and one.kept != NOTHING}
+        if alone:
+            lines.append(f"Nothing is claimed of {word_list([*alone])}: there are not as many others to compare with.")
+        return lines
 
     def numbers(self) -> list[Number]:
-        """The cost of each scheme, and what the sink's places and neurons regain."""
-        numbers = []
-        for one in self.rounded:
-            if one.kept == NOTHING:
-                numbers.append(Number(f"nats lost, {one.scheme}", one.kl))
-            elif one.kept in ("sink places", "sink neurons"):
+        """The cost of each scheme, and what is regained: first what the conclusion names, then places and neurons."""
+        numbers = [Number(f"nats lost, {one.scheme}", one.kl) for one in self.costs]
+        best = self.best(self.largest.scheme)
+        for one in sorted(self.rounded, key=lambda one: one != best):
+            if one == best or one.kept in (PLACES, NEURONS):
                 label = f"regained by {one.kept}, {one.scheme}"
                 numbers.append(Number(label, one.regained, one.random, one.margin))
         return numbers
@@ -250,32 +247,31 @@ def precision(
         sinkscope precision --model llama-2-7b --html precision.html
     """
     target = setup.target
+    experts = any(map(target.is_mixture, range(target.n_layers)))
+    names = [name for name in dict.fromkeys(schemes) if not (experts and ACTIVATIONS in SCHEMES[name])]
+    if not names:
+        raise UnsupportedError(
+            f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
+        )
     sink = Sink.of(find_sinks.on(setup))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
-    compared = comparisons(setup, sink, ids)
-    rounded = list[Kept]()
+    compared = comparisons(setup, sink, ids, experts)
+    rounded = []
     costliest: dict[str, tuple[int, ...]] = {}
-    for name in dict.fromkeys(schemes):
+    for name in names:
+        setup.progress(f"precision, {name}", len(costliest), len(names))
         scheme = SCHEMES[name]
-        if ACTIVATIONS in scheme and has_experts(target):
-            continue
-        setup.progress(f"precision, {name}", len(costliest), len(schemes))
         costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
         cost = texts.rounded(scheme, Exact())
-        rounded.append(_kept(name, NOTHING, cost, cost, ()))
-        for what, (chosen, *random) in {**compared, COSTLIEST: compared_layers(setup, costliest[name])}.items():
-            if not scheme.keys().isdisjoint(chosen.of):
-                others = [texts.rounded(scheme, one) for one in random]
-                rounded.append(_kept(name, what, texts.rounded(scheme, chosen), cost, others))
-    if not rounded:
-        raise UnsupportedError(
-            f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
-        )
+        rounded.append(kept_of(name, NOTHING, cost, [cost]))
+        for what, exact in {**compared, COSTLIEST: kept("layers", beside_layers(setup, costliest[name]))}.items():
+            if ACTIVATIONS in scheme or what not in (NEURONS, PROJECTIONS):
+                rounded.append(kept_of(name, what, cost, [texts.rounded(scheme, one) for one in exact]))
     return Precision(
         rounded=tuple(rounded),
-        perplexity=texts.exact.perplexity,
+        perplexity=float(loss_of(texts.logs, ids).mean().exp()),
         costliest=costliest,
         place=word_list([place.words for place in sink.places]) if sink.places else "",
         neurons=sink.neurons,
@@ -283,24 +279,28 @@ def precision(
     )
 
 
-def _kept(scheme: str, what: str, rounded: Rounded, cost: Rounded, random: Sequence[Rounded]) -> Kept:
-    """What is regained by what stays exact, and by random ones, of what the scheme costs."""
-    bits = rounded.bits(SCHEMES[scheme], cost)
-    more_bits = bits - cost.bits(SCHEMES[scheme], cost)
+def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> Kept:
+    """What is regained of the cost of a scheme by what stays exact (read first), and by random ones."""
+    one, *random = read
+    left, kl = one.left(cost), float(one.kl.mean())
+    low = SCHEMES[scheme].get(ACTIVATIONS) or SCHEMES[scheme]["kv"]
+    more_bits = (EXACT_BITS - low) * (1 - one.numbers / cost.numbers)
     return Kept(
         scheme=scheme,
         kept=what,
-        kl=rounded.divergence,
-        regained=rounded.regained(cost),
-        margin=rounded.margin(cost),
-        random=max((one.regained(cost) for one in random), default=None),
-        bits=bits,
-        per_bit=(cost.divergence - rounded.divergence) / more_bits if more_bits else None,
-        perplexity=rounded.perplexity,
+        kl=kl,
+        regained=1 - left,
+        margin=margin_of(((one.kl - left * cost.kl) / cost.kl.mean()).nan_to_num().numpy()),
+        random=max([1 - other.left(cost) for other in random], default=None),
+        bits=low + more_bits,
+        per_bit=(float(cost.kl.mean()) - kl) / more_bits if more_bits else None,
+        perplexity=float(one.loss.mean().exp()),
     )
 
 
 def costliest_layers(texts: Texts, scheme: dict[str, Any]) -> tuple[int, ...]:
     """The layers, the one first whose exactness leaves the smallest divergence."""
-    left = [texts.rounded(scheme, Exact({"layers": [layer]})).divergence for layer in range(texts.target.n_layers)]
-    return tuple(torch.tensor(left).argsort(stable=True).tolist())
+    left = [
+        float(texts.rounded(scheme, Exact({"layers": [layer]})).kl.mean()) for layer in range(texts.target.n_layers)
+    ]
+    return tuple(sorted(range(len(left)), key=lambda layer: left[layer]))

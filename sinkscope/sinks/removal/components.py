@@ -7,11 +7,11 @@ from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
-import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.trace.sites import resolve
+from sinkscope.hooks.trace.sites import Site, resolve
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron, Parts
 
@@ -112,18 +112,16 @@ def key_projection(target: Target, layer: int) -> Any:
     return target.sub(layer, path)
 
 
-def key_bias(target: Target, layer: int) -> Tensor | None:
-    """The bias of the keys, zero where the module gives something else; None if there is none or it is not known."""
+def key_bias(target: Target, layer: int) -> tuple[Site, Float[Tensor, "head d_head"]] | None:
+    """Where the keys of a layer pass, and their bias; None if there is none or it is not known."""
     module = key_projection(target, layer)
     bias = getattr(getattr(module, "original_component", module), "bias", None)  # also below a bridge's wrapper
-    if bias is None or target.adapter.k is not None:
-        return bias
-    if target.kind == "bridge" or not target.adapter.attention_interface:  # fused projections are split, or keys hidden
+    is_split = target.kind == "bridge" or not target.adapter.attention_interface  # fused projections, or keys hidden
+    if bias is None or (target.adapter.k is None and is_split):
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        columns = site.cut(torch.arange(len(bias), dtype=torch.float32, device=bias.device)).flatten().long()
-        return torch.zeros_like(bias).index_copy(0, columns, bias.detach()[columns])
+        return site, site.cut(bias.detach())
     return None
 
 

@@ -29,20 +29,18 @@ class Effects:
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
         along: Projection of the residual stream on the directions that were given; NaN without any.
-        attention: Mean attention from later queries that see the position; of no layer if it was not requested.
+        attention: Mean attention from later queries that see the position; 0 where it was not requested.
         intact_norms: The same norms without an edit.
         intact_along: The same projections without an edit.
         intact_attention: The same attention without an edit.
-        intact: The pass of the intact texts, for further trials of them.
     """
 
     norms: Float[Tensor, "edit text layer"]
     along: Float[Tensor, "edit text layer"]
-    attention: Float[Tensor, "edit text _ head"]
+    attention: Float[Tensor, "edit text layer head"]
     intact_norms: Float[Tensor, "text layer"]
     intact_along: Float[Tensor, "text layer"]
-    intact_attention: Float[Tensor, "text _ head"]
-    intact: Rows
+    intact_attention: Float[Tensor, "text layer head"]
 
     def drops(self, layer: int) -> Float[Tensor, " edit"]:
         """Share of the norm after a layer that each edit takes away, mean over texts."""
@@ -59,48 +57,22 @@ def heads_lost(attention_drops: Float[Tensor, "edit pair"]) -> list[float]:
     return reduce((attention_drops >= NEEDED).float(), "edit pair -> edit", "mean").tolist()
 
 
-class _Batches:
-    """The rows of a trial in as few batches as memory allows, the edits in the order of the layers that they change."""
+def _batches(target: Target, trial: Trial) -> list[Rows]:
+    """The rows of a trial in as few batches as memory allows, each beside the intact texts."""
+    texts, length = trial.ids.shape
+    size = max(1, BATCH_ELEMENTS // (texts * length * max(target.d_mlp, target.d_model)) - 1)
+    starts = range(0, max(1, len(trial.edits)), size)
+    return [Rows(target, trial, trial.edits[start : start + size]) for start in starts]
 
-    def __init__(self, target: Target, trial: Trial) -> None:
-        self.trial = trial
-        texts, length = trial.ids.shape
-        size = max(1, BATCH_ELEMENTS // (texts * length * max(target.d_mlp, target.d_model)) - 1)
-        begins = [target.n_layers if edit.begin is None else edit.begin for edit in trial.edits]
-        self._order = sorted(range(len(begins)), key=lambda number: begins[number])
-        edits = [trial.edits[number] for number in self._order]
-        self.rows: list[Rows] = []
-        if trial.intact is None:
-            self.intact = Rows(target, trial, [Edit(), *edits[:size]])
-            self.rows.append(self.intact)
-            edits = edits[size:]
-        else:
-            self.intact = trial.intact
-        for start in range(0, len(edits), size):
-            self.rows.append(Rows(target, trial, edits[start : start + size], self.intact))
 
-    def effects(self) -> Effects:
-        """What was read; NaN in layers before the first, where nothing differed."""
-        intact_read, intact_attention = self.intact.read()
-        depth = self.intact.depth if self.trial.upto is None else self.trial.upto + 1
-        read, attention = [intact_read[:, :1, :, :depth]], [intact_attention[:1, :, :depth]]
-        for rows in self.rows:
-            own, own_attention = rows.read()
-            read.append(own)
-            attention.append(own_attention)
-        edited = torch.tensor(self._order, dtype=torch.long).argsort() + 1
-        if self.trial.intact is None:
-            edited += 1  # after the intact texts
-        (norms, along), all_attention = torch.cat(read, 1), torch.cat(attention)
-        return Effects(
-            norms=norms[edited],
-            along=along[edited],
-            attention=all_attention[edited],
-            intact_norms=norms[0],
-            intact_along=along[0],
-            intact_attention=all_attention[0],
-            intact=self.intact,
-        )
+def _effects(batches: Sequence[Rows]) -> Effects:
+    """What was read; NaN in layers before the first, where nothing differed."""
+    parts: list[list[Tensor]] = [[], [], []]
+    for number, rows in enumerate(batches):
+        for part, read in zip(parts, rows.read(), strict=True):
+            part.append(read[min(number, 1) :])  # the intact texts once
+    norms, along, attention = map(torch.cat, parts)
+    return Effects(norms[1:], along[1:], attention[1:], norms[0], along[0], attention[0])
 
 
 @torch.no_grad()
@@ -114,16 +86,16 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
     Returns:
         The effects of each trial. Entries of layers that were not run are missing at the end.
     """
-    batches = [_Batches(target, trial) for trial in trials]
+    batches = [_batches(target, trial) for trial in trials]
     depth = len(target.layers)
     lasts = range(depth - 1, depth)
     if not target.resident and target.skips_layers:
         lasts = range(min(trial.begin for trial in trials), depth)
     for last in lasts:
         for of_trial in batches:
-            for rows in of_trial.rows:
+            for rows in of_trial:
                 rows.run(last)
-    return [of_trial.effects() for of_trial in batches]
+    return [_effects(of_trial) for of_trial in batches]
 
 
 def effects(target: Target, ids: TokenRows, edits: Sequence[Edit], **reading: Any) -> Effects:

@@ -7,7 +7,7 @@ remove components here and read what is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from typing import Any
@@ -21,7 +21,7 @@ from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.removal.components import Edit, Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
-from sinkscope.sinks.removal.rows import KEY_BIAS, At, Rows
+from sinkscope.sinks.removal.rows import KEY_BIAS, At
 from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.sinks.tokens import TokenRows
 
@@ -43,7 +43,6 @@ class PositionEffect:
         heads: If given, the effect is the attention that these heads pay to the position.
         places: Several positions of each text, edited together, whose attention is summed. None: the position.
         without: Residual dimensions that norms leave out.
-        known: The passes of the intact texts, read at the position and, if reversed, at the typical one.
     """
 
     target: Target
@@ -54,7 +53,6 @@ class PositionEffect:
     heads: Heads = ()
     places: Bool[Tensor, "text pos"] | None = None
     without: tuple[int, ...] = ()
-    known: dict[bool, Rows] = field(default_factory=dict)
 
     def only(self, parts: Sequence[int]) -> PositionEffect:
         """The same with some of the heads."""
@@ -77,43 +75,31 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def values(
-        self, edits: Sequence[Edit], reverse: bool = False, elsewhere: Bool[Tensor, "text pos"] | None = None
-    ) -> Float[Tensor, "state part"]:
+    def values(self, edits: Sequence[Edit], reverse: bool = False) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts.
 
         Args:
             edits: The edits; they act at the position.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
-            elsewhere: Other positions at which edits act instead.
         """
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
-        reading: dict[str, Any] = {"at": at, "source": source, "without": self.without, "keep": True}
+        reading: dict[str, Any] = {"at": at, "source": source, "without": self.without}
         ids = self.ids
         if not reverse:
-            reading |= {"places": self.places, "swapped": elsewhere}
-        if self.heads:
-            reading |= {"upto": self.depth, "attention": True, "behind": min(layer for layer, _ in self.heads)}
-        else:  # later tokens do not change norms
-            reading["upto"] = self.layer
-            length, of_source = (int(torch.as_tensor(place).max()) + 1 for place in (at, source))
-            if reverse not in self.known and length < of_source:
-                self.known[reverse] = effects(self.target, ids[:, :of_source], [], **reading).intact
-            ids = ids[:, :length]
-        edited = effects(self.target, ids, edits, intact=self.known.get(reverse), **reading)
-        self.known[reverse] = edited.intact
-        if not self.heads:
+            reading["places"] = self.places
+        if not self.heads:  # later tokens do not change norms
+            ids = ids[:, : max(int(torch.as_tensor(place).max()) for place in (at, source)) + 1]
+            edited = effects(self.target, ids, edits, upto=self.layer, **reading)
             return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
+        behind = min(layer for layer, _ in self.heads)
+        edited = effects(self.target, ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
         layer, head = torch.tensor(self.heads).T
         return torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head].mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:
         """The norm, or the attention of each head, at the typical position without an edit."""
-        if self.heads:
-            return self.values([], reverse=True)[0]
-        self.values([])
-        return self.known[False].source_norms[:, self.layer].mean(0, keepdim=True)
+        return self.values([], reverse=True)[0]
 
     def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit part"]:
         """Share of its own value that each part loses under each edit."""
@@ -126,18 +112,6 @@ class PositionEffect:
             return []
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
-
-    def sufficiency(self, edits: Sequence[Edit], whole: float) -> list[float]:
-        """The share of the whole effect that each edit gives to the typical position.
-
-        It is NaN for neurons and biases of keys, which are not written at a position.
-        """
-        values = self.values(edits, reverse=True)
-        shares = ((values[1:] - values[0]).mean(1) / whole).tolist()
-        for place, edit in enumerate(edits):
-            if edit.zero or KEY_BIAS in edit.swap:
-                shares[place] = float("nan")
-        return shares
 
     def needed(
         self, components: Sequence[Component | Head], lost: Float[Tensor, "component part"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from sinkscope.results.notation import head_name
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import hold_layers, token_texts
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
 from sinkscope.sinks.repetition.norm import norms_of_copies
-from sinkscope.sinks.repetition.sweep import NO_LAYER, NoReading, Reading
-from sinkscope.sinks.tokens import prefixes, repetition_limit, sample_tokens, vocabulary
+from sinkscope.sinks.repetition.sweep import Reading
+from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
 
-TOKENS = 64  # tokens in one chunk
 COMPARED = 16  # tokens whose copies are compared with one copy and with other tokens
 
 
@@ -67,9 +65,7 @@ class AtlasReading(Reading):
     def details(self) -> list[str]:
         """After how many repetitions, beside what, and whether the resisting tokens are those that no head serves."""
         resists, served = self.resists, np.isfinite(self.head)
-        lines = []
-        if self.claims:
-            lines.append(f"{self.copies('reach', 'of that norm')}; mean of {self.claims[0].draws} tokens.")
+        lines = super().details()
         if (self.repeats > 1).any():
             lines.append(f"In the median, a token needs {np.median(self.repeats[self.repeats > 1]):.0f} copies.")
         if resists.any() and not resists.all() and served.any():
@@ -95,30 +91,16 @@ class AtlasReading(Reading):
         return fig.update_yaxes(title_text="tokens")
 
 
-def read_vocabulary(
-    setup: Setup, max_repeats: int | None, sample: int | None, resume: str | Path | None
-) -> tuple[int | None, AtlasReading | NoReading]:
-    """The sink layer, and the repetitions that every token needs; without a layer, what there is instead."""
-    target = setup.target
-    limit = repetition_limit(target, max_repeats, 1)
-    setup.record(max_repeats=limit)
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None) -> AtlasReading:
+    """The repetitions that every token needs at the layer of a spike."""
+    target, context = setup.target, made.context
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    sink = sink_neurons(setup)
-    if sink.made is None:
-        return None, NoReading(absence=sink.absence(NO_LAYER))
-    context, place = sink.made.context, sink.made.spike.place
-    clusters = find_clusters(setup, sink, ids, resume)
+    clusters = find_clusters(setup, sink_neurons(setup), ids)
     hold_layers(target, context.layer)
-
-    def work(tokens: list[int]) -> Columns:
-        needed = repeat_until_half(context, tokens, prefixes(setup, tokens), limit)
-        return {"repeats": [token.repeats for token in needed.tokens]}
-
-    settings = {"layer": context.layer, "max_repeats": limit, "place": place.words}
-    columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
-    repeats = np.array(columns["repeats"], dtype=float)
+    needed = repeat_until_half(context, ids, prefixes(setup, ids), limit, setup.progress)
+    repeats = np.array([token.repeats for token in needed.tokens], dtype=float)
     tried = np.flatnonzero(repeats != 1).tolist()
     some = np.flatnonzero(repeats > 1).tolist() or tried
     compared = sample_tokens([ids[row] for row in some], COMPARED, seed_of(setup.seed, "tokens to compare"))
@@ -126,12 +108,12 @@ def read_vocabulary(
     if compared:
         rows = [[first, *[token] * limit] for first, token in zip(prefixes(setup, compared), compared, strict=True)]
         claims = (norms_of_copies(setup, context, torch.tensor(rows), 1, len(tried)),)
-    return context.layer, AtlasReading(
+    return AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),
         repeats=repeats,
         head=np.full(len(ids), np.nan) if clusters is None else clusters.head,
         max_repeats=limit,
-        place=place.words,
+        place=made.spike.place.words,
         claims=claims,
     )

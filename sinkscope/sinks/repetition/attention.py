@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,22 +59,18 @@ class AttentionReading(Reading):
     received: Float[np.ndarray, "sequence class layer"]
     uniform: Float[np.ndarray, "sequence class"]
 
-    @property
-    def times(self) -> Float[np.ndarray, "sequence class"]:
-        """How many times as much as by uniform attention a token receives in this layer."""
-        return self.received[:, :, self.layer] / self.uniform
-
     def conclusion(self) -> str:
         """What copies receive in the first layer after the spike, beside one copy and other tokens there."""
         return f"{self.copies('receive', f'of the attention in layer {self.layer} together')}."
 
     def details(self) -> list[str]:
         """What each token receives, in natural text and with copies."""
-        natural, *copies = self.times[: 1 + len(self.sweep.tokens)]
-        sink, there, _ = np.median(copies, axis=0)
+        times = self.received[:, :, self.layer] / self.uniform
+        first, usual, _ = times[0]
+        sink, there, _ = np.median(times[1 : 1 + len(self.sweep.tokens)], axis=0)
         return [
             f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
-            f"{natural[1]:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {natural[0]:,.1f} times its own."
+            f"{usual:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {first:,.1f} times its own."
         ]
 
     def rows(self) -> Table:
@@ -94,8 +88,8 @@ class AttentionReading(Reading):
         return fig.update_layout(height=180 + 300 * (1 + (len(self.sequences) - 1) // 3))
 
 
-def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int | None, AttentionReading]:
-    """The sink layer, and the attention that each class of tokens receives.
+def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> AttentionReading:
+    """The attention that each class of tokens receives.
 
     Args:
         setup: The model and its text.
@@ -118,19 +112,15 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     keys = one_hot(roles, len(CLASSES)).float()
     seen = keys.cumsum(1)[:, -TAIL:]  # row query class
     visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
-    received: list[Tensor] = []
-    for number, row in enumerate(ids):
-        with late_attention(target, keys[[number]], ids.shape[1] - TAIL) as total, torch.no_grad():
-            target.forward(row[None])
-        received.append(total[0] / seen[number].sum(0)[:, None])
-        setup.progress("attention", number + 1, len(ids))
-    attention = torch.stack(received)
-    attention[:, :, ~torch.tensor(list(map(target.has_attention, range(target.n_layers))))] = torch.nan
-    attending = attention[0, 1].isfinite().nonzero().flatten().tolist()
+    begin = ids.shape[1] - TAIL
+    received = attention_from(target, ids, keys, begin) / seen.sum(1)[:, :, None]
+    attending = list(filter(target.has_attention, range(target.n_layers)))
+    attention = torch.full_like(received, torch.nan)
+    attention[:, :, attending] = received[:, :, attending]
     layer = next((one for one in attending if sink.layer is None or one > sink.layer), attending[-1])
     together = sweep.max_repeats * attention[:, 1, layer]
     copies = torch.stack([together[1 : 1 + count], together[1 + count :], together[:1].expand(count)])
-    return sink.layer, AttentionReading(
+    return AttentionReading(
         sweep=sweep,
         place=place.words,
         layer=layer,
@@ -142,29 +132,33 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> tuple[int
     )
 
 
-@contextmanager
-def late_attention(
-    target: Target, keys: Float[Tensor, "... kind"], begin: int, layers: list[int] | None = None
-) -> Iterator[Float[Tensor, "... kind layer"]]:
-    """Context manager: attention from the positions from `begin` on to kinds of keys, in the passes of this context.
-
-    Summed over the queries, mean over heads.
+@torch.no_grad()
+def attention_from(
+    target: Target,
+    ids: TokenRows,
+    keys: Float[Tensor, "row pos kind"],
+    begin: int,
+    size: int = 1,
+) -> Float[Tensor, "row kind layer"]:
+    """Attention from the positions from `begin` on to kinds of keys, summed over these queries, mean over heads.
 
     Args:
         target: The model.
-        keys: Which positions belong to which kind, `[row pos kind]`.
+        ids: The sequences.
+        keys: Which positions belong to which kind; 1 or 0.
         begin: The first of the positions whose attention is read.
-        layers: The layers. None: all.
-
-    Yields:
-        The attention, `[row kind layer]`.
+        size: Sequences per pass.
     """
-    received = torch.zeros(len(keys), keys.shape[2], target.n_layers)
+    received = []
+    for rows, kinds in zip(ids.split(size), keys.split(size), strict=True):
+        total = torch.zeros(len(rows), keys.shape[2], target.n_layers)
 
-    def add(layer: int, start: int, probs: Float[Tensor, "row head query key"]) -> None:
-        late = probs[:, :, max(0, begin - start) :]
-        total = einsum(late, keys.to(late.device), "row head query key, row key kind -> row kind")
-        received[:, :, layer] += total.cpu() / probs.shape[1]
+        def add(layer: int, start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
+            late = probs[:, :, max(0, begin - start) :]
+            given = einsum(late, kinds.to(late.device), "row head query key, row key kind -> row kind")
+            total[:, :, layer] += given.cpu() / probs.shape[1]
 
-    with attention_rows(target, add, layers=layers, rows_per_chunk=QUERIES_AT_ONCE):
-        yield received
+        with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE):
+            target.forward(rows)
+        received.append(total)
+    return torch.cat(received)

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.models.modules.down_projections import input_columns
+from sinkscope.models.grouped_heads import output_weights
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.claims import Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
@@ -40,7 +40,7 @@ class DistanceReading(Reading):
     The theorem bounds it in the first attention layer only, head by head, by `2 r k exp(delta) / n`: k is the number of
     tokens before the repetitions, r the largest norm of `v W_O` over the positions, delta the spread of the scores in
     the row. NaN stands for no bound. The claim is of the likeness in the first layer: 1 less the distance over the norm
-    of the output on the token alone. There is none if that is zero.
+    of the output on the token alone.
 
     Attributes:
         sweep: What was repeated.
@@ -61,21 +61,17 @@ class DistanceReading(Reading):
     closest: Float[np.ndarray, "token head"]
 
     @property
-    def holds(self) -> bool | None:
-        """Whether every head of the first layer stays within its bound at every n; None if there is no bound."""
-        return None if self.outside is not None else bool(self.closest.max() <= 1)
+    def holds(self) -> bool:
+        """Whether every head of the first layer stays within its bound at every n; false if there is no bound."""
+        return bool(self.closest.max() <= 1)
 
     def conclusion(self) -> str:
         """How much the output is like that on the token alone, beside one copy there, and the bound."""
-        bound = {
-            None: "no bound applies",
-            True: "theorem 4.1's bound holds",
-            False: "theorem 4.1's bound does not hold",
-        }
-        if not self.claims:
-            return f"The first layer's attention writes nothing for a token alone; {bound[self.holds]}."
         like = self.copies("make the first layer's output", "like that of the token alone")
-        return f"{like}; {bound[self.holds]}."
+        if self.outside is not None:
+            return f"{like}; no bound applies."
+        holds = "holds" if self.holds else "does not hold"
+        return f"{like}; theorem 4.1's bound {holds}."
 
     def details(self) -> list[str]:
         """How close the bound is."""
@@ -116,9 +112,9 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     # Every token alone, so attending to itself: those of the prefix, then the repeated ones.
     values, outputs = attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers)
     sizes, alone = head_norms(values, weights), outputs[:, before:]
-    distances: list[Tensor] = []
-    bounds: list[Tensor] = []
-    closest: list[Tensor] = []
+    distances = []
+    bounds = []
+    closest = []
     for number, ids in enumerate(rows):
         spread = torch.zeros(len(weights), len(ids))
 
@@ -131,7 +127,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         with attention_rows(target, look, layers=[first]):
             z, output = attention_outputs(target, ids[None], layers)
         heads = head_norms(z[before:] - values[before + number], weights)
-        largest = torch.maximum(sizes[:, :before].amax(1), sizes[:, before + number])
+        largest = sizes[:, [*range(before), before + number]].amax(1)
         bound = 2 * before * largest[:, None] * spread[:, before:].exp() / torch.arange(1, len(ids) - before + 1)
         rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.max()  # between two equal outputs
         distances.append((output[:, before:] - alone[:, [number]]).norm(dim=-1))
@@ -139,13 +135,9 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         closest.append(torch.where(heads > rounding, heads / bound, 0.0).amax(-1))
         setup.progress("repetitions", number + 1, len(rows))
     norms = alone.norm(dim=-1)
-    claims: tuple[Claim, ...] = ()
-    if bool(norms[0].all()):
-        last = [
-            attention_outputs(target, each, [first], last=True)[1][0] for each in beside_copies(setup, rows, before)
-        ]
-        like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
-        claims = (claim_of_copies(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),)
+    texts = beside_copies(setup, rows, before)
+    last = [attention_outputs(target, each, [first])[1][0].unflatten(0, each.shape)[:, -1] for each in texts]
+    like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
     outside = outside_theorem(target, first, rows.shape[1])
     applies = torch.nan if outside is not None else 1.0
     return DistanceReading(
@@ -156,12 +148,12 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         alone=rounded(norms),
         bound=rounded(applies * torch.stack(bounds)[:, sweep.counts - 1]),
         closest=rounded(applies * torch.stack(closest)),
-        claims=claims,
+        claims=(claim_of_copies(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),),
     )
 
 
 def attention_outputs(
-    target: Target, rows: TokenRows, layers: Sequence[int], last: bool = False
+    target: Target, rows: TokenRows, layers: Sequence[int]
 ) -> tuple[Float[Tensor, "row_pos head d_head"], Float[Tensor, "layer row_pos d_model"]]:
     """What the heads of the first of some layers mix, and what the attention of each writes, in float32.
 
@@ -169,23 +161,15 @@ def attention_outputs(
         target: The model.
         rows: The sequences, whose positions come one after the other.
         layers: The layers.
-        last: Only the last position of each sequence.
     """
     sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    mixed = trace(target, rows, sites, lambda z: (z[:, -1:] if last else z).flatten(0, 1))
-    written: list[Tensor] = []
+    mixed = trace(target, rows, sites, lambda z: z.flatten(0, 1))
+    written = []
     for layer, site in zip(layers, sites, strict=True):
         with target.loaded(layer):
             output = target.output_projection(layer)(mixed[site].flatten(1).to(target.device))
         written.append(output.float().cpu())
     return mixed[sites[0]].float(), torch.stack(written)
-
-
-def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of every head of a layer, float32."""
-    with target.loaded(layer):
-        columns = input_columns(target, target.output_projection(layer)).float().cpu()
-        return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
 def head_norms(

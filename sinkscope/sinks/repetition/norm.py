@@ -18,12 +18,10 @@ from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import (
-    NO_LAYER,
-    NoReading,
     Reading,
     Sweep,
     beside_copies,
@@ -72,29 +70,21 @@ class NormReading(Reading):
         """What copies reach of the spike's norm and when, or what neurons do for it; each beside its control."""
         if not self.claims:
             return AT_ONCE
-        if len(self.claims) > 1:
-            return f"For the norm after {self.sweep.max_repeats} copies of a token, {self.claims[1].phrase()}."
-        return f"{self.copies('reach', f'of the norm at {self.place}')}{self._half}."
-
-    @property
-    def _half(self) -> str:
+        copies, *neurons = self.claims
+        if neurons:
+            return f"For the norm after {self.sweep.max_repeats} copies of a token, {neurons[0].phrase()}."
+        said = self.copies("reach", f"of the norm at {self.place}")
         reached = self.repeats[self.repeats > 1]
         if not len(reached):
-            return f" (the most: {self.claims[0].search.most:.0%})"
-        return f"; half after {np.median(reached):.0f} (median, {self.claims[0].search.tried} tokens tried)"
+            return f"{said} (the most: {copies.search.most:.0%})."
+        return f"{said}; half after {np.median(reached):.0f} (median, {copies.search.tried} tokens tried)."
 
     def details(self) -> list[str]:
-        """What the copies do where the conclusion is about neurons, the norms, and tokens that need no repetition."""
+        """The norms, and what the copies do where the conclusion is about neurons."""
         low, middle, high = self.typical
-        lines = [
-            f"The norm at {self.place} is {self.reference:.4g}, and that of typical text {middle:.4g} (5-95 %: "
-            f"{low:.4g} to {high:.4g})."
-        ]
-        if len(self.claims) > 1:
-            lines.insert(0, f"{self.copies('reach', f'of the norm at {self.place}')}{self._half}.")
-        if (self.repeats == 1).any():
-            lines.append(f"{(self.repeats == 1).sum()} reach half of it without repetition, and are left out.")
-        return lines
+        typical = f"that of typical text {middle:.4g} (5-95 %: {low:.4g} to {high:.4g})"
+        copies = [claim.sentence() for claim in self.claims[:-1]]
+        return [f"The norm at {self.place} is {self.reference:.4g}, and {typical}.", *copies]
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
@@ -125,47 +115,43 @@ def norms_of_copies(setup: Setup, context: SinkContext, rows: TokenRows, before:
         before: Number of tokens before the copies.
         tried: Number of tokens of which these were taken.
     """
-    last = [norms_at_sink(context, ids)[:, -1] for ids in beside_copies(setup, rows, before)]
-    shares = torch.stack(last) / context.scan.spike_norm[context.layer]
+    texts = beside_copies(setup, rows, before)
+    shares = torch.stack([norms_at_sink(context, ids)[:, -1] for ids in texts]) / context.scan.spike_norm[context.layer]
     return claim_of_copies(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried)
 
 
-def read_norms(setup: Setup, sweep: Sweep, ids: TokenRows, ablate: bool) -> tuple[int | None, NormReading | NoReading]:
-    """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
-    sink = sink_neurons(setup)
-    if sink.made is None:
-        return None, NoReading(absence=sink.absence(NO_LAYER))
-    context = sink.made.context
-    layer = context.layer
+def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, ablate: bool) -> NormReading:
+    """The norms of repeated tokens at the layer of a spike."""
+    sink, context, before = sink_neurons(setup), made.context, len(sweep.before)
+    reference, outcome = context.scan.spike_norm[context.layer], Outcome("norm", (context.layer,))
     zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and sink.neurons:
         zeroed |= {"set": sites_of(sink.neurons), "control": sink.controls}
-    norms: list[Any] = []
-    for name, neurons in zeroed.items():
+    norms = []
+    for neurons in zeroed.values():
         with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
-            norms.append(norms_at_sink(context, ids, setup.progress, f"repetitions, {name}"))
+            norms.append(norms_at_sink(context, ids))
+        setup.progress("repetitions", len(norms), len(zeroed))
     table = torch.stack(norms)  # condition token pos
-    before, reference = len(sweep.before), context.scan.spike_norm[layer]
     repeats = np.array([repeats_until_half(intact[before:], reference) for intact in table[0]], dtype=float)
     tried = np.flatnonzero(repeats != 1)
     reached = np.flatnonzero(repeats > 1)
     rows = reached if len(reached) else tried
-    claims: list[Claim] = []
+    claims = []
     if len(rows):
         claims.append(norms_of_copies(setup, context, ids[rows], before, len(tried)))
     if len(zeroed) > 1 and len(reached):
         left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-        place = f"the last of {sweep.max_repeats} copies"
-        claims.append(claim_of(neurons_of(zeroed["set"]), place, Outcome("norm", (layer,)), left, len(tried)))
-    return layer, NormReading(
+        claims.append(claim_of(neurons_of(zeroed["set"]), claims[0].place, outcome, left, len(tried)))
+    return NormReading(
         sweep=sweep,
-        place=sink.made.spike.place.words,
+        place=made.spike.place.words,
         conditions=tuple(zeroed),
         zeroed=tuple(zeroed.values()),
         norms=rounded(table[:, :, before - 1 + sweep.counts]),
         first_norms=rounded(table[:, :, 0]),
         repeats=repeats,
         reference=reference,
-        typical=typical_quantiles(context.scan.typical.norms[layer : layer + 1])[:, 0].numpy(),
+        typical=typical_quantiles(context.scan.typical.norms[context.layer : context.layer + 1])[:, 0].numpy(),
         claims=tuple(claims),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
 from sinkscope.hooks.trace.run import trace
@@ -22,7 +24,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
@@ -88,7 +90,7 @@ class ProbabilityReading(Reading):
         return f"{said}, under the patch {patch[0]:.2g}, under a patch of random neurons {control:.2g}."
 
     def details(self) -> list[str]:
-        """One copy and other tokens, and where the repetition ends with and without the patch."""
+        """The copies beside one copy, and where the repetition ends with and without the patch."""
         single, others = (contrast.value for contrast in self.claims[0].contrasts)
         lines = [f"It has {single:.2g} after one copy there, and {others:.2g} after other tokens."]
         for condition, left in zip(self.conditions, self.left, strict=True):
@@ -132,28 +134,26 @@ def read_probabilities(
         sweep: What is repeated.
         rows: The sequences.
         patch: The patch or its file. None: a patch of the causal neurons.
-        answer_after: Numbers of repetitions after which the model answers. None: 50 and 400, or what the context holds.
-        new_tokens: Maximum length of an answer. None: 100, or a quarter of the context.
+        answer_after: Numbers of repetitions after which the model answers. None: 50 and 400.
+        new_tokens: Maximum length of an answer. None: 100.
 
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     target = setup.target
     before = rows[0, : len(sweep.before)].tolist()
-    limit = target.max_positions or 1 << 30
-    new_tokens = new_tokens or min(NEW_TOKENS, limit // 4)
-    most = max(1, limit - len(before) - new_tokens)
-    after = list(answer_after or sorted({min(count, most) for count in ANSWER_AFTER}))
+    new_tokens = new_tokens or NEW_TOKENS
+    after = list(answer_after or ANSWER_AFTER)
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
-    check_length(target, around, len(before) + max(after), new_tokens, "repeat less often before an answer")
+    check_length(target, around, len(before) + max(after), new_tokens, "give smaller --answer-after or --new-tokens")
     edits: dict[str, SinkPatch | None] = {INTACT: None}
     edit = chosen_patch(setup, patch)
     if edit is not None:
         edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
     probability = torch.zeros(len(edits), len(rows), len(sweep.counts))
     left = np.full(probability.shape[:2], np.nan)
-    answers: list[RepeatAnswer] = []
+    answers = []
     uniform = 1 / int(target.config.vocab_size)
     for condition, (name, act) in enumerate(edits.items()):
         for token, word in enumerate(sweep.ids):
@@ -168,18 +168,17 @@ def read_probabilities(
                 follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
                 answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
             setup.progress(f"answers, {name}", count, max(after))
-    last = torch.zeros(3, len(rows))
-    for kind, texts in enumerate(beside_copies(setup, rows, len(before))):
-        for token, word in enumerate(sweep.ids):
-            after_text = trace(target, texts[[token]], ["logits"], lambda logits: logits[0, -1].float().softmax(-1))
-            last[kind, token] = after_text["logits"][word]
+    last = []
+    for texts in beside_copies(setup, rows, len(before)):
+        follows = trace(target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
+        last.append(follows["logits"][range(len(rows)), sweep.ids])
     outcome = Outcome("probability of the token", unit="cases")
-    claims = [claim_of_copies(sweep.max_repeats, outcome, last)]
+    claims = [claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))]
     neurons: tuple[tuple[int, ...], ...] = ()
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
-        place = f"the last of {sweep.max_repeats} copies"
-        claims.append(claim_of(neurons_of(neurons), place, outcome, probability[[1, 0, 2], :, -1]))
+        claims.append(claim_of(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
+    setup.record(patch=neurons)
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),
@@ -193,14 +192,11 @@ def read_probabilities(
 
 
 def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
-    """The given patch, or one of the causal neurons; None if the model has none."""
+    """The given patch, or that of `find_sinks`; None if there is none for this model."""
     if patch is not None:
         return read_patch_argument(patch)
-    sink = sink_neurons(setup)
-    calibrated = {neuron.site: neuron.neutral_post for neuron in sink.neurons}
-    if not calibrated or sink.made is None or not sink.made.spike.place.is_first:  # it keeps the first token's value
-        return None
-    return SinkPatch(sites=list(calibrated), calibrated=calibrated)
+    with suppress(SinkscopeError):
+        return SinkPatch.from_result(find_sinks.on(setup))
 
 
 def stopped_after(is_token: Bool[Tensor, " n"]) -> float:

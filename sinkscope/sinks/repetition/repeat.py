@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
@@ -12,9 +11,10 @@ import plotly.graph_objects as go
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
 from sinkscope.results.claims import Claim
-from sinkscope.results.result import Number
+from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
+from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -82,11 +82,7 @@ class Repeat(Result):
 
     def numbers(self) -> list[Number]:
         """What is there after the copies, and with neurons edited; each beside its nearest control."""
-        numbers = []
-        for label, claim in zip(("after copies", "then with neurons edited"), self.claims, strict=False):
-            label = f"{claim.outcome.kind} {label}"
-            numbers.append(Number(label, claim.value, claim.control.value, claim.margin))
-        return numbers
+        return numbers_of(self.claims)
 
 
 def draw(result: Repeat) -> go.Figure:
@@ -104,14 +100,15 @@ def refuse_unused(
         SinkscopeError: An option belongs to another reading.
     """
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
-    if every and read != "norm":
-        raise SinkscopeError(f"--tokens all is read for its norm only: leave out --read {read}, or name some tokens")
-    if ablate and (read != "norm" or every):
-        raise SinkscopeError("--ablate belongs to --read norm of some tokens: leave it out")
-    if patch is not None and read != "probability":
-        raise SinkscopeError("--patch belongs to --read probability: give that, or leave --patch out")
-    if sample is not None and not every:
-        raise SinkscopeError(f"--sample {sample} draws from the vocabulary: give --tokens all, or leave it out")
+    unused = {
+        "--tokens all belongs to --read norm": every and read != "norm",
+        "--ablate belongs to --read norm of some tokens": ablate and (read != "norm" or every),
+        "--patch belongs to --read probability": patch is not None and read != "probability",
+        "--sample belongs to --tokens all": sample is not None and not every,
+    }
+    for why, is_unused in unused.items():
+        if is_unused:
+            raise SinkscopeError(f"{why}: leave it out, or ask for that")
 
 
 @measurement(
@@ -136,7 +133,6 @@ def repeat(
     answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
     new_tokens: Natural | None = None,
     sample: Natural | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
 
@@ -153,33 +149,32 @@ def repeat(
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none; with
             distance "some prefix:", with probability "Repeat:", as in the paper.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        ablate: Read the norm also with the largest sink neuron zeroed, with the whole set of `find_sinks`, and with
-            as many random ones.
+        ablate: Read the norm also with the sink neurons of `find_sinks` zeroed, and with as many random ones.
         all_layers: Read the distance in every layer, also of a model that is not in memory.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
-        answer_after: Number of repetitions after which the model answers. By default 50 and 400, or what the context
-            holds beside the answer.
-        new_tokens: Maximum length of an answer in tokens. By default 100, or a quarter of the context.
+        answer_after: Number of repetitions after which the model answers. By default 50 and 400.
+        new_tokens: Maximum length of an answer in tokens. By default 100.
         sample: With all tokens: only this many, drawn at random.
-        resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
-    if tokens is not None and list(tokens) == [EVERY_TOKEN]:
-        layer, reading = read_vocabulary(setup, max_repeats, sample, resume)
-        return Repeat(read=read, sink_layer=layer, reading=reading)
-    figure = "ablation" if ablate else read
-    sweep, ids = sweep_rows(setup, figure, tokens, prefix, max_repeats, TAIL if read == "attention" else 0)
-    layer = None
-    if read == "norm":
-        layer, reading = read_norms(setup, sweep, ids, ablate)
-    elif read == "attention":
-        layer, reading = read_attention(setup, sweep, ids)
-    elif read == "distance":
-        reading = read_distances(setup, sweep, ids, all_layers)
-    else:
+    every = tokens is not None and list(tokens) == [EVERY_TOKEN]
+    figure, room = "ablation" if ablate else read, TAIL if read == "attention" else 0
+    sweep, ids = sweep_rows(setup, figure, None if every else tokens, prefix, max_repeats, room)
+    if read == "distance":
+        return Repeat(read=read, reading=read_distances(setup, sweep, ids, all_layers))
+    if read == "probability":
         reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
-        setup.record(patch=None if patch is None else reading.neurons)
-    return Repeat(read=read, sink_layer=layer, reading=reading)
+        return Repeat(read=read, reading=reading)
+    sink = sink_neurons(setup)
+    if read == "attention":
+        reading = read_attention(setup, sweep, ids)
+    elif sink.made is None:
+        reading = NoReading(absence=sink.absence("there is no layer to read repetitions at"))
+    elif every:
+        reading = read_vocabulary(setup, sink.made, sweep.max_repeats, sample)
+    else:
+        reading = read_norms(setup, sink.made, sweep, ids, ablate)
+    return Repeat(read=read, sink_layer=sink.layer, reading=reading)

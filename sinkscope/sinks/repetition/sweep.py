@@ -1,9 +1,10 @@
-"""What is repeated, and what every reading of `repeat` has: sequences, curves, and one copy or other tokens beside."""
+"""What is repeated, and what every reading of `repeat` has: sequences, curves, and claims beside their contrasts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,26 +15,32 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
+from sinkscope.models.target import Target
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
-from sinkscope.results.parts import Parts, Tokens
+from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
+from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
 
-NO_LAYER = "there is no layer to read repetitions at"
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
+CONTRASTS: dict[type[Part], tuple[str, tuple[tuple[ContrastKind, str], ...]]] = {
+    Tokens: ("makes", (("one copy", ""), ("other tokens", ""))),
+    Neuron: ("makes", (("intact", ""), ("random", ""))),
+    Head: ("marks", (("other", "no head"), ("random", "another head"))),
+}
+"""The role of tokens, edited neurons, and a head alone; and what stands beside them: kinds of contrasts, and names."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Reading:
 
     def details(self) -> list[str]:
         """Further lines."""
-        return []
+        return [claim.sentence() for claim in self.claims]
 
     def copies(self, reach: str, what: str) -> str:
         """What copies reach of something, beside one copy and other tokens at the position of the last."""
@@ -116,6 +123,9 @@ def sweep_rows(
 ) -> tuple[Sweep, TokenRows]:
     """Choose the tokens of a reading and build its sequences.
 
+    What stands before a text (BOS, or several special tokens) and the prefix stand first; if neither, a word of the
+    text does.
+
     Args:
         setup: The model and its text.
         read: The reading.
@@ -130,31 +140,22 @@ def sweep_rows(
     if prefix is None:
         prefix = PAPER_PREFIXES.get(read)
     words = words_to_repeat(setup, tokens, prefix, PAPER_WORDS.get(read, ()))
-    before = tokens_before(setup, prefix, words)
+    leading = encode(setup, prefix)
+    for token in leading:
+        if token in words:  # its first occurrence would count as a repetition
+            raise SinkscopeError(
+                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
+                "one more repetition; give another --prefix or --token"
+            )
+    # Any token in first place is marked, so it must not be a repeated one.
+    others = [token for token in setup.ids.flatten().tolist() if token not in words]
+    before = [*beginning(setup.tokenizer, setup.bos), *leading] or [*others, 0][:1]
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count, prefix=prefix)
     counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
     labels = [text.strip() or repr(text) for text in token_texts(setup.target, words)]
     sweep = Sweep(tuple(labels), tuple(words), token_texts(setup.target, before), count, counts)
     return sweep, torch.tensor([[*before, *[word] * count] for word in words])
-
-
-def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list[int]:
-    """What stands before every text (BOS, or several special tokens) and the prefix; if neither, a word of the text.
-
-    Raises:
-        SinkscopeError: The prefix contains a repeated token.
-    """
-    before = encode(setup, prefix)
-    for token in before:
-        if token in repeated:  # its first occurrence would count as a repetition
-            raise SinkscopeError(
-                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
-                "one more repetition; give another --prefix or --token"
-            )
-    # Any token in first place is marked, so it must not be a repeated one.
-    others = [token for token in setup.ids.flatten().tolist() if token not in repeated]
-    return [*beginning(setup.tokenizer, setup.bos), *before] or [*others, 0][:1]
 
 
 def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows, TokenRows]:
@@ -171,35 +172,32 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
     for row in others:
         ordinary = ids[ids != row[-1]]
         row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
-    single = others.clone()
-    single[:, -1] = rows[:, -1]
+    single = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     return rows, single, others
 
 
-def claim_of(subject: Parts, place: str, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
-    """What tokens or neurons do, mean over cases.
+def claim_of(
+    subject: Parts,
+    place: str,
+    outcome: Outcome,
+    values: Float[Tensor, "kind case"],
+    tried: int = 0,
+) -> Claim:
+    """What tokens, neurons or a head do, mean over cases.
 
     Args:
-        subject: The tokens or neurons.
+        subject: The tokens, neurons or head.
         place: Where it was read.
         outcome: What was read.
-        values: The outcome with these tokens, with one of them behind others, and with other tokens; or with edited
-            neurons, without an edit, and with as many random neurons.
+        values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
     """
     value, *controls = values.mean(1).tolist()
-    kinds: list[ContrastKind] = ["one copy", "other tokens"] if isinstance(subject[0], Tokens) else ["intact", "random"]
-    return Claim(
-        role="makes",
-        subject=subject,
-        outcome=outcome,
-        place=place,
-        value=value,
-        contrasts=tuple(map(Contrast, kinds, controls)),
-        draws=values.shape[1],
-        search=Search("tokens", tried or values.shape[1], float(values[0].max())),
-        margin=margin_of(values[0].numpy()),
-    )
+    role, beside = CONTRASTS[type(subject[0])]
+    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
+    search = Search("tokens", tried or values.shape[1], float(values[0].max()))
+    margin = margin_of(values[0].numpy())
+    return Claim(role, subject, outcome, place, value, tuple(contrasts), values.shape[1], search, margin)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
@@ -207,24 +205,18 @@ def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind ca
     return claim_of((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
 
 
-def norms_at_sink(
-    context: SinkContext, ids: TokenRows, progress: Progress = silent, what: str = "norms", size: int = SEQUENCES
-) -> Float[Tensor, "row pos"]:
-    """Norms after the sink layer, as those of the spike: without the dimensions that are massive on all tokens.
+@torch.no_grad()
+def norms_at(
+    target: Target, sites: Sequence[str], scan: LayerScan, ids: TokenRows, size: int = SEQUENCES
+) -> Float[Tensor, "row pos site"]:
+    """Norms of the residual stream, as those of the spike: without the dimensions that are massive on all tokens."""
+    norms = trace(target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
+    return torch.stack([norms[site] for site in sites], dim=2)
 
-    Args:
-        context: The model at the place of its spike.
-        ids: The sequences.
-        progress: Called after each pass.
-        what: Name of the work.
-        size: Sequences per pass, which ends at this layer.
-    """
-    site = f"blocks.{context.layer}.hook_resid_post"
-    norms: list[Tensor] = []
-    for rows in ids.split(size):
-        norms.append(trace(context.target, rows, [site], lambda resid: norm_of(resid, context.scan.shared_dims))[site])
-        progress(what, sum(map(len, norms)), len(ids))
-    return torch.cat(norms)
+
+def norms_at_sink(context: SinkContext, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
+    """Norms after the sink layer, where each pass of so many sequences ends."""
+    return norms_at(context.target, [f"blocks.{context.layer}.hook_resid_post"], context.scan, ids, size)[..., 0]
 
 
 def rounded(values: Tensor) -> np.ndarray:

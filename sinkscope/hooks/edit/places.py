@@ -1,0 +1,116 @@
+"""Where a pass is edited: neurons, heads and whole outputs, each as the hook that gives an edit their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinkscope.hooks.edit.expert_edit import expert_hook
+from sinkscope.models.hooks import Hook, on_input, on_output
+from sinkscope.models.target import Target
+
+Edit = Callable[[Tensor], Tensor | None]
+"""Gives new values `[... d]` for those that pass a place, or None to leave them."""
+
+
+class Place(NamedTuple):
+    """One place that values pass.
+
+    Attributes:
+        module: The module beside which they pass.
+        when: "pre" if they enter it, "post" if they leave it.
+        around: Makes a torch hook with kwargs of an edit of the values.
+    """
+
+    module: nn.Module
+    when: str
+    around: Callable[[Edit], Callable[..., Any]]
+
+    def hook(self, edit: Edit) -> Hook:
+        """The hook by which an edit acts here."""
+        return self.module, self.when, self.around(edit)
+
+    def columns(self, numbers: list[int]) -> Place:
+        """Some columns of what passes here."""
+        return self._replace(around=lambda edit: self.around(_columns(numbers, edit)))
+
+    def part(self, cut: Callable[[Tensor], Tensor]) -> Place:
+        """What `cut` shows, as a view, of what passes here."""
+
+        def of_part(edit: Edit) -> Edit:
+            def edited(tensor: Tensor) -> Tensor | None:
+                whole = tensor.clone()
+                view = cut(whole)
+                new = edit(view)
+                if new is None:
+                    return None
+                view.copy_(new)
+                return whole
+
+            return edited
+
+        return self._replace(around=lambda edit: self.around(of_part(edit)))
+
+    def rows(self, count: int, change: Callable[[Float[Tensor, "row pos d"]], object]) -> Hook:
+        """The hook of an edit that changes rows of a batch in place; experts and OPT run row and position together."""
+
+        def changed(values: Tensor) -> Tensor:
+            rows = rearrange(values.flatten(0, -2), "(row pos) d -> row pos d", row=count).clone()
+            change(rows)
+            return rows.reshape(values.shape)
+
+        return self.hook(changed)
+
+
+def heads_place(target: Target, layer: int) -> Place:
+    """The outputs of all heads of a layer, side by side (`hook_z`)."""
+    return Place(target.output_projection(layer), "pre", on_input)
+
+
+def neurons_place(target: Target, layer: int, expert: int | None, neurons: list[int], site: str = "post") -> Place:
+    """Neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
+    if expert is not None:
+        experts = target.experts(layer)
+        return Place(experts.module, "post", partial(expert_hook, experts, expert, neurons, site))
+    if site == "post":
+        return Place(target.mlp_part(layer, "down"), "pre", on_input).columns(neurons)
+    first = 0
+    module = target.mlp_part(layer, "up")
+    if target.adapter.fused_gate_up and target.kind == "bridge":  # it splits the fused projection into two
+        module = target.sub(layer, f"{target.adapter.mlp}.in")
+    elif target.adapter.fused_gate_up:
+        first = target.width(layer)
+    return Place(module, "post", on_output).columns([first + neuron for neuron in neurons])
+
+
+def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Gives a tensor on the device of another one; it is moved once, not in every call."""
+
+    def there(other: Tensor) -> Tensor:
+        nonlocal tensor
+        if tensor.device != other.device:
+            tensor = tensor.to(other.device)
+        return tensor
+
+    return there
+
+
+def _columns(numbers: list[int], edit: Edit) -> Edit:
+    """An edit of whole tensors that gives new values to some columns."""
+    index = beside(torch.tensor(numbers))
+
+    def edited(tensor: Tensor) -> Tensor | None:
+        columns = index(tensor)
+        new = edit(tensor[..., columns])
+        # A copy, because others may need the caller's tensor, and so does autograd.
+        if new is None:
+            return None
+        return tensor.index_copy(-1, columns, new.to(tensor.dtype))
+
+    return edited

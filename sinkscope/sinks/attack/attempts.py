@@ -1,0 +1,166 @@
+"""What sequences and patches do: spikes, attention to them, and the next token (Yona et al. 2025, 5.1 to 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from einops import repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.trace.run import trace
+from sinkscope.measure import Setup
+from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.parts import Tokens, neurons_of
+from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
+from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.patch.evaluate import random_patch, under
+from sinkscope.sinks.repetition.attention import attention_from
+from sinkscope.sinks.repetition.probability import chosen_patch
+from sinkscope.sinks.repetition.sweep import claim_of, norms_at_sink
+from sinkscope.sinks.tokens import TokenRows
+
+SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
+SEQUENCES_AT_ONCE = 64  # sequences per pass
+NONE, LISTING, SECOND, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "second value", "patch", "random neurons")
+SOURCES = ("cluster", "random", "repeated")
+COLUMNS = ("positions", "errors", "most", "attention", "uniform", "divergence")
+WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}
+PATCHED = 16  # sequences of each kind that are run under patches
+TAIL = 16  # tokens of text after an attack, whose attention is read
+ROWS = 4  # sequences per pass; each has attention of every head and all logits
+
+
+def attack_patches(setup: Setup) -> dict[str, SinkPatch | None]:
+    """No patch, and all others if the model is in memory and has causal neurons.
+
+    Where an MLP has no up factor, Listing 1 holds the whole neuron.
+    """
+    patches: dict[str, SinkPatch | None] = {NONE: None}
+    patch = chosen_patch(setup, None) if setup.target.resident else None
+    if patch is not None:
+        whole = SinkPatch(sites=patch.sites)
+        listing = SinkPatch(sites=patch.sites, site="up")
+        try:
+            with listing.on(setup.target):
+                pass
+        except UnsupportedError:
+            listing = whole
+        patches |= {LISTING: listing, SECOND: whole, PATCH: patch, RANDOM: random_patch(setup, patch)}
+    return patches
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The sequences that are tried, and what they show.
+
+    Attributes:
+        setup: The model and its text.
+        context: The model at the place of its spike.
+        leads: What stands before, by name.
+        patches: The patches, by name.
+        pools: The clusters, and all tokens.
+        lengths: Tokens per sequence.
+        sequences: Sequences of each kind.
+        shares: Share of the positions of each sequence that succeed, by patch, for a context, length and source.
+    """
+
+    setup: Setup
+    context: SinkContext
+    leads: Mapping[str, tuple[int, ...]]
+    patches: Mapping[str, SinkPatch | None]
+    pools: tuple[Pools, Pools]
+    lengths: Sequence[int]
+    sequences: int
+    shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
+
+    def drawn(self, length: int) -> list[TokenRows]:
+        """Sequences of each source; none if no cluster is large enough."""
+        cluster, random = (drawn_sequences(pools, length, self.sequences, self.setup.seed) for pools in self.pools)
+        return [cluster, random, cluster[:, :1].expand_as(cluster)] if len(cluster) else []
+
+    def fill(self, table: Float[np.ndarray, "column patch context length source"]) -> None:
+        """Attack, and write what happens into a table."""
+        done, whole = 0, sum(self.lengths) * len(self.leads)
+        for number, length in enumerate(self.lengths):
+            for source, rows in enumerate(self.drawn(length)):
+                for place, lead in enumerate(self.leads.values()):
+                    self.shares[place, number, source] = self.show(lead, rows, table[:, :, place, number, source])
+                    done += length
+                    self.setup.progress("attacks", done // len(SOURCES), whole)
+
+    def show(self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"]) -> list[Tensor]:
+        """What sequences do without a patch, and the first of them under each; and the shares of their positions."""
+        target, some = self.setup.target, rows[:PATCHED]
+        outputs, shares = [], []
+        for number, patch in enumerate(self.patches.values()):
+            with under(patch, target):
+                high = self.spikes(lead, some if number else rows)
+                if len(self.patches) > 1:
+                    columns[3:5, number] = self.attention(lead, some, high[:PATCHED])
+                    ids = joined(lead, some)
+                    last = trace(target, ids, ["logits"], lambda logits: logits[:, -1].float(), batch_size=ROWS)
+                    outputs.append(last["logits"].log_softmax(-1))
+            by_row = high.double().mean(1)
+            shares.append(by_row.float())
+            columns[:3, number] = by_row.mean(), by_row.std() / len(high) ** 0.5, (by_row >= 0.5).double().mean()
+        for number, output in enumerate(outputs):
+            ours = outputs[PATCHES.index(PATCH)]
+            columns[5, number] = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
+        return shares
+
+    def spikes(self, lead: Sequence[int], rows: TokenRows) -> Bool[Tensor, "row attacked"]:
+        """Which positions of sequences have at least half of the spike's norm; the model's position 0 is left out."""
+        norms = norms_at_sink(self.context, joined(lead, rows), SEQUENCES_AT_ONCE)[:, max(len(lead), 1) :]
+        return norms >= SUCCESS * self.context.scan.spike_norm[self.context.layer]
+
+    def attention(
+        self, lead: Sequence[int], rows: TokenRows, high: Bool[Tensor, "row attacked"]
+    ) -> tuple[float, float]:
+        """What positions get together from the text after an attack, and what they would get if all got the same.
+
+        Mean over sequences, heads and layers after the spike.
+
+        Args:
+            lead: Tokens before the attack.
+            rows: The sequences.
+            high: Their positions of high norm.
+        """
+        target = self.setup.target
+        tail = self.setup.ids[:1, -TAIL:].expand(len(rows), -1)
+        ids = torch.cat([joined(lead, rows), tail], dim=1)
+        end = ids.shape[1] - TAIL
+        layers = [number for number in range(self.context.layer + 1, target.n_layers) if target.has_attention(number)]
+        keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
+        received = attention_from(target, ids, keys, end, ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
+        uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
+        return float(received.mean()), float(uniform)
+
+    def claims(self, best: tuple[int, int]) -> tuple[Claim, ...]:
+        """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
+        (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
+        place = f"{WHERE[where]}, {length} tokens"
+        rows, others, _ = self.drawn(length)
+        single = self.spikes(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1))[:, -1].float()
+        cluster, random = self.shares[*best, 0], self.shares[*best, 1]
+        values = torch.stack([cluster[0], single, random[0]])
+        claims = [claim_of((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
+        patch = self.patches.get(PATCH)
+        if patch is not None:
+            neurons = neurons_of(site.numbers for site in patch.checked_sites)
+            intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
+            for words, left in (("Listing 1", listing), ("the patch", patched)):
+                outcome = Outcome(f"spikes under {words}", unit="cases")
+                claims.append(claim_of(neurons, place, outcome, torch.stack([left, intact, control])))
+        return tuple(claims)
+
+
+def joined(lead: Sequence[int], rows: TokenRows) -> Tensor:
+    """Sequences with tokens before each."""
+    return torch.cat([repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows)), rows], dim=1)

@@ -1,0 +1,107 @@
+"""Claims about what edits leave of a spike or of attention, and the random parts that they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.draws import draws
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import head_name
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
+from sinkscope.sinks.find.records import Readers
+from sinkscope.sinks.removal.components import Edit, Heads, Sites, edit_of, heads_of, one_by_one, silencing
+from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
+
+INTACT = Contrast("intact", 1.0)
+OTHER_PARTS = "the median of other components"
+
+
+def claim_of(
+    role: str,
+    subject: Parts,
+    outcome: Outcome,
+    place: str,
+    left: Float[Tensor, " draw"],
+    contrasts: Sequence[Contrast],
+    search: Search,
+) -> Claim:
+    """What an edit leaves of an outcome, mean over draws, beside its contrasts."""
+    return Claim(
+        role=role,
+        subject=subject,
+        outcome=outcome,
+        place=place,
+        value=float(left.mean()),
+        contrasts=tuple(contrasts),
+        draws=len(left),
+        search=search,
+        margin=margin_of(left.numpy()),
+    )
+
+
+def readers_of(
+    heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"], parts: Parts, search: Search
+) -> Readers:
+    """Heads, those with most attention first, and what each keeps without what it needs; their claim is still to come.
+
+    Args:
+        heads: The heads.
+        intact: The attention of each.
+        left: What is left of that.
+        parts: What they need; empty if nothing was found.
+        search: What was tried.
+    """
+    ranked = intact.argsort(descending=True, stable=True)
+    names = tuple(head_name(*heads[number]) for number in ranked.tolist())
+    return Readers(names, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), parts, search)
+
+
+def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Contrast:
+    """What is left without random parts: of neurons the least; of heads the median, as some are of the circuit."""
+    if all(isinstance(part, Neuron) for part in parts):
+        return Contrast("random", float(left.min()), len(left), name)
+    return Contrast("random", float(left.median()), len(left), name)
+
+
+def beside(
+    setup: Setup, parts: Parts, excluded: Sites, depth: int, components: Sequence[Component | Head]
+) -> tuple[list[Edit], str]:
+    """What the edit of some parts is held against: 20 edits of as many random neurons of the same layers, or heads.
+
+    If there are too few heads, other components are replaced one by one.
+
+    Args:
+        setup: The model.
+        parts: The parts.
+        excluded: Neurons that are not drawn.
+        depth: The last layer whose heads are drawn.
+        components: What may be replaced instead.
+
+    Returns:
+        The edits, and their name in a sentence if they are not random.
+    """
+    edit = edit_of(parts)
+    if edit.zero and not edit.swap:
+        return silencing(random_sets(setup.target, edit.zero, excluded, setup.seed)), ""
+    barred: set[Part] = {*edit.swap}
+    whole = {part.layer for part in edit.swap if isinstance(part, Component) and part.kind == "attention"}
+    pool: list[Head] = []
+    for layer in filter(setup.target.has_attention, range(depth + 1)):
+        if layer not in whole:
+            pool += [head for head in heads_of(setup.target, layer) if head not in barred]
+    size = max(1, len(edit.swap))
+    if size <= len(pool):
+        generator = draws(setup.seed, f"heads beside {edit.swap}")
+        edits: list[Edit] = []
+        for _ in range(CONTROL_DRAWS):
+            drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
+            edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
+        return edits, ""
+    barred |= {Component("attention", part.layer) for part in edit.swap if isinstance(part, Head)}
+    return one_by_one([one for one in components if one not in barred]), OTHER_PARTS

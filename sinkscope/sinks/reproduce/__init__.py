@@ -1,0 +1,1 @@
+"""Published results, measured again by their own protocols."""

@@ -1,0 +1,117 @@
+"""The protocols by which published quantities are measured: those of their sources, not the defaults of this package.
+
+Each takes the model, its first token in typical text, and the record. Texts begin with what the tokenizer itself puts
+before them, as the sources' scripts call it; they are pieces of typical text, which are not the sources' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import torch
+
+from sinkscope.hooks.trace.run import trace
+from sinkscope.measure import PIECE, Setup
+from sinkscope.models.checkpoints.published import Published
+from sinkscope.models.checks import check_length, check_site
+from sinkscope.models.draws import draws
+from sinkscope.models.text import text_rows
+from sinkscope.results.notation import read_neuron
+from sinkscope.sinks.find.attention_received import attention_received
+from sinkscope.sinks.find.neurons import stage_neurons
+from sinkscope.sinks.find.repetitions import repeat_until_half
+from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.tokens import TokenRows, single_token, vocabulary
+
+LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
+RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
+SHARE_TEXTS, SHARE_LENGTH, SHARE_FROM = 300, 40, 3  # texts, their tokens and the first layer (arXiv 2604.14722)
+AT_ONCE = 50  # texts in one pass
+CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
+REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
+Protocol = Callable[[Setup, SinkContext, Published], Any]
+
+
+def texts(setup: Setup, count: int, length: int = PIECE) -> TokenRows:
+    """Pieces of the typical text, as many as there are."""
+    check_length(setup.target, "a text of the protocol", length)
+    return text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
+
+
+def layers(_: Setup, first: SinkContext, __: Published) -> list[int | None]:
+    """The layer whose MLP adds most to the norm of the first token."""
+    return [first.scan.sink_layer]
+
+
+def neurons(_: Setup, first: SinkContext, record: Published) -> list[str]:
+    """Of the ten neurons of each layer that write most at the first token, those without which its norm falls."""
+    found: list[str] = []
+    for layer in sorted({read_neuron(name)[0] for name in record.value}):
+        check_site(first.target, layer)
+        for neuron in stage_neurons(first, layer, CANDIDATES, upto=layer):
+            if neuron.causal:
+                found.append(str(neuron.address))
+    return found
+
+
+def massive(_: Setup, first: SinkContext, record: Published) -> list[Any]:
+    """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| of later positions, mean over texts.
+
+    The dimensions that have one after any layer; the first and the last layer after which there is one; or the values
+    after this first layer, 0 where they are not massive.
+    """
+    values = torch.stack([layer.residual for layer in first.scan.layers])
+    median = torch.tensor([[layer.hidden] for layer in first.scan.layers])
+    there = values.abs() > (RATIO * median).clamp(min=LEAST)
+    if record.quantity == "residual_dims":
+        return there.any(0).nonzero().flatten().tolist()
+    after = there.any(1).nonzero().flatten().tolist()
+    if record.quantity == "massive_layers":
+        return [*after[:1], *after[-1:]]
+    row = dict(enumerate((values * there)[after[:1]].sum(0).tolist()))
+    return [[dim, round(row.get(dim, 0.0), 2)] for dim, _ in record.value]
+
+
+def repeats(setup: Setup, first: SinkContext, record: Published) -> float:
+    """Copies of "cat", "dog" or "the" until the norm is half of the first token's; median over these words."""
+    if first.scan.sink_layer is None:
+        return inf
+    tokens = [single_token(setup.tokenizer, word) for word in REPEATED]
+    return repeat_until_half(first, tokens, first.ids[: len(tokens), 0].tolist(), 2 * record.value).median or inf
+
+
+def sink_rate(setup: Setup, _: SinkContext, record: Published) -> float:
+    """Share of heads with mean attention to position 0 above 0.3: 100 texts, or random or repeated tokens, 64 long."""
+    ids = texts(setup, RATE_TEXTS)
+    if record.quantity != "sink_rate":
+        every = torch.tensor(vocabulary(setup.target))
+        ids = every[torch.randint(len(every), ids.shape, generator=draws(setup.seed, record.quantity))]
+    if record.quantity == "sink_rate_repeated":
+        ids = ids[:, :1].expand(ids.shape)
+    return attention_received(setup.target, ids, batch=AT_ONCE).rate
+
+
+def attention_to_first(setup: Setup, _: SinkContext, __: Published) -> float:
+    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one."""
+    check_site(setup.target, SHARE_FROM + 1)
+    sites = [f"blocks.{layer}.attn.hook_pattern" for layer in range(SHARE_FROM, setup.n_layers - 1)]
+    ids, half = texts(setup, SHARE_TEXTS, SHARE_LENGTH), SHARE_LENGTH // 2
+    rows = trace(setup.target, ids, sites, lambda rows: rows[:, :, half:, 0], batch_size=AT_ONCE)
+    return float(torch.stack(list(rows.values())).mean())
+
+
+PROTOCOLS: dict[str, Protocol] = {
+    "layers": layers,
+    "neurons": neurons,
+    "residual_dims": massive,
+    "massive_layers": massive,
+    "massive_values": massive,
+    "repeats": repeats,
+    "sink_rate": sink_rate,
+    "sink_rate_random": sink_rate,
+    "sink_rate_repeated": sink_rate,
+    "attention_to_first": attention_to_first,
+}
+"""How each quantity is measured; the docstring of a function is its protocol."""

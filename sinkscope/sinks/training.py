@@ -1,0 +1,211 @@
+"""`SinkCallback`: the sink of a model while `transformers.Trainer` trains it, among the numbers that the Trainer logs.
+
+Measuring leaves the run as it is: no random number is drawn, no gradient is made, and no module keeps another mode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainerCallback
+
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.measure import Setup
+from sinkscope.models.text import typical_text
+from sinkscope.opening.inference.find import evaluating
+from sinkscope.sinks.find.mask import dims_of
+from sinkscope.sinks.find.neurons import largest_writer
+from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.repetition.attention import attention_from
+from sinkscope.sinks.tokens import pick_tokens
+
+LATER = 4  # a quarter of each text stands after the copies; its attention is read
+
+
+class SinkCallback(TrainerCallback):
+    """Log what the sink of a model is while `transformers.Trainer` trains it.
+
+    The numbers go through `Trainer.log`, and so to TensorBoard, trackio, wandb and `trainer.state.log_history`, in a
+    row of their own (`read_sinks` names them). A run with the callback is equal to one without bit for bit. Only the
+    main process measures. What cannot be measured ends in one warning, and the training goes on without. The Trainer
+    needs a tokenizer (its `processing_class`).
+
+    Args:
+        every: Steps between measurements; the first is made before the first step.
+        bos: Whether texts begin with BOS, as in `find_sinks`: as the training data do.
+        text: File of typical text, such as a part of the data. By default the neutral text in the package.
+        seed: Seed of the words that are repeated.
+
+    Raises:
+        SinkscopeError: An argument is invalid, or the text cannot be read.
+
+    Example:
+        >>> SinkCallback(every=500).every
+        500
+    """
+
+    def __init__(
+        self,
+        every: int = 500,
+        *,
+        bos: bool | None = None,
+        text: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_values(Natural, every=every)
+        check_values(bool | None, bos=bos)
+        check_values(Whole, seed=seed)
+        typical_text(text)
+        self.every = every
+        self._opening: dict[str, Any] = {"bos": bos, "text": text, "seed": seed}
+        self._trainer: Any = None
+        self._is_on = False
+
+    def attach(self, trainer: Trainer) -> None:
+        """Add the callback to a Trainer. It has to know the Trainer, which does not tell callbacks who calls them.
+
+        Args:
+            trainer: The Trainer, before `train`.
+
+        Raises:
+            SinkscopeError: It is no Trainer.
+        """
+        if not isinstance(trainer, Trainer):
+            raise SinkscopeError(f"trainer={trainer!r}: expected a transformers.Trainer")
+        self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure the model before its first step.
+
+        Raises:
+            SinkscopeError: The callback was given to a Trainer that it does not know.
+        """
+        if self._trainer is None:
+            raise SinkscopeError(
+                "this SinkCallback does not know its Trainer: leave it out of callbacks=[...], and call "
+                "SinkCallback(...).attach(trainer)"
+            )
+        self._is_on = state.is_world_process_zero
+        if state.global_step == 0:
+            self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure and log after every `every` steps; an error ends that."""
+        trainer = self._trainer
+        if not self._is_on or state.global_step % self.every:
+            return
+        try:
+            if trainer.is_deepspeed_enabled:
+                raise UnsupportedError("the model is split over processes by DeepSpeed")
+            with undisturbed(trainer.model), trainer.accelerator.autocast():
+                numbers = read_sinks(Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening))
+        except Exception as error:
+            self._is_on = False
+            warn(f"SinkCallback stopped at step {state.global_step}, and the training goes on without: {error!r}")
+            return
+        should_log = control.should_log  # logging ends it, but the log of this step is still to come
+        trainer.log(numbers)
+        control.should_log = should_log
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts; afterwards modes and random numbers are as before.
+
+    Args:
+        model: The model.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def read_sinks(setup: Setup) -> dict[str, float]:
+    """What the sink of a model is, by the names under which it is logged.
+
+    The layer and the neuron are the candidates of a scan. They are not verified by ablation, as `find_sinks` does it.
+
+    Args:
+        setup: The model and its text.
+
+    Returns:
+        `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), over 100
+        texts of 64 tokens; left out if the context is shorter.
+        `spike_ratio`: norm at the place of the first spike over the typical one, after the layer where it is largest;
+        of the first token, if no norm stands out.
+        `spike_dim`, `spike_dims`: the residual dimension that carries most of the spike, and the number of them as in
+        `sink_dims`; left out if no norm stands out.
+        `spike_layer`, `spike_neuron` (and `spike_expert`): the layer whose MLP adds most to the spike, and its neuron
+        that writes most there; left out if no norm stands out, or no MLP makes it do so.
+        `repeat_attention`, `repeat_loss`: those of copies, as in `read_copies`; `text_attention`, `text_loss`: their
+        controls.
+    """
+    survey = Survey.of(setup)
+    context = survey.first
+    numbers: dict[str, float] = {}
+    if survey.rate is not None:
+        numbers["sink_rate"] = survey.rate.value
+    if survey.spikes:
+        context = survey.context(survey.spikes[0])
+    dims = dims_of(context.scan)
+    if dims:
+        numbers |= {"spike_dim": dims[0], "spike_dims": len(dims)}
+    if context.scan.sink_layer is not None:
+        neuron = largest_writer(context, context.layer)
+        numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
+        if neuron.expert is not None:
+            numbers["spike_expert"] = neuron.expert
+    numbers["spike_ratio"] = float(context.scan.ratios.max())
+    names = "repeat_attention", "text_attention", "repeat_loss", "text_loss"
+    return numbers | dict(zip(names, read_copies(setup).tolist(), strict=True))
+
+
+def read_copies(setup: Setup) -> Float[Tensor, " number"]:
+    """Attention to copies of a token from the text after them, and the loss of the later half of the copies.
+
+    In each text a word of its own, drawn with the seed, replaces all but the first token and the last quarter.
+
+    Args:
+        setup: The model and its text.
+
+    Returns:
+        The attention (share of all, mean over heads, layers and texts), and that of the text which the copies replace;
+        the loss (nats per token), and that of this text.
+
+    Raises:
+        UnsupportedError: The head of the model is one of another task.
+    """
+    target = setup.target
+    words = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, setup.n_texts)
+    text = setup.ids[: len(words)]
+    end = text.shape[1] - text.shape[1] // LATER
+    copies = text.clone()
+    copies[:, 1:end] = torch.tensor(words)[:, None]
+    rows = torch.cat([copies, text])
+    keys = torch.zeros(*rows.shape, 1)
+    keys[:, 1:end] = 1
+    total = attention_from(target, rows, keys, end, len(rows))
+    logits = target.forward(rows, unembed=True).logits
+    if logits.ndim < rows.ndim + 1:
+        raise UnsupportedError(f"{target.name} has no head that gives logits of tokens")
+    attending = list(filter(target.has_attention, range(target.n_layers)))
+    attention = total[:, 0, attending].mean(1) / (rows.shape[1] - end)
+    predicted = logits[:, end // 2 - 1 : end - 1].float().cpu()
+    loss = cross_entropy(predicted.mT, rows[:, end // 2 : end], reduction="none").mean(1)
+    return torch.cat([attention, loss]).unflatten(0, (4, -1)).mean(1)

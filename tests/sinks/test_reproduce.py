@@ -1,0 +1,467 @@
+"""`reproduce`: the records of the package, and every protocol against plain hooks and sums on planted models."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from organisms.organism import organism
+from refusals import refused
+
+import sinkscope as ss
+from sinkscope.measure import Setup
+from sinkscope.models.checkpoints.names import find, models
+from sinkscope.models.checkpoints.published import QUANTITIES, Published, published, read_published
+from sinkscope.models.draws import draws
+from sinkscope.models.text import typical_text
+from sinkscope.results.result import Result
+from sinkscope.sinks.find.layer_scan import scan_layers
+from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.reproduce.protocols import PROTOCOLS
+from sinkscope.sinks.reproduce.reproduce import Compared, Reproduction
+
+# --- The records of the package
+
+
+def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_note():
+    assert {*PROTOCOLS, "note"} == set(QUANTITIES)
+    names = {entry.name for entry in models()}
+    seen = set()
+    for record in published():
+        assert record.source.strip() and record.source[0] != " "
+        assert record.model in names or "/" in record.model or record.quantity == "note", record
+        if "/" in record.model:
+            assert find(record.model) is None, f"{record.model} has a short name"
+        key = (record.model, record.quantity, record.value, record.source, record.where)
+        assert key not in seen, f"{record} stands twice"
+        seen.add(key)
+        if record.quantity.startswith(("sink_rate", "attention", "massive_", "repeats")):
+            assert record.tolerance > 0, record
+    assert len(seen) > 140
+
+
+def test_the_records_that_contradict_each_other_are_those_known_to():
+    measured = [record for record in published() if record.quantity in PROTOCOLS]
+    against = []
+    for one, other in combinations(measured, 2):
+        if one.model == other.model and one.contradicts(other):
+            assert other.contradicts(one)
+            against.append((one.model, one.value, other.value))
+    assert against == [("llama-2-13b", ("L3.N7678",), ("L3.N8811",))]
+
+
+def test_what_was_read_only_in_other_papers_does_not_count_as_primary():
+    for record in published():
+        if record.source.startswith(("accounts", "another account", "arXiv 2604", "Gu et al")):
+            assert not record.primary, record
+    assert sum(record.primary for record in published()) > 60
+
+
+TABLE_1 = {  # Yona et al. 2025: repeats, layer, neurons
+    "llama-1-7b": (450, 2, ("L2.N7003",)),
+    "llama-2-7b": (1000, 1, ("L1.N7890", "L1.N10411")),
+    "llama-3-8b-instruct": (4000, 1, ("L1.N198", "L1.N2427")),
+    "mistral-7b-instruct-v0.1": (1200, 1, ("L1.N7310", "L1.N8572")),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_table_1_of_the_paper_is_there_as_it_is_printed(name):
+    printed = {}
+    for record in published():
+        if record.model == name and record.source == "Yona et al. 2025, Table 1":
+            assert record.primary
+            printed[record.quantity] = record.value
+    repeats, layer, neurons = TABLE_1[name]
+    assert printed == {"repeats": repeats, "layers": (layer,), "neurons": neurons}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "value", "tolerance", "measured", "fits"),
+    [
+        ("residual_dims", [3, 5], 0, [5, 3, 9], True),
+        ("residual_dims", [3, 5], 0, [3], False),
+        ("layers", [1], 0, [None], False),
+        ("sink_rate", 0.5, 0.03, 0.53, True),
+        ("sink_rate", 0.5, 0.03, 0.5301, False),
+        ("massive_layers", [1, 29], 1, [2, 28], True),
+        ("massive_layers", [1, 29], 1, [1, 27], False),
+        ("massive_layers", [1, 29], 1, [], False),
+        ("massive_values", [[2, -7.0], [4, 9.0]], 0.5, [[2, -7.4], [4, 9.5]], True),
+        ("massive_values", [[2, -7.0]], 0.5, [[2, 7.0]], False),
+        ("repeats", 10, 5, float("inf"), False),
+    ],
+)
+def test_a_set_is_to_be_contained_and_a_number_to_be_within_the_tolerance(quantity, value, tolerance, measured, fits):
+    assert Published("m", quantity, value, "s", tolerance=tolerance).fits(measured) is fits
+
+
+# --- Files of records
+
+
+GOOD = {"model": '"m"', "quantity": '"repeats"', "value": "10", "source": '"me"'}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantity": '"sink_rat"'}, "quantity 'sink_rat' is unknown, expected one of layers, neurons, "),
+        ({"value": '"ten"'}, "repeats is 'ten', expected a whole number from 1"),
+        ({"value": "0"}, "repeats is 0, expected a whole number from 1"),
+        ({"source": '""'}, "record[0].source is '', expected at least 1 character"),
+        ({"source": ""}, "record[0].source is missing"),
+        ({"tolerance": "-1"}, "record[0].tolerance is -1, expected"),
+        ({"colour": '"red"'}, "record[0].colour is 'red', expected no field of this name"),
+        ({"quantity": '"residual_dims"', "value": "[]"}, "residual_dims is [], expected at least 1 item"),
+        ({"quantity": '"sink_rate"', "value": "97.5"}, "sink_rate is 97.5, expected a number from 0 to 1"),
+        ({"quantity": '"neurons"', "value": '["1.7890"]'}, "[0] is '1.7890', expected"),
+        ({"quantity": '"massive_layers"', "value": "[1]"}, "massive_layers"),
+        ({"quantity": '"massive_values"', "value": "[1, 2.5]"}, "massive_values"),
+    ],
+)
+def test_a_bad_record_is_refused_in_one_line(change, said, tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    fields = {**GOOD, **change}
+    lines = [f"{name} = {value}" for name, value in fields.items() if value]
+    Path("mine.toml").write_text("\n".join(["[[record]]", *lines]))
+    error = typed("reproduce bundled --records mine.toml", 2).err
+    assert error.startswith("error: mine.toml: record[0]") and said in error and error.count("\n") == 1
+    Path("mine.toml").write_text("\n".join(["[[record]]", *(f"{name} = {value}" for name, value in GOOD.items())]))
+    assert read_published("mine.toml") == (Published("m", "repeats", 10, "me"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "record is missing"), ("record = []", "at least 1 item"), ("a b", "mine.toml is not TOML: ")],
+)
+def test_a_file_without_records_is_refused(text, said, tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(text)
+    error = typed("reproduce bundled --records mine.toml", 2).err
+    assert error.startswith("error: mine.toml") and said in error and error.count("\n") == 1
+
+
+# --- Protocols against plain hooks
+
+
+@cache
+def planted(family: str):
+    """A planted model: with BOS, or of six layers without."""
+    if family == "llama":
+        return organism("llama", 0)
+    return organism(family, 0, bos=False, n_layers=6)
+
+
+def measured(model: Any, tokenizer: Any, quantity: str, value: Any, folder: Path) -> Any:
+    """What a record of this quantity is compared with."""
+    written = str(value).replace("'", '"')
+    name = type(model).__name__
+    text = f'[[record]]\nmodel = "{name}"\nquantity = "{quantity}"\nvalue = {written}\nsource = "a test"\n'
+    (folder / "records.toml").write_text(text)
+    (one,) = ss.reproduce(model, folder / "records.toml", tokenizer=tokenizer).records
+    assert one.remark is None, one.remark
+    return one.measured
+
+
+def pieces(tokenizer: Any, bos: bool, count: int, length: int) -> torch.Tensor:
+    """Pieces of the typical text, with BOS before each if the tokenizer puts it there."""
+    ids = tokenizer(typical_text(), add_special_tokens=False)["input_ids"]
+    body = length - bos
+    count = min(count, len(ids) // body)
+    rows = torch.tensor(ids[: count * body]).reshape(count, body)
+    if bos:
+        rows = torch.cat([torch.full((count, 1), tokenizer.bos_token_id), rows], 1)
+    return rows
+
+
+@torch.no_grad()
+def attention(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Attention of all layers `[layer text head query key]`."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    rows = torch.stack(model(ids, output_attentions=True, use_cache=False).attentions)
+    model.set_attn_implementation(usual)
+    return rows
+
+
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+
+
+@FAMILIES
+@pytest.mark.parametrize("quantity", ["sink_rate", "sink_rate_random", "sink_rate_repeated"])
+def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, quantity, tmp_path):
+    one = planted(family)
+    ids = pieces(one.tokenizer, one.bos, 100, 64)
+    if quantity != "sink_rate":  # random tokens alone: nothing is put before them
+        ids = torch.randint(one.model.config.vocab_size, (100, 64), generator=draws(0, quantity))
+    if quantity == "sink_rate_repeated":
+        ids = ids[:, :1].expand(100, 64)
+    alpha = attention(one.model, ids)[..., 0].mean(-1)
+    found = measured(one.model, one.tokenizer, quantity, 0.5, tmp_path)
+    assert found == pytest.approx(float((alpha > 0.3).float().mean()), abs=2e-4)
+    assert quantity == "sink_rate_repeated" or found > 0.02
+
+
+def test_no_bos_stands_first_where_the_tokenizer_has_one_and_does_not_put_it(tmp_path):
+    """As GPT-2's: other measurements put it first."""
+    one = planted("gpt2")
+    tokenizer = copy.deepcopy(one.tokenizer)
+    tokenizer.bos_token = "<unused>"
+    assert Setup.open(one.model, tokenizer=tokenizer).bos == 1
+    alpha = attention(one.model, pieces(one.tokenizer, False, 100, 64))[..., 0].mean(-1)
+    expected = float((alpha > 0.3).float().mean())
+    assert measured(one.model, tokenizer, "sink_rate", 0.5, tmp_path) == pytest.approx(expected, abs=2e-4)
+
+
+@FAMILIES
+def test_attention_to_the_first_token_is_the_mean_over_inner_layers_and_later_queries(family, tmp_path):
+    one = planted(family)
+    rows = attention(one.model, pieces(one.tokenizer, one.bos, 300, 40))
+    expected = float(rows[3:-1, ..., 20:, 0].mean())
+    assert measured(one.model, one.tokenizer, "attention_to_first", 0.5, tmp_path) == pytest.approx(expected, rel=1e-4)
+
+
+@contextmanager
+def residuals(layers: Any) -> Iterator[list[torch.Tensor]]:
+    """What leaves each layer, by plain hooks."""
+    seen: list[torch.Tensor] = []
+    hooks = []
+    for layer in layers:
+        hooks.append(
+            layer.register_forward_hook(lambda _m, _i, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        )
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@torch.no_grad()
+def test_massive_activations_are_large_values_at_the_first_token_against_plain_hooks(tmp_path):
+    model = ss.load()
+    ids = pieces(model.tokenizer, True, 4, 64)
+    with residuals(model.model.layers) as after:
+        model(ids)
+    dims, layers = set(), []
+    for layer, resid in enumerate(after):
+        first = resid[:, 0].mean(0)
+        massive = (first.abs() > 100) & (first.abs() > 1000 * resid[:, 1:].abs().median())
+        dims |= set(massive.nonzero().flatten().tolist())
+        layers += [layer] * bool(massive.any())
+    assert 0 < layers[0] and layers[-1] <= 5 and 0 < len(dims) < 10
+    one, *_ = sorted(dims)
+    value = float(after[layers[0]][:, 0, one].mean())
+    records = f"""
+        [[record]]
+        model = "bundled"
+        quantity = "residual_dims"
+        value = [{one}]
+        source = "a test"
+        [[record]]
+        model = "bundled"
+        quantity = "massive_layers"
+        value = [{layers[0]}, {layers[-1]}]
+        source = "a test"
+        [[record]]
+        model = "bundled"
+        quantity = "massive_values"
+        value = [[{one}, {value}], [100000, 1.0]]
+        tolerance = 0.02
+        source = "a test"
+    """
+    (tmp_path / "records.toml").write_text(records)
+    found = ss.reproduce("bundled", tmp_path / "records.toml")
+    by_dims, by_layers, by_value = found.records
+    assert set(by_dims.measured) == dims and by_dims.agrees and by_layers.agrees
+    assert by_layers.measured == [layers[0], layers[-1]]
+    assert by_value.measured == [[one, pytest.approx(value, abs=0.01)], [100000, 0.0]]
+    assert by_value.agrees is False  # no dimension 100000
+
+
+def test_a_massive_activation_exceeds_100_and_1000_times_the_median_of_its_layer():
+    """Three layers made by hand: the median is 0.05, 0.1 and 0.2."""
+    setup = Setup.open(ss.load())
+    scan = scan_layers(setup.target, setup.ids, whole=True)
+    layers = []
+    for hidden, values in ((0.05, [99, -99, 0, 0]), (0.1, [101, -99, 150, 0]), (0.2, [101, -199, 300, -201])):
+        residual = torch.zeros_like(scan.layers[0].residual)
+        residual[:4] = torch.tensor(values).float()
+        layers.append(replace(scan.layers[0], residual=residual, hidden=hidden))
+    first = SinkContext(setup.target, setup.ids, replace(scan, layers=layers), 0)
+
+    def found(quantity: str, value: Any) -> Any:
+        return PROTOCOLS[quantity](setup, first, Published("m", quantity, value, "s"))
+
+    assert found("residual_dims", [0]) == [0, 2, 3]
+    assert found("massive_layers", [0, 1]) == [1, 2]
+    assert found("massive_values", [[2, 1.0], [1, 1.0], [9999, 1.0]]) == [[2, 150], [1, 0], [9999, 0]]
+
+
+@FAMILIES
+def test_neurons_and_their_layer_are_the_planted_ones(family, tmp_path):
+    one = planted(family)
+    truth = one.truth
+    assert measured(one.model, one.tokenizer, "layers", [0], tmp_path) == [truth.sink_layer]
+    names = [f"L{layer}.N{neuron}" for layer, neuron in truth.neurons]
+    assert set(measured(one.model, one.tokenizer, "neurons", names[:1], tmp_path)) == set(names)
+    other = (truth.sink_layer + 1) % one.model.config.num_hidden_layers
+    assert measured(one.model, one.tokenizer, "neurons", [f"L{other}.N0"], tmp_path) == []
+
+
+@torch.no_grad()
+def test_zeroing_each_measured_neuron_lowers_the_norm_of_the_first_token(tmp_path):
+    """The other way to the same neurons: plain hooks that zero one input of the down projection."""
+    one = planted("llama")
+    ids, layer = pieces(one.tokenizer, True, 4, 64), one.model.model.layers[one.truth.sink_layer]
+
+    def norm(neuron: int | None) -> float:
+        def zeroed(_module, args):
+            kept = args[0].clone()
+            if neuron is not None:
+                kept[..., neuron] = 0
+            return (kept,)
+
+        hook = layer.mlp.down_proj.register_forward_pre_hook(zeroed)
+        with residuals([layer]) as after:
+            one.model(ids)
+        hook.remove()
+        return float(after[0][:, 0].norm(dim=-1).mean())
+
+    falls = {n: 1 - norm(n) / norm(None) for n in range(one.model.config.intermediate_size)}
+    expected = {f"L{one.truth.sink_layer}.N{neuron}" for neuron, fall in falls.items() if fall >= 0.1}
+    name = f"L{one.truth.sink_layer}.N0"
+    assert set(measured(one.model, one.tokenizer, "neurons", [name], tmp_path)) == expected
+
+
+@torch.no_grad()
+def test_repeats_are_copies_until_half_of_the_norm_of_the_first_token(tmp_path):
+    one = planted("llama")
+    layer, counts = one.model.model.layers[one.truth.sink_layer], []
+    for word in ("cat", "dog", "the"):
+        (token,) = one.tokenizer(word, add_special_tokens=False)["input_ids"]
+        with residuals([layer]) as after:
+            one.model(one.repeated(240, token))
+        norms = after[0][0].norm(dim=-1)
+        reached = (norms[1:] >= norms[0] / 2).nonzero().flatten().tolist()
+        if reached and reached[0] > 0:
+            counts.append(reached[0] + 1)
+    assert counts, "none of these words becomes a sink"
+    assert measured(one.model, one.tokenizer, "repeats", 120, tmp_path) == median(counts)
+    short = max(counts) - 1  # twice as many copies are tried
+    assert measured(one.model, one.tokenizer, "repeats", short, tmp_path) == median(counts)
+    assert measured(one.model, one.tokenizer, "repeats", 2, tmp_path) == float("inf")  # not within 4 copies
+    none = organism("llama", 0, kind="none")
+    assert measured(none.model, none.tokenizer, "repeats", 20, tmp_path) == float("inf")
+    assert measured(none.model, none.tokenizer, "layers", [1], tmp_path) == [None]
+
+
+# --- The command
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planted("llama").save("tiny")
+    return tmp_path
+
+
+def write(*records: str):
+    lines = []
+    for text in records:
+        lines += ["[[record]]", text.replace("; ", "\n")]
+    Path("mine.toml").write_text("\n".join(lines))
+
+
+def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, typed):
+    layer = planted("llama").truth.sink_layer
+    agreeing = f'model = "org/Tiny"; quantity = "layers"; value = [{layer}]; source = "first paper"; where = "Table 9"'
+    other = 'model = "another"; quantity = "layers"; value = [0]; source = "third paper"'
+    write(agreeing, other, 'model = "tiny"; quantity = "note"; value = "a word"; source = "a note"')
+    out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
+    assert "Of the published results of tiny, 1 agree, 0 do not, 1 were not measured" in out
+    assert "first paper" in out and "third paper" not in out
+    found = Result.load("found.json")
+    assert isinstance(found, Reproduction) and found.exit_code == 0
+    assert found.records == (
+        Compared("org/Tiny", "layers", (layer,), "first paper", "Table 9", measured=[layer], agrees=True),
+        Compared("tiny", "note", "a word", "a note", remark="no protocol here"),
+    )
+    write(agreeing, f'model = "tiny"; quantity = "layers"; value = [{layer + 1}]; source = "second paper"')
+    out = typed("reproduce ./tiny --records mine.toml", 1).out
+    assert "contradicts second paper" in out and "contradicts first paper" in out
+    assert "Of the published results of tiny, 1 agree, 1 do not" in out
+
+
+def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
+    write(
+        'model = "tiny"; quantity = "neurons"; value = ["L99.N1"]; source = "a"',
+        'model = "tiny"; quantity = "attention_to_first"; value = 0.5; source = "b"',
+    )
+    organism("llama", 0, kind="none", n_layers=4).save("tiny")
+    out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
+    found = Result.load("found.json")
+    assert isinstance(found, Reproduction)
+    assert [one.agrees for one in found.records] == [None, None] and "0 agree, 0 do not" in out
+    for one, said in zip(found.records, ("layer 99 is not in tiny", "layer 4 is not in tiny"), strict=True):
+        assert one.remark is not None and one.remark.startswith(f"not measured: {said}") and said in out
+
+
+def test_a_model_of_which_nothing_is_published_is_refused(folder, typed):
+    assert (
+        "nothing is published here about tiny: give --records FILE, or see --list" in typed("reproduce ./tiny", 2).err
+    )
+
+
+def test_the_list_shows_every_record_with_source_and_measures_nothing(typed):
+    found = ss.reproduce(every=True)
+    listed = [(one.model, one.quantity, one.value, one.source) for one in found.records]
+    assert sorted(map(str, listed)) == sorted(str((r.model, r.quantity, r.value, r.source)) for r in published())
+    for one in found.records:
+        assert one.measured is None and one.agrees is None
+        if one.quantity == "note":
+            assert one.remark == "no protocol here"
+    remarks = {
+        one.value: one.remark for one in found.records if one.model == "llama-2-13b" and one.quantity == "neurons"
+    }
+    assert remarks[("L3.N7678",)] == "contradicts another account in other papers"
+    assert remarks[("L3.N8811",)] == "contradicts accounts in other papers"
+    only = typed("reproduce Llama-2-7b-hf --list --csv -").out.splitlines()
+    assert len(only) > 8 and all(line.startswith("llama-2-7b,") for line in only[1:])
+
+
+def test_without_a_model_it_lists_what_is_published_of_models_on_this_disk(tmp_path):
+    def weights(repo: str, size: int):
+        snapshot = tmp_path / f"models--{repo.replace('/', '--')}" / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        with (snapshot / "model.safetensors").open("wb") as file:
+            file.truncate(size)  # a sparse file
+
+    weights("openai-community/gpt2-xl", 1 << 30)
+    weights("meta-llama/Llama-2-7b-hf", 1 << 20)  # its tokenizer, say
+    weights("me/mine", 1 << 30)
+    for cache_folder, expected in ((tmp_path, "gpt2-xl"), (tmp_path / "none", "none")):
+        done = subprocess.run(
+            [sys.executable, "-m", "sinkscope", "reproduce"],
+            env={**os.environ, "HF_HUB_CACHE": str(cache_folder)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"Conclusion: Of models with published results, this disk holds {expected}." in done.stdout
+        assert ("sink_rate_repeated" in done.stdout) == (expected == "gpt2-xl") and "llama" not in done.stdout
+
+
+def test_records_may_not_be_anything():
+    with refused("records"):
+        ss.reproduce(records=3)  # pyright: ignore[reportArgumentType]

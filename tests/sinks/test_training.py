@@ -1,0 +1,394 @@
+"""The callback of a Trainer: the run stays as it is bit for bit, and the numbers are those of plain hooks."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from organisms import organism
+from organisms.planted_places import places
+from raw_kit import norms
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.measure import Setup
+from sinkscope.sinks.tokens import pick_tokens
+from sinkscope.sinks.training import read_sinks, undisturbed
+
+STEPS = 6
+SPIKE = ["spike_dim", "spike_dims", "spike_layer", "spike_neuron"]
+ALWAYS = ["sink_rate", "spike_ratio", "repeat_attention", "repeat_loss", "text_attention", "text_loss"]
+
+
+class Recorder(TrainerCallback):
+    """What a callback that reports gets: it comes before those that a user adds, as that of TensorBoard does."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.rows.append((state.global_step, dict(logs)))
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Texts that draw from every generator whenever one is taken."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, number):
+        row = self.ids[number].clone()
+        row[random.randrange(1, len(row))] = np.random.randint(4, 40)
+        row[int(torch.randint(1, len(row), ()))] = 5
+        return {"input_ids": row, "labels": row}
+
+
+def with_dropout(family):
+    """A planted model whose dropout acts while it trains."""
+    m = organism(family, 0)
+    for module in m.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    return m
+
+
+def trainer_of(m, folder, **settings):
+    options = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-4, "per_device_train_batch_size": 2}
+    fixed = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    recorder = Recorder()
+    arguments = TrainingArguments(str(folder), **{**options, **fixed, **settings})
+    data = Drawing(m.natural(12, 32))
+    trainer = Trainer(m.model, arguments, train_dataset=data, processing_class=m.tokenizer, callbacks=[recorder])
+    return trainer, recorder
+
+
+def run(m, folder, callback=None, **settings):
+    """Train, and what all of it comes to; rows of the log without the callback's and without what took how long."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    trainer, recorder = trainer_of(m, folder, **settings)
+    if callback is not None:
+        callback.attach(trainer)
+    trainer.train()
+    losses = [row for _, row in recorder.rows if "loss" in row]
+    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    return trainer, recorder, losses, generators
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}])
+def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings, tmp_path):
+    plain, _, losses, generators = run(with_dropout(family), tmp_path, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SinkscopeWarning)
+        watched, recorder, watched_losses, watched_generators = run(
+            with_dropout(family), tmp_path, ss.SinkCallback(every=2), **settings
+        )
+    assert len(losses) == STEPS and watched_losses == losses
+    assert watched_generators[:2] == generators[:2] and torch.equal(watched_generators[2], generators[2])
+    state, expected = watched.model.state_dict(), plain.model.state_dict()
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2, 4, 6]
+    for module, other in zip(watched.model.modules(), plain.model.modules(), strict=True):
+        assert module.training == other.training
+        assert len(module._forward_hooks) == len(other._forward_hooks)
+        assert len(module._forward_pre_hooks) == len(other._forward_pre_hooks)
+
+
+# --- what is logged ---------------------------------------------------------------------------------------------------
+
+
+def text_of(m, path, ids=None):
+    """A file with 130 pieces of 63 tokens of the planted model's language, and these with BOS before each."""
+    ids = m.natural(130, 64) if ids is None else ids
+    path.write_text(" ".join(m.tokenizer.decode(row) for row in ids[:, 1:].tolist()), encoding="utf-8")
+    return ids
+
+
+@torch.no_grad()
+def by_hand(m, ids):
+    """The numbers, by plain hooks and their definitions."""
+    model = m.model.eval()
+    model.set_attn_implementation("eager")
+    rates = []
+    for rows in ids[:100].split(10):
+        for layer in model(rows, output_attentions=True, use_cache=False).attentions:
+            rates.append((layer[:, :, :, 0].mean(2) > 0.3).float().mean())
+    profile = norms(model, ids[:4])
+    first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
+    words = pick_tokens(m.tokenizer, ids[:4], None, 0, 4)  # drawn with the seed
+    numbers = {"sink_rate": float(torch.stack(rates).mean()), "spike_ratio": float((first / typical).max())}
+    for name in ("repeat", "text"):
+        attention, loss = [], []
+        for row, word in zip(ids[:4].tolist(), words, strict=True):
+            tokens = torch.tensor([[row[0], *[word] * 47, *row[48:]]] if name == "repeat" else [row])
+            out = model(tokens, output_attentions=True, use_cache=False)
+            attention += [layer[0, :, 48:, 1:48].sum(2).mean() for layer in out.attentions]
+            loss.append(cross_entropy(out.logits[0, 23:47], tokens[0, 24:48]))
+        numbers[f"{name}_attention"] = float(torch.stack(attention).mean())
+        numbers[f"{name}_loss"] = float(torch.stack(loss).mean())
+    model.set_attn_implementation("sdpa")
+    return numbers
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path):
+    m = organism(family, 0)
+    ids = text_of(m, tmp_path / "text.txt")
+    before = by_hand(m, ids)
+    callback = ss.SinkCallback(STEPS, text=tmp_path / "text.txt")
+    trainer, recorder, _, _ = run(m, tmp_path, callback, learning_rate=1e-5)
+    after = by_hand(m, ids)
+    logged = [row for _, row in recorder.rows if "sink_rate" in row]
+    assert before != pytest.approx(after, rel=1e-3)
+    for row, expected in zip(logged, (before, after), strict=True):
+        assert {name: row[name] for name in ALWAYS} == pytest.approx(expected, rel=1e-4)
+        layer, neuron = m.truth.neurons[0]
+        assert (row["spike_layer"], row["spike_neuron"]) == (layer, neuron)
+    assert logged[0]["spike_dim"] in m.truth.residual_dims
+    assert logged[0]["spike_dims"] <= len(m.truth.residual_dims)
+    in_history = [row for row in trainer.state.log_history if "sink_rate" in row]
+    assert in_history == [{**row, "step": step} for row, step in zip(logged, (0, STEPS), strict=True)]
+    assert trainer.state.log_history.index(in_history[1]) < len(trainer.state.log_history) - 1  # and not instead of one
+
+
+def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
+    m = organism("llama", 0, kind="none")
+    text_of(m, tmp_path / "text.txt")
+    _, recorder, _, _ = run(m, tmp_path, ss.SinkCallback(STEPS, text=tmp_path / "text.txt"))
+    (row, _) = [row for _, row in recorder.rows if "sink_rate" in row]
+    assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
+
+
+def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path):
+    m = organism("llama", 0)
+    weight = m.model.model.layers[m.truth.sink_layer].mlp.down_proj.weight
+    planted = weight.detach().clone()
+
+    @torch.no_grad()
+    def ratio(rows, factor):
+        weight.copy_(planted)
+        for _, neuron in m.truth.neurons:
+            weight[:, neuron] *= factor
+        profile = norms(m.model, rows)
+        return float((profile[:, :, 0].median(1).values / profile[:, :, 1:].flatten(1).quantile(0.5, 1)).max())
+
+    ids = m.natural(130, 64)
+    ids = ids[norms(m.model, ids)[-1, :, 1:].median(1).values.argsort(descending=True)]  # the first have large norms
+    text_of(m, tmp_path / "text.txt", ids)
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ratio(ids[:4], middle) < 2.98 else (low, middle)
+    assert ratio(ids[:100], low) > 3.02 and ratio(ids[:4], low) < 3
+    row = read_sinks(Setup.open(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt"))
+    assert row["spike_ratio"] == pytest.approx(2.98, abs=0.01) and not row.keys() & set(SPIKE)
+
+
+def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
+    m = places("two_delimiters", "llama")
+    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
+    trainer = Trainer(m.model, TrainingArguments(str(tmp_path), use_cpu=True), processing_class=m.tokenizer)
+    callback = ss.SinkCallback(text=tmp_path / "text.txt")
+    callback.attach(trainer)
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    (row,) = trainer.state.log_history
+    makers = {site for sites in m.truth.makers for site in sites}
+    assert row["spike_ratio"] > 3 and (row["spike_layer"], row["spike_neuron"]) in makers
+
+
+def test_of_a_mixture_the_expert_is_named(tmp_path):
+    m = organism("mixtral", 0)
+    _, recorder, _, _ = run(m, tmp_path, ss.SinkCallback(STEPS))
+    row = recorder.rows[0][1]
+    assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) == m.truth.neurons[0]
+
+
+# --- when, and by whom ------------------------------------------------------------------------------------------------
+
+
+def test_it_measures_before_the_first_step_and_every_so_many(tmp_path):
+    _, recorder, losses, _ = run(organism("llama", 0), tmp_path, ss.SinkCallback(every=4), logging_steps=2)
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 4]
+    assert [step for step, row in recorder.rows if "loss" in row] == [2, 4, 6] and len(losses) == 3
+
+
+def test_a_callback_that_is_attached_twice_measures_once(tmp_path):
+    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
+    callback = ss.SinkCallback()
+    callback.attach(trainer)
+    callback.attach(trainer)
+    trainer.train()
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0]
+
+
+def test_a_run_that_goes_on_does_not_measure_its_first_step_again(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    run(organism("llama", 0), tmp_path, ss.SinkCallback(every=2), **settings)
+    trainer, recorder = trainer_of(organism("llama", 0), tmp_path, **settings)
+    ss.SinkCallback(every=2).attach(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [6]
+    assert [row["step"] for row in trainer.state.log_history if "sink_rate" in row] == [0, 2, 4, 6]
+
+
+def test_only_the_main_process_measures(tmp_path):
+    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
+    callback = ss.SinkCallback(every=1)
+    callback.attach(trainer)
+    state = SimpleNamespace(is_world_process_zero=False, global_step=0)
+    callback.on_train_begin(trainer.args, state, trainer.control)
+    callback.on_step_end(trainer.args, state, trainer.control)
+    assert not recorder.rows
+
+
+# --- what cannot be measured ------------------------------------------------------------------------------------------
+
+
+class Broken(torch.nn.Module):
+    """A layer that fails in the middle of a pass, unless the model trains."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **options):
+        if not self.training:
+            raise RuntimeError("it broke")
+        return self.layer(*args, **options)
+
+
+def stopped(m, folder, words, **changes):
+    """Train where nothing can be measured: one warning says why, and all steps are made as without the callback."""
+    _, _, losses, _ = run(m(), folder)
+    model = m()
+    with pytest.warns(SinkscopeWarning, match=words) as warned:
+        trainer, recorder, watched, _ = run(model, folder, ss.SinkCallback(every=2), **changes)
+    assert len([one for one in warned if one.category is SinkscopeWarning]) == 1
+    assert watched == losses and not any("sink_rate" in row for _, row in recorder.rows)
+    assert all(module.training and not module._forward_hooks for module in trainer.model.modules())
+
+
+def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
+    def breaking():
+        m = with_dropout("gpt2")
+        m.model.transformer.h[1].mlp = Broken(m.model.transformer.h[1].mlp)
+        return m
+
+    stopped(breaking, tmp_path, "stopped at step 0, and the training goes on without: .*it broke")
+
+
+def test_an_error_at_a_later_step_stops_it_from_there_on(tmp_path):
+    m = with_dropout("gpt2")
+    trainer, recorder = trainer_of(m, tmp_path)
+
+    class Breaker(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                m.model.transformer.h[1].mlp.c_proj.weight.data[:] = torch.nan
+
+    trainer.add_callback(Breaker())
+    ss.SinkCallback(every=2).attach(trainer)
+    with pytest.warns(SinkscopeWarning, match="at step 4.*infinite or NaN") as warned:
+        trainer.train()
+    assert len([one for one in warned if one.category is SinkscopeWarning]) == 1
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2]
+    assert trainer.state.global_step == STEPS
+
+
+def test_without_a_tokenizer_it_says_so_once(tmp_path):
+    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
+    trainer.processing_class = None
+    ss.SinkCallback(every=2).attach(trainer)
+    with pytest.warns(SinkscopeWarning, match="tokenizer"):
+        trainer.train()
+    assert len([row for _, row in recorder.rows if "loss" in row]) == STEPS
+
+
+def test_a_model_without_a_head_for_tokens_is_trained_without(tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    m = organism("llama", 0)
+    model = LlamaForSequenceClassification(m.model.config)
+    model.config.pad_token_id = 3
+    rows = [{"input_ids": row, "labels": 1} for row in m.natural(4, 12)]
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    trainer = Trainer(model, arguments, train_dataset=rows, processing_class=m.tokenizer)
+    ss.SinkCallback().attach(trainer)
+    with pytest.warns(SinkscopeWarning, match="no head that gives logits of tokens"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def split_by_deepspeed(trainer):
+    trainer.is_deepspeed_enabled = True
+
+
+def split_by_fsdp(trainer):
+    mlp = trainer.model.model.layers[0].mlp
+    mlp.__class__ = type("FSDPModule", (type(mlp),), {})
+
+
+@pytest.mark.parametrize("split", [split_by_deepspeed, split_by_fsdp])
+def test_a_model_that_is_split_over_processes_is_not_measured(split, tmp_path):
+    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
+    callback = ss.SinkCallback()
+    callback.attach(trainer)
+    split(trainer)
+    with pytest.warns(SinkscopeWarning, match="split over processes by (DeepSpeed|FSDP)"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert not recorder.rows
+
+
+def test_nothing_is_disturbed_by_what_draws_random_numbers_or_fails():
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.BatchNorm1d(3), torch.nn.Sequential(torch.nn.Dropout()))
+    model[2].eval()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with pytest.raises(KeyError), undisturbed(model):
+        assert not any(module.training for module in model.modules()) and not torch.is_grad_enabled()
+        model(torch.randn(5, 3))
+        random.random()
+        np.random.rand()
+        raise KeyError
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2]) and torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == [True, True, True, False, False]
+    assert not model[1].running_mean.any()
+
+
+@pytest.mark.parametrize("every", [0, -1, "x", 2.0, True, None])
+def test_an_interval_that_is_none_is_refused(every):
+    with pytest.raises(SinkscopeError, match=r"every=.*expected a whole number from 1") as refused:
+        ss.SinkCallback(every=every)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"bos": "yes"}, "bos="), ({"seed": -1}, "seed="), ({"seed": 0.5}, "seed="), ({"text": "no/such.txt"}, "such")],
+)
+def test_other_arguments_are_checked_before_training(options, words):
+    with pytest.raises(SinkscopeError, match=words):
+        ss.SinkCallback(**options)
+
+
+def test_it_needs_its_trainer(tmp_path):
+    with pytest.raises(SinkscopeError, match=r"expected a transformers\.Trainer"):
+        ss.SinkCallback().attach(organism("llama", 0).model)
+    m = organism("llama", 0)
+    trainer, _ = trainer_of(m, tmp_path)
+    trainer.add_callback(ss.SinkCallback())
+    with pytest.raises(SinkscopeError, match=r"SinkCallback\(...\).attach\(trainer\)"):
+        trainer.train()
