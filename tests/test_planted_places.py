@@ -62,7 +62,6 @@ GROUPS = [
     slow("two_sinks", "mixtral"),
     slow("decorative_head", "neox"),
     slow("decorative_head", "mixtral"),
-    slow("silent_twin", "neox"),
     slow("second_special", "llama"),
     slow("all_specials", "qwen3"),
     slow("two_delimiters", "llama"),
