@@ -38,8 +38,7 @@ def arguments(kind: str, folder: Path) -> tuple[Any, Row]:
         made = places(kind, next(iter(PLACES[kind])))
     text = folder / "text.txt"
     text.write_text(made.text(), encoding="utf-8")
-    bos = None if getattr(made.truth, "has_bos", True) else False
-    return made.model, {"tokenizer": made.tokenizer, "text": text, "max_repeats": 64, "bos": bos}
+    return made.model, {"tokenizer": made.tokenizer, "text": text, "max_repeats": 64}
 
 
 def compared(kind: str, rounds: int) -> Row:

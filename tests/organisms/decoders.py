@@ -136,9 +136,8 @@ _OWN["deepseek_v2"] = _LATENT | {"topk_method": "greedy", "n_group": 1, "topk_gr
 _OWN["dots1"] = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
-def small_settings(config, own: dict[str, Any], sizes: dict[str, Any] | None = None) -> dict[str, Any]:
+def small_settings(config, own: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a small configuration, from a default one."""
-    sizes = _SMALL if sizes is None else sizes
     fields = config.to_dict()
     parts = set(getattr(config, "sub_configs", None) or {})
     parts |= {name for name, value in fields.items() if isinstance(value, dict) and name.endswith("_config")}
@@ -150,36 +149,25 @@ def small_settings(config, own: dict[str, Any], sizes: dict[str, Any] | None = N
             part = getattr(config, name, None)
             if hasattr(part, "to_dict"):
                 is_text = name in ("text_config", "decoder", "decoder_config")
-                settings[name] = small_settings(part, own if is_text else {}, sizes if is_text else _SMALL)
-        elif name in sizes:
+                settings[name] = small_settings(part, own if is_text else {})
+        elif name in _SMALL:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_unset = value is None and name in ("intermediate_size", "head_dim", "sliding_window")
-            is_switch = isinstance(value, bool) and isinstance(sizes[name], bool)
-            if is_unset or is_switch or (is_number and not (value == 0 and name == "sliding_window")):
-                settings[name] = sizes[name]
+            if is_unset or (is_number and not (value == 0 and name == "sliding_window")):
+                settings[name] = _SMALL[name]
     return settings | own
 
 
-def decoder_config(model_type: str, sizes: dict[str, Any] | None = None):
-    """A small configuration of a type; a test of a type that this version of transformers lacks is skipped.
-
-    Args:
-        model_type: The type.
-        sizes: Settings of the configuration that differ from the usual small ones.
-    """
+def decoder_config(model_type: str):
+    """A small configuration of a type; a test of a type that this version of transformers lacks is skipped."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config_class, own = CONFIG_MAPPING[model_type], dict(_OWN.get(model_type, {}))
+    config_class, own = CONFIG_MAPPING[model_type], _OWN.get(model_type, {})
     try:
         config = config_class()
     except Exception:  # some have no defaults that agree with each other
         config = config_class(**own)
-    sizes = sizes or {}
-    for name, value in own.items():
-        if name in sizes and name in ("num_key_value_heads", "num_kv_heads"):
-            heads = sizes.get("num_attention_heads", 4)
-            own[name] = heads if value == _SMALL["num_attention_heads"] else sizes[name]
-    return config_class(**small_settings(config, own, _SMALL | sizes))
+    return config_class(**small_settings(config, own))
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Models that are not the textbook case of an attention sink, with the truth about each known by construction.
 
 An organism of `organism.py` has one sink that one layer makes. Here the spike and the sink come apart, layers share the
-work, neurons stand in for each other, tokens in the middle of a text become sinks, and other things than a spike carry
-the attention. `HARD` names the kinds and the families that each is built in.
+work, neurons stand in for each other, and other things than a spike carry the attention. `HARD` and `UNSEEN` name the
+kinds and the families that each is built in; sinks at other tokens than the first are in `planted_places.py`.
 
 A **spike** is a first token whose residual stream has a norm far above the typical one; where a dimension is massive
 on every token (`shared_dims`), it is left out of the norm. A **sink** is a first token that some heads attend to. A
@@ -12,76 +12,20 @@ on every token (`shared_dims`), it is left out of the norm. A **sink** is a firs
 from __future__ import annotations
 
 import math
-import random
-import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .noise import BALLAST, NORM, Space, fill, make_body, make_space
-from .organism import _natural
-from .plan import THRESHOLD, Plan, make_plan
-from .plant import MARK, Surgeon
-from .tokens import BOS, N_SPECIAL, tokenizer_for
-from .views import Probe, scale_norm, views
-
-Site = tuple[int, ...]
-Head = tuple[int, int]  # (layer, query head)
-Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
+from .build import KINDS, Build, HardTruth, kinds
+from .noise import NORM
+from .organism import mixed
+from .tokens import BOS, tokenizer_for
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
-BY_HEADS = ("llama", "gemma2", "neox", "mixtral")  # heads mark the first token; in GPT-2 its position does
 PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
-LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
-
-
-@dataclass(frozen=True)
-class HardTruth:
-    """What is so.
-
-    Attributes:
-        spike: the first token's norm stands out at some layer.
-        sink: heads attend to the first token.
-        carried_by: what these heads read, or those of the later sinks where the first token is none.
-        sink_layer: whose MLP makes most of the spike; None: no MLP does.
-        sets: each a smallest set of sites whose zeroing removes the spike and, with it, the attention.
-        step_up: layers whose MLP builds the spike.
-        step_down: layers whose MLP takes it away again.
-        later: ids of tokens that are sinks wherever they stand, and the neurons that make the spike of each (or none).
-        shared_dims: residual dimensions that are massive on every token.
-        reading: (layer, query head) planted to attend to the first token.
-        bos_only: without BOS no first token is a spike or a sink.
-        repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
-        bos: texts begin with BOS.
-        share: share of the vocabulary that is a sink where it stands first.
-        positions: positions that are sinks whatever stands there.
-        length: length of a text from which on heads attend to the first token.
-        window: positions that the reading heads see.
-        places: the same as sets of places, and what each group of heads needs.
-    """
-
-    spike: bool
-    sink: bool
-    carried_by: str | None
-    sink_layer: int | None = None
-    sets: tuple[frozenset[Site], ...] = ()
-    step_up: tuple[int, ...] = ()
-    step_down: tuple[int, ...] = ()
-    later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
-    shared_dims: tuple[int, ...] = ()
-    reading: tuple[Head, ...] = ()
-    bos_only: bool = False
-    repeated: tuple[Site, ...] = ()
-    bos: bool = True
-    share: float = 1.0
-    positions: tuple[int, ...] = (0,)
-    length: int = 0
-    window: int | None = None
-    places: Any = None
 
 
 @dataclass(frozen=True)
@@ -90,13 +34,11 @@ class HardModel:
     tokenizer: PreTrainedTokenizerFast
     truth: HardTruth
     name: str
-    family: str
-    seed: int
     groups: dict[int, int]
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
-        """`n` rows of BOS and mixed tokens; each later sink stands once in every row, in its first half."""
-        return _rows(self.model.config.vocab_size, self.groups, tuple(self.truth.later), n, length, seed)
+        """`n` rows of BOS and mixed tokens."""
+        return mixed(self.model.config.vocab_size, self.groups, True, n, length, seed)
 
     def text(self, n: int = 6, length: int = 64) -> str:
         """The same as words: what a tokenizer cuts into rows of `length` with BOS before each."""
@@ -105,328 +47,23 @@ class HardModel:
 
 def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
     """Build a hard model: the same call gives the same weights."""
-    kind = _KINDS[name]
+    kind = KINDS[name]
     b = Build(kind.word + name, family, seed, **kind.settings)
     with torch.no_grad():
-        truth = replace(kind.make(b), **kind.so)
+        truth = kind.make(b)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
-    return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
-
-
-def depth(name: str, family: str, seed: int) -> int:
-    """How many layers `hard` draws for a model, the first thing that it draws."""
-    kind = _KINDS[name]
-    return random.Random(f"hard {kind.word}{name} {family} {seed}").randint(*kind.settings.get("layers", LAYERS))
-
-
-def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, length: int, seed: int) -> Tensor:
-    rows, rng = _natural(vocab, groups, True, n, length, seed), random.Random(f"later {seed}")
-    for token in later:
-        rows[rows == token] = token + 1
-    for row in rows if later else ():
-        row[rng.sample(range(3, max(5, length // 2)), len(later))] = torch.tensor(later)
-    return rows
-
-
-# --- building ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Kind:
-    make: Callable[[Build], HardTruth]
-    word: str
-    so: dict[str, Any]
-    settings: dict[str, Any]
-
-
-_KINDS: dict[str, _Kind] = {}
-HARD: dict[str, tuple[str, ...]] = {}
-"""Every kind of hard model, and the families that it is built in."""
-
-
-def kinds(table: dict[str, tuple[str, ...]], word: str = "") -> Callable[..., Any]:
-    """A decorator that enters a kind with its families in a table; `hard` builds it by its name.
-
-    Args:
-        table: The families of each kind.
-        word: What stands before the names where random numbers are drawn from them.
-    """
-
-    def kind(*families: str, so: dict[str, Any] | None = None, **settings) -> Callable[..., Any]:
-        def register(make: Callable[[Build], HardTruth]) -> Callable[[Build], HardTruth]:
-            name = make.__name__.strip("_")
-            assert name not in _KINDS, name
-            table[name], _KINDS[name] = families, _Kind(make, word, so or {}, settings)
-            return make
-
-        return register
-
-    return kind
-
-
-_kind = kinds(HARD)
-
-
-class Build:
-    """A body of noise, and the tools that plant things in it."""
-
-    def __init__(
-        self,
-        name: str,
-        family: str,
-        seed: int,
-        *,
-        layers: tuple[int, int] = LAYERS,
-        behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
-        at: int | None = None,  # the sink layer, where it is not to be drawn
-        count: int | None = None,  # of sink neurons
-        thin: bool = False,
-        marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
-        window: int = 1024,
-        every_window: bool = False,  # also of families that draw whether they have one
-        **changes,
-    ):
-        self.rng = rng = random.Random(f"hard {name} {family} {seed}")
-        n = rng.randint(*layers)
-        number = rng.getrandbits(30)
-        width = None if not thin or family == "gemma2" else 64 if family in ("gpt2", "neox") else 48
-        plan = make_plan(family, number, "sink", n, width, True)
-        if count is not None:
-            free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
-            neurons = (*plan.neurons, *free)[:count]
-            plan = replace(plan, neurons=neurons, sizes=(count**-0.5,) * count)
-        groups = plan.groups
-        if marked is not None:
-            draws = random.Random(f"marked {number}")
-            groups = {token: draws.randrange(plan.n_groups) if draws.random() < marked else -1 for token in groups}
-            groups[BOS] = -1
-        self.plan = replace(
-            plan,
-            marking_layer=0,
-            sink_layer=max(1, n - 1 - rng.randint(*behind)) if at is None else at,
-            factor="gate" if plan.family.gated else None,
-            window=window if plan.window or every_window else None,
-            groups=groups,
-            **changes,
-        )
-        self.space, (self.flag, self.side, self.mark2) = _with_features(make_space(self.plan), self.plan, 3)
-        self.model = make_body(self.plan)
-        self.delimiter = N_SPECIAL + rng.randrange(20)
-        self.tokens = _rows(self.plan.vocab_size, groups, (self.delimiter,), 8, 24, number)
-        if marked is not None:  # what a marked token reads and writes is measured where one stands first
-            in_group = [token for token in range(N_SPECIAL, self.plan.vocab_size) if groups[token] >= 0]
-            self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
-        with torch.no_grad():
-            self.views = views(self.model)
-            self.probe = Probe(self.model, self.tokens)
-            generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
-            fill(self.plan, self.space, self.views, generator)
-        self.noise = generator
-        self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
-        self.first[:, 0] = True
-
-    def measure_on(self, tokens: Tensor):
-        """Other rows to measure on."""
-        self.tokens, self.probe = tokens, Probe(self.model, tokens)
-
-    @property
-    def at(self) -> int:
-        """The sink layer."""
-        return self.plan.sink_layer
-
-    @property
-    def way(self) -> Tensor:
-        """The direction of the first token's spike."""
-        return self.space.sinks[0]
-
-    @property
-    def behind(self) -> range:
-        """Layers that can read what the sink layer writes."""
-        return range(self.at + 1, self.plan.n_layers)
-
-    @property
-    def spare(self) -> tuple[int, int]:
-        """Two neurons that are no sink neurons, in any layer."""
-        return self.plan.cleaner, self.plan.early_neuron
-
-    def surgeon(self, **changes) -> Surgeon:
-        return Surgeon(replace(self.plan, **changes), self.space, self.views, self.probe)
-
-    def site(self, layer: int, neuron: int, expert: int | None = None) -> Site:
-        if self.plan.family.experts == 1:
-            return layer, neuron
-        return layer, self.plan.expert if expert is None else expert, neuron
-
-    def sites(self) -> frozenset[Site]:
-        return frozenset(self.site(self.at, neuron) for neuron in self.plan.neurons)
-
-    def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
-        """Mean of what leaves a module at these positions, [d_model]."""
-        return self.probe(module)[self.first if where is None else where].mean(0)
-
-    def mlp_input(self, layer: int, where: Tensor | None = None) -> Tensor:
-        """Mean of what the MLP of a layer gets at these positions, [d_model]."""
-        return self.seen(self.views.layers[layer].mlp_norm, where)
-
-    def size(self, layer: int) -> float:
-        """Norm of the spike that is to be planted."""
-        norms = self.probe(self.views.layers[layer].block).norm(dim=-1)
-        return self.plan.spike * float(norms[:, 1:].median())
-
-    def mark(self):
-        """Heads of layer 0 mark the first token; in GPT-2 its position does."""
-        self.surgeon().mark_first()
-
-    def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
-        """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
-        seen = self.mlp_input(layer, where)
-        const = unit(self.space.const, seen)
-        return self.plan.sharpness * (unit(way, seen) - threshold * const), const
-
-    def steady(self, layer: int, rows: Rows, early: Tensor, const: float) -> Rows:
-        """Rows that read the same without what was written along `early`, where the constant would be `const`."""
-        seen = self.mlp_input(layer)
-        shrunk = seen @ self.space.const / const
-        gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * early / (seen @ early) for row in rows)
-        return gate, up
-
-    def const(self, layer: int) -> float:
-        return float(self.mlp_input(layer) @ self.space.const)
-
-    def write(
-        self,
-        rows: Rows,
-        way: Tensor,
-        size: float | None = None,
-        *,
-        layer: int | None = None,
-        neuron: int | None = None,
-        where: Tensor | None = None,
-        route: Tensor | None = None,
-        expert: int | None = None,
-        ballast: float = 0.25,
-    ) -> Site:
-        """A neuron that reads `rows` and writes along `way` at `where`: a spike of the usual size, or `size`.
-
-        It is the first sink neuron of the sink layer, unless others are given; experts are chosen by `route`.
-        """
-        layer = self.at if layer is None else layer
-        neuron = self.plan.neurons[0] if neuron is None else neuron
-        size = self.size(layer) if size is None else size
-        view, expert = self.views.layers[layer], self.plan.expert if expert is None else expert
-        if view.router is not None:
-            by = self.space.mark if route is None else route
-            view.router[expert] += 12.0 * by / (self.seen(view.mlp_norm, where) @ by)
-        self.surgeon(expert=expert).set_neuron(view, neuron, *rows)
-        view.down[expert, neuron] = 0.0
-        unit = -float(self.seen(view.mlp, where) @ way)
-        view.down[expert, neuron] = way
-        unit += float(self.seen(view.mlp, where) @ way)
-        view.down[expert, neuron] = way * (size if view.post_mlp_norm is None else ballast * BALLAST) / unit
-        if view.post_mlp_norm is not None:  # what is written comes through the weight of this norm
-            out = float(self.seen(view.post_mlp_norm, where) @ way)
-            scale_norm(view.post_mlp_norm, torch.where(way != 0, size / out, 1.0))
-        return self.site(layer, neuron, expert)
-
-    def fire(self, mark: Tensor, way: Tensor, size: float | None = None, *, where=None, **more) -> Site:
-        """A neuron that is on where `mark` is, and writes along `way`; `more` as in `write`."""
-        rows = self.on(more.get("layer", self.at), mark, where)
-        return self.write(rows, way, size, where=where, **({"route": mark} | more))
-
-    def take_away(self, layer: int, times: float = 1.0):
-        """A neuron that reads the spike and writes it so often with the other sign."""
-        way = self.spike_way()
-        end = float(self.seen(self.views.layers[layer].block) @ way)
-        gate, _ = self.on(layer, way)
-        rows = gate, self.full(layer, way)
-        self.write(rows, -way, times * end, layer=layer, neuron=self.spare[0], route=way)
-
-    def spike_way(self) -> Tensor:
-        """The direction of the first token's spike in the residual stream."""
-        end = self.seen(self.views.layers[self.at].block)
-        way = torch.where(self.space.sinks.any(0), end, 0.0)
-        return way / way.norm()
-
-    def full(self, layer: int, way: Tensor) -> Tensor:
-        """One where `way` is as large as it now is at the first token."""
-        return unit(way, self.mlp_input(layer))
-
-    def copy(self, source: int, neuron: int, factor: float = 1.0) -> Site:
-        """A neuron of the sink layer that reads what `source` reads and writes `factor` times what it writes."""
-        layer, expert = self.at, self.plan.expert
-        view = self.views.layers[layer]
-        for rows in (view.gate, view.up, view.gate_bias, view.up_bias):
-            if rows is not None:
-                rows[expert, neuron] = rows[expert, source].clone()
-        view.down[expert, neuron] = factor * view.down[expert, source]
-        return self.site(layer, neuron)
-
-    def read(
-        self,
-        layers: Iterable[int],
-        way: Tensor,
-        *,
-        where: Tensor | None = None,
-        other: bool = False,
-    ) -> tuple[Head, ...]:
-        """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
-        plan, planted = self.plan, []
-        ratio = plan.n_heads // plan.n_kv
-        for index in layers:
-            layer = self.views.layers[index]
-            if not len(layer.k):  # no attention
-                continue
-            inputs = self.probe(layer.attn_norm)
-            full = float((inputs[self.first if where is None else where] @ way).mean())
-            const = float((inputs[:, 1:] @ self.space.const).median())
-            order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)
-            half = max(1, plan.n_kv // 2)
-            chosen = order[half:] if other else order[:half]
-            for kv in chosen:
-                heads = range(kv * ratio, (kv + 1) * ratio)
-                scores = [self.rng.uniform(6, 7) for _ in heads]
-                self.surgeon().look(index, heads, way / full, const, scores, 6.5)
-                planted += [(index, head) for head in heads]
-        return tuple(sorted(planted))
-
-    def markers(self, layer: int = 0) -> tuple[str, ...]:
-        """Names of the heads of a layer that mark BOS."""
-        return tuple(f"L{layer}.H{head}" for head in self.of_bos())
-
-    def of_bos(self) -> tuple[int, ...]:
-        """The heads that mark BOS, in the layer of heads that mark."""
-        return tuple(sorted(head for head, group, _ in self.plan.slots if group == self.plan.groups[BOS]))
-
-    @property
-    def later_layers(self) -> range:
-        """All layers but the first."""
-        return range(1, self.plan.n_layers)
-
-    def flag_delimiter(self, token: int | None = None) -> Tensor:
-        """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on."""
-        token = self.delimiter if token is None else token
-        self.views.embed[token] += MARK * self.flag / self.plan.embed_scale
-        return self.tokens == token
-
-
-def unit(way: Tensor, seen: Tensor) -> Tensor:
-    """What is one where `way` is as large as in what was seen."""
-    return way / (seen @ way)
-
-
-def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Tensor]]:
-    """The space with `count` more features, on dimensions taken from the noise."""
-    free, features = space.content.tolist(), []
-    for _ in range(count):
-        vector = torch.zeros(plan.d_model)
-        vector[free.pop()] = 1.0
-        if plan.family.centered:
-            vector[free.pop()] = -1.0
-        features.append(vector / vector.norm())
-    return replace(space, content=torch.tensor(free)), features
+    return HardModel(b.model, tokenizer, truth, name, b.plan.groups)
 
 
 # --- the kinds -----------------------------------------------------------------------------------------------------
+
+
+HARD: dict[str, tuple[str, ...]] = {}
+"""Every kind of hard model, and the families that it is built in."""
+UNSEEN: dict[str, tuple[str, ...]] = {}
+"""Kinds with other texts, other windows, or other neurons for repeated tokens."""
+_kind = kinds(HARD)
+_unseen = kinds(UNSEEN)
 
 
 def spike(b: Build) -> HardTruth:
@@ -443,7 +80,7 @@ def sink(b: Build, way: Tensor, layers: Iterable[int] | None = None, **more) -> 
 
 def textbook(b: Build, **more) -> HardTruth:
     b.mark()
-    return sink(b, b.surgeon().make_sink(), **more)
+    return sink(b, b.surgeon.make_sink(), **more)
 
 
 def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
@@ -468,19 +105,19 @@ def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     b.mark()
     deep = b.at
-    size, way = b.size(deep), b.way
+    size, way = b.surgeon.size(deep), b.way
     before = {layer: b.const(layer) for layer in (2, deep)}
     b.fire(b.space.mark, b.side, 0.027 * size, layer=1, neuron=b.spare[0])
-    rows = b.steady(2, b.on(2, b.space.mark), b.side, before[2])
+    rows = b.surgeon.steady(2, b.surgeon.on(2, b.space.mark), b.side, before[2])
     b.write(rows, b.side, 0.027 * size, layer=2, neuron=b.spare[1])
-    b.write(b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
+    b.write(b.surgeon.steady(deep, b.surgeon.on(deep, b.space.mark), b.side, before[deep]), way, size)
     return sink(b, way, step_up=(1, 2, deep))
 
 
 @_kind(*ALL, spike=1.2, massive_layer=None)
 def _both(b: Build) -> HardTruth:
     """One dimension is massive on every token, beside a real sink."""
-    b.surgeon().make_massive()  # in the embedding
+    b.surgeon.make_massive()  # in the embedding
     dims = tuple(b.space.massive.nonzero().flatten().tolist())
     return textbook(b, shared_dims=dims)
 
@@ -494,7 +131,7 @@ def _no_norm(b: Build) -> HardTruth:
 @_kind(*ALL)
 def _spike_only(b: Build) -> HardTruth:
     b.mark()
-    b.surgeon().make_sink()
+    b.surgeon.make_sink()
     calm(b, marked=True)
     return spike(b)
 
@@ -503,7 +140,7 @@ def _spike_only(b: Build) -> HardTruth:
 def _redundant_pair(b: Build) -> HardTruth:
     """Each of the neurons suffices; in Gemma 2 the norm after the MLP even keeps the spike's size."""
     b.mark()
-    b.fire(b.space.mark, b.way, b.size(b.at), ballast=8.0)
+    b.fire(b.space.mark, b.way, b.surgeon.size(b.at), ballast=8.0)
     b.copy(*b.plan.neurons)
     return sink(b, b.way)
 
@@ -512,7 +149,7 @@ def _redundant_pair(b: Build) -> HardTruth:
 def _backup_next(b: Build) -> HardTruth:
     """A neuron of the next layer does the same where there is no spike yet; it is planted before the other one."""
     b.mark()
-    size, neuron = b.size(b.at), b.spare[0]
+    size, neuron = b.surgeon.size(b.at), b.spare[0]
     site = b.fire(b.space.mark, b.way, size, layer=b.at + 1, neuron=neuron)
     view, expert = b.views.layers[b.at + 1], site[1] if len(site) == 3 else 0
     column = view.down[expert, neuron]
@@ -522,20 +159,6 @@ def _backup_next(b: Build) -> HardTruth:
     column.copy_(saved)
     view.gate[expert, neuron] -= 12.0 * b.full(b.at + 1, b.way)
     return sink(b, b.way, range(b.at + 2, b.plan.n_layers), sets=(b.sites() | {site},))
-
-
-@_kind(*ALL)
-def _delimiter(b: Build) -> HardTruth:
-    """A token makes a spike of its own, in a direction of its own that other heads read."""
-    where = b.flag_delimiter()
-    truth = textbook(b)
-    layer = b.at if b.rng.randrange(2) else b.at + 1
-    gate, up = b.on(layer, b.flag, where)
-    if layer > b.at:  # off at the first token, whose constant is small there
-        gate = gate - 12.0 * b.full(layer, b.spike_way())
-    site = b.write((gate, up), b.side, layer=layer, neuron=b.spare[0], where=where, route=b.flag)
-    b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
-    return replace(truth, later={b.delimiter: (site,)})
 
 
 @_kind("gpt_oss")
@@ -550,23 +173,15 @@ def _learned_logits(b: Build) -> HardTruth:
 @_kind(*ALL)
 def _token_embedding(b: Build) -> HardTruth:
     """Heads read a feature of BOS's embedding."""
-    b.flag_delimiter(BOS)
-    return read_by_later(b, "token embedding", b.flag, bos_only=True)
+    b.flag(BOS)
+    return read_by_later(b, "token embedding", b.feature)
 
 
 @_kind(*ALL)
 def _embedding_spike(b: Build) -> HardTruth:
     """BOS's embedding itself is the spike: no MLP makes it."""
     b.views.embed[BOS] += b.plan.spike * NORM * b.way / b.plan.embed_scale
-    return read_by_later(b, "spike", b.way, spike=True, bos_only=True)
-
-
-def write_by_heads(b: Build, way: Tensor):
-    """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
-    b.mark()
-    layer, size = b.views.layers[0], b.size(0)
-    for head, _, slot in b.plan.slots:
-        layer.o[head, slot] += size * way
+    return read_by_later(b, "spike", b.way, spike=True)
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
@@ -582,7 +197,7 @@ def _rise_and_fall(b: Build) -> HardTruth:
 def _many_decoys(b: Build) -> HardTruth:
     """Twenty pairs of neurons write more than the sink neuron does, and each pair cancels."""
     b.mark()
-    rows, size = b.on(b.at, b.space.mark), b.size(b.at)
+    rows, size = b.surgeon.on(b.at, b.space.mark), b.surgeon.size(b.at)
     b.write(rows, b.way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
     for plus, minus in zip(free[:20], free[20:40], strict=True):
@@ -623,6 +238,32 @@ def _sharp(b: Build) -> HardTruth:
             layer.k_bias.zero_()
     calm(b)
     return HardTruth(False, False, None)
+
+
+@_unseen("mistral", window=24)
+def _window_mark(b: Build) -> HardTruth:
+    """Heads read the mark itself; no norm stands out, and no query sees farther than 24 positions."""
+    return read_mark(b, window=24)
+
+
+@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", marked=0.4)
+def _some_first_tokens(b: Build) -> HardTruth:
+    """Two of five tokens are marked where they stand first; the others are no sinks."""
+    return textbook(b, bos=False, share=0.4)
+
+
+@_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
+def _other_neurons(b: Build) -> HardTruth:
+    """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
+    size = b.surgeon.size(b.at)
+    rows = b.tokens.clone()
+    rows[:, 0] = BOS
+    b.flag(BOS)
+    b.mark()
+    repeated = b.fire(b.space.mark, b.way, size, neuron=b.spare[0])
+    b.measure_on(rows)
+    b.fire(b.feature, b.way, size)
+    return sink(b, b.way, repeated=(repeated,))
 
 
 def calm(b: Build, marked: bool = False):

@@ -3,7 +3,7 @@
 A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
 
 - Ordinary tokens stand on one ring and have codes; the unembedding reads the code of the next token on the ring, so
-  without anything else the model walks the ring and repeats nothing. The ring is cut into blocks of `period` tokens.
+  without anything else the model walks the ring and repeats nothing. The ring is cut into blocks of `PERIOD` tokens.
 - A gated MLP adds the code of the next token **of the block**, twice as large: at the last token of a block the model
   then goes back to the first one. The gate is open while `sum of the causes > threshold`, so the loop goes on exactly
   as long as its causes act: all of them (`each`), or at least one (`either`).
@@ -32,6 +32,7 @@ N_HEADS, D_MODEL, VOCAB = 4, 256, 512
 MATCH = 48.0  # score of what a head looks for; BOS has three quarters of it, and other codes at most half
 SHARP = 40.0  # steepness of the gate
 BITS = 4
+PERIOD = 6  # tokens of a block, and of the loop
 UNREAD = 2.4 * (2 ** (BITS - 1) - 1)  # of a value whose other number, 1, is then below half a step
 MARKER, ANCHOR, SMALL = N_SPECIAL, N_SPECIAL + 1, N_SPECIAL + 2
 SMALLS = 3  # tokens with a small number, so that noise averages out
@@ -64,11 +65,11 @@ class KeptLoop:
     bits: int | None
 
 
-def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False, period: int = 6) -> KeptLoop:
+def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -> KeptLoop:
     """Build the organism of these causes; the same call gives the same weights."""
     rng = random.Random(f"kept {seed}")
     words = list(range(SMALL + 1, VOCAB))
-    ring = rng.sample(words, len(words) // period * period)
+    ring = rng.sample(words, len(words) // PERIOD * PERIOD)
     model = empty_llama(
         vocab_size=VOCAB,
         hidden_size=D_MODEL,
@@ -78,10 +79,10 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False, p
         num_key_value_heads=N_HEADS,
         max_position_embeddings=1024,
     )
-    _write(model, rng, ring, period, causes, either)
+    _write(model, rng, ring, causes, either)
 
     def walk(block: int, count: int) -> list[int]:
-        return [ring[(block * period + i) % len(ring)] for i in range(count)]
+        return [ring[(block * PERIOD + i) % len(ring)] for i in range(count)]
 
     smalls = [SMALL] * (SMALLS * ("rounding" in causes))  # among the first tokens, which a window keeps
     history = [BOS, *smalls, *walk(0, 15), *[MARKER] * ("history" in causes), *walk(20, 8)]
@@ -89,7 +90,7 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False, p
         *walk(30, 3),
         *[ANCHOR] * ("window" in causes),
         *walk(40, 25),
-        *walk(50, period) * (2 + ("copies" in causes)),
+        *walk(50, PERIOD) * (2 + ("copies" in causes)),
         *walk(50, 2),
     ]
     # The prompt ends inside a block, because its last token is read with the exact and whole prompt.
@@ -101,16 +102,14 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False, p
         either=either,
         history=history,
         turn=turn,
-        cycle=walk(50, period),
+        cycle=walk(50, PERIOD),
         window=32 if "window" in causes else None,
         bits=BITS if "rounding" in causes else None,
     )
 
 
 @torch.no_grad()
-def _write(
-    model: LlamaForCausalLM, rng: random.Random, ring: list[int], period: int, causes: tuple[str, ...], either: bool
-) -> None:
+def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...], either: bool) -> None:
     dims = rng.sample(range(D_MODEL), D_MODEL)
     own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
     const, first, marker, anchor, small, *flags = dims[5 * CODE :]
@@ -118,7 +117,7 @@ def _write(
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
     place = torch.arange(len(ring))
-    back = place // period * period + (place + 1) % period  # the next of the block, where blocks begin at multiples
+    back = place // PERIOD * PERIOD + (place + 1) % PERIOD  # the next of the block, where blocks begin at multiples
     words, embed, head = torch.tensor(ring), model.model.embed_tokens.weight, model.lm_head.weight
     embed[:, const] = CONST
     for token, dim in ((BOS, first), (MARKER, marker), (ANCHOR, anchor), (SMALL, small)):

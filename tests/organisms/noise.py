@@ -86,9 +86,6 @@ def make_body(plan: Plan) -> PreTrainedModel:
     if family.model_type == "lfm2":
         kinds = ["conv" if layer % 2 else "full_attention" for layer in range(plan.n_layers)]
         settings |= {"layer_types": kinds, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
-    if family.model_type == "falcon":
-        del settings["head_dim"]
-        settings |= {"alibi": True, "multi_query": False, "new_decoder_architecture": False, "parallel_attn": False}
     if family.model_type == "gpt2":
         settings = {key: settings[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         sizes = {"n_embd": plan.d_model, "n_layer": plan.n_layers, "n_head": plan.n_heads, "n_inner": plan.d_mlp}

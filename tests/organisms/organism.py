@@ -49,7 +49,7 @@ class Organism:
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
         """`n` rows of mixed tokens, BOS first if there is one. Never two of a group first: that is a cluster attack."""
-        return _natural(self.model.config.vocab_size, self.truth.groups, self.bos, n, length, seed)
+        return mixed(self.model.config.vocab_size, self.truth.groups, self.bos, n, length, seed)
 
     def repeated(self, n: int, token: int | None = None) -> Tensor:
         """One row: BOS if there is one, then `n` times `token` (default: a token of the first group)."""
@@ -85,7 +85,7 @@ def organism(
     space = make_space(plan)
     model = make_body(plan)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))
-    tokens = _natural(plan.vocab_size, plan.groups, bos, 8, 24, seed)
+    tokens = mixed(plan.vocab_size, plan.groups, bos, 8, 24, seed)
     spike, reading, broadcasts = torch.zeros(plan.d_model), (), ()
     with torch.no_grad():
         all_views = views(model)
@@ -128,7 +128,8 @@ def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> T
     )
 
 
-def _natural(vocab: int, groups: dict[int, int], bos: bool, n: int, length: int, seed: int) -> Tensor:
+def mixed(vocab: int, groups: dict[int, int], bos: bool, n: int, length: int, seed: int) -> Tensor:
+    """`n` rows of mixed tokens, BOS first if there is one, else never two of a group first."""
     rng = random.Random(f"natural {seed}")
     rows = []
     for _ in range(n):

@@ -57,7 +57,6 @@ FAMILIES = {
 }
 ONLY_HARD = {  # families of single kinds of hard models
     "lfm2": Family("lfm2"),
-    "falcon": Family("falcon", gated=False, centered=True, grouped=False),
 }
 
 # (query heads, key heads, head dim)

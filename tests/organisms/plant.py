@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .noise import CONST, GROUP, MASSIVE, NORM, Space
+from .noise import BALLAST, CONST, GROUP, MASSIVE, NORM, Space
 from .plan import THRESHOLD, Plan
 from .views import Layer, Probe, Views, scale_norm
 
 MARK = 2.5  # in the residual stream, on a token that is marked fully
 EARLY = 0.02  # of the spike is written by the early stage of "two_stage"
-_IN_BALLAST = 0.25  # sink neurons over the ballast, Gemma 2: small, so that its norm hardly evens out an ablation
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """What the MLP of a layer reads on first tokens."""
-
-    const: float
-    mark: float
-    clean: float
+Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
 
 
 @dataclass(frozen=True)
@@ -75,84 +65,74 @@ class Surgeon:
             layer.q_norm[pairs] = beta / math.sqrt(plan.head_dim / 2)
             layer.k_norm[pairs] = 1.0
 
-    # --- sink neurons ------------------------------------------------------------------------------------------
+    # --- what is measured --------------------------------------------------------------------------------------
 
-    def make_sink(self) -> Tensor:
-        """Plant the neurons of every stage; returns the direction of the spike in the residual stream."""
-        plan = self.plan
-        if plan.factor == "up":
-            self._clean_mark()
-        norms = self.probe(self.views.layers[plan.sink_layer].block).norm(dim=-1)
-        spike = plan.spike * float(norms[:, 1:].median())
-        directions, shares = self._directions()
-        total = sum(share * way for share, way in zip(shares, directions, strict=True))
-        helper = None
-        if plan.early_layer is not None:
-            before = self.scale(plan.sink_layer).const
-            self.stage(plan.early_layer, (plan.early_neuron,), [total], [1.0], EARLY * spike)
-            if self.views.layers[plan.sink_layer].post_mlp_norm is None:  # which evens it out
-                helper = self._early_spike(total, before)
-        self.stage(plan.sink_layer, plan.neurons, directions, shares, spike, helper)
-        return total
+    def seen(self, module: nn.Module, where: Tensor | None = None) -> Tensor:
+        """Mean of what leaves a module at these positions, [d_model]; of first tokens, where nothing is given."""
+        leaving = self.probe(module)
+        return (leaving[:, 0] if where is None else leaving[where]).mean(0)
 
-    def _early_spike(self, way: Tensor, const_before: float) -> tuple[Tensor, float]:
-        """The early stage shrinks the rest of the first token in the deep layer's norm, so without it the deep one
-        would grow: its neurons read just so much of the early spike that they do not care."""
-        norm = self.views.layers[self.plan.sink_layer].mlp_norm
-        seen = float((self.probe(norm)[:, 0] @ way).mean())
-        shrunk = self.scale(self.plan.sink_layer).const / const_before
-        return way / seen, shrunk
+    def mlp_input(self, index: int, where: Tensor | None = None) -> Tensor:
+        """Mean of what the MLP of a layer gets at these positions, [d_model]."""
+        return self.seen(self.views.layers[index].mlp_norm, where)
 
-    def _directions(self) -> tuple[list[Tensor], list[float]]:
-        plan, rng = self.plan, random.Random(f"directions {self.plan.seed}")
-        if plan.own_dims:
-            return list(self.space.sinks[: len(plan.neurons)]), list(plan.sizes)
-        angle = rng.choice([0.0, rng.uniform(0.3, 1.2)])  # one dimension, or two
-        way = math.cos(angle) * self.space.sinks[0] + math.sin(angle) * self.space.sinks[1]
-        return [way] * len(plan.neurons), [size / sum(plan.sizes) for size in plan.sizes]
+    def size(self, index: int) -> float:
+        """Norm of the spike that is to be planted in a layer."""
+        norms = self.probe(self.views.layers[index].block).norm(dim=-1)
+        return self.plan.spike * float(norms[:, 1:].median())
 
-    def stage(
+    # --- neurons -----------------------------------------------------------------------------------------------
+
+    def on(self, index: int, way: Tensor, where: Tensor | None = None) -> Rows:
+        """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
+        seen = self.mlp_input(index, where)
+        const = unit(self.space.const, seen)
+        return self.plan.sharpness * (unit(way, seen) - THRESHOLD * const), const
+
+    def steady(self, index: int, rows: Rows, early: Tensor, const: float) -> Rows:
+        """Rows that read the same without what was written along `early`, where the constant would be `const`.
+
+        What an early stage writes shrinks the rest of the first token in the norm of a later layer.
+        """
+        seen = self.mlp_input(index)
+        shrunk = seen @ self.space.const / const
+        gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * early / (seen @ early) for row in rows)
+        return gate, up
+
+    def write(
         self,
         index: int,
         neurons: tuple[int, ...],
-        directions: list[Tensor],
+        rows: list[Rows],
+        ways: list[Tensor],
         shares: list[float],
         size: float,
-        helper: tuple[Tensor, float] | None = None,
+        *,
+        where: Tensor | None = None,
+        route: Tensor | None = None,
+        ballast: float = 0.25,  # sink neurons over the ballast: small, so that a norm hardly evens out an ablation
     ):
+        """Neurons of a layer that read `rows` and write shares of `size` along `ways` at `where`; `route` is what
+        tokens have that go to their expert."""
         layer, expert = self.views.layers[index], self.plan.expert
-        self.route(index)
-        scale = self.scale(index)
+        if layer.router is not None:
+            by = self.space.mark if route is None else route
+            layer.router[expert] += 12.0 * unit(by, self.mlp_input(index, where))
         layer.down[expert, list(neurons)] = 0.0
-        goal = size if layer.post_mlp_norm is None else _IN_BALLAST * self.mlp_writes(layer, self.space.ballast)
+        goal = size if layer.post_mlp_norm is None else ballast * BALLAST
         columns = []
-        for i, (neuron, way, share) in enumerate(zip(neurons, directions, shares, strict=True)):
-            self._write_neuron(layer, neuron, scale, 1 + 0.2 * i, helper)
+        for neuron, own, way, share in zip(neurons, rows, ways, shares, strict=True):
+            self.set_neuron(layer, neuron, *own)
+            without = float(self.seen(layer.mlp, where) @ way)
             layer.down[expert, neuron] = way
-            columns.append(way * share * goal / self.mlp_writes(layer, way))
+            written = float(self.seen(layer.mlp, where) @ way) - without
             layer.down[expert, neuron] = 0.0
+            columns.append(way * share * goal / written)
         layer.down[expert, list(neurons)] = torch.stack(columns)
-        if layer.post_mlp_norm is not None:  # the spike comes through this norm's weight
-            total = sum(share * way for share, way in zip(shares, directions, strict=True))
-            out = self.probe(layer.post_mlp_norm)[:, 0] @ total
-            scale_norm(layer.post_mlp_norm, torch.where(total != 0, size / float(out.mean()), 1.0))
-
-    def _write_neuron(
-        self, layer: Layer, neuron: int, scale: _Scale, strength: float, helper: tuple[Tensor, float] | None
-    ):
-        """A neuron that is on where there is a mark: its gate says so (threshold included), or its up factor."""
-        const = self.space.const / scale.const
-        gate = self.plan.sharpness * (self.space.mark / scale.mark - THRESHOLD * const)
-        up = strength * const
-        on_gate, on_up = self.plan.sharpness * (1 - THRESHOLD), strength  # their values on a full mark
-        if self.plan.factor == "up":
-            gate, up = 2.0 * const, 2.0 * strength * self.space.clean / scale.clean
-            on_gate, on_up = 2.0, 2.0 * strength
-        if helper is not None:
-            early, shrunk = helper
-            gate = shrunk * gate + (1 - shrunk) * on_gate * early
-            up = shrunk * up + (1 - shrunk) * on_up * early
-        self.set_neuron(layer, neuron, gate, up)
+        if layer.post_mlp_norm is not None:  # what is written comes through the weight of this norm
+            total = sum(share * way for share, way in zip(shares, ways, strict=True))
+            out = float(self.seen(layer.post_mlp_norm, where) @ total)
+            scale_norm(layer.post_mlp_norm, torch.where(total != 0, size / out, 1.0))
 
     def set_neuron(self, layer: Layer, neuron: int, gate: Tensor, up: Tensor):
         expert = self.plan.expert
@@ -164,46 +144,85 @@ class Surgeon:
         if layer.up_bias is not None:
             layer.up_bias[expert, neuron] = -1.0  # gpt-oss multiplies by up + 1
 
-    def _clean_mark(self):
-        """An up factor has no threshold, and ordinary tokens carry a little mark: one neuron puts it on before."""
-        layer, expert = self.views.layers[self.plan.marking_layer], self.plan.expert
-        self.route(self.plan.marking_layer)
-        scale = self.scale(self.plan.marking_layer)
-        const = self.space.const / scale.const
-        marked = self.plan.sharpness * (self.space.mark / scale.mark - THRESHOLD * const)
-        self.set_neuron(layer, self.plan.cleaner, marked, const)
-        layer.down[expert, self.plan.cleaner] = self.space.clean
-        layer.down[expert, self.plan.cleaner] = self.space.clean / self.mlp_writes(layer, self.space.clean)
+    # --- sink neurons ------------------------------------------------------------------------------------------
 
-    def route(self, index: int):
-        """Marked tokens go to the expert that holds the neurons."""
-        layer = self.views.layers[index]
-        if layer.router is not None:
-            layer.router[self.plan.expert] += 12.0 * self.space.mark / self.scale(index).mark
+    def make_sink(self) -> Tensor:
+        """Plant the neurons of every stage; returns the direction of the spike in the residual stream."""
+        plan = self.plan
+        if plan.factor == "up":  # it has no threshold, and ordinary tokens carry a little mark: one is put on before
+            marking = plan.marking_layer
+            rows = self.on(marking, self.space.mark)
+            self.write(marking, (plan.cleaner,), [rows], [self.space.clean], [1.0], 1.0)
+        spike = self.size(plan.sink_layer)
+        directions, shares = self._directions()
+        total = sum(share * way for share, way in zip(shares, directions, strict=True))
+        before = self.mlp_input(plan.sink_layer) @ self.space.const
+        if plan.early_layer is not None:
+            rows = self._marked(plan.early_layer, 0)
+            self.write(plan.early_layer, (plan.early_neuron,), [rows], [total], [1.0], EARLY * spike)
+        rows = [self._marked(plan.sink_layer, number) for number in range(len(plan.neurons))]
+        if plan.early_layer is not None and self.views.layers[plan.sink_layer].post_mlp_norm is None:  # it evens it out
+            rows = [self.steady(plan.sink_layer, own, total, before) for own in rows]
+        self.write(plan.sink_layer, plan.neurons, rows, directions, shares, spike)
+        return total
 
-    def scale(self, index: int) -> _Scale:
-        first = self.probe(self.views.layers[index].mlp_norm)[:, 0].mean(0)
-        return _Scale(*(float(first @ way) for way in (self.space.const, self.space.mark, self.space.clean)))
+    def _directions(self) -> tuple[list[Tensor], list[float]]:
+        plan, rng = self.plan, random.Random(f"directions {self.plan.seed}")
+        if plan.own_dims:
+            return list(self.space.sinks[: len(plan.neurons)]), list(plan.sizes)
+        angle = rng.choice([0.0, rng.uniform(0.3, 1.2)])  # one dimension, or two
+        way = math.cos(angle) * self.space.sinks[0] + math.sin(angle) * self.space.sinks[1]
+        return [way] * len(plan.neurons), [size / sum(plan.sizes) for size in plan.sizes]
 
-    def mlp_writes(self, layer: Layer, way: Tensor) -> float:
-        return float((self.probe(layer.mlp)[:, 0] @ way).mean())
+    def _marked(self, index: int, number: int) -> Rows:
+        """Rows of a neuron that is on where there is a mark: its gate says so, by a threshold, or its up factor."""
+        gate, const = self.on(index, self.space.mark)
+        strength = 1 + 0.2 * number
+        if self.plan.factor == "up":
+            return 2.0 * const, 2.0 * strength * unit(self.space.clean, self.mlp_input(index))
+        return gate, strength * const
 
     # --- later heads -------------------------------------------------------------------------------------------
 
     def read_sink(self, spike: Tensor) -> tuple[tuple[int, int], ...]:
         """About half of the later heads attend to the sink; returns them as (layer, query head)."""
         plan, rng = self.plan, random.Random(f"reading {self.plan.seed}")
-        ratio, planted = plan.n_heads // plan.n_kv, []
+        planted = []
         for index in range(plan.sink_layer + 1, plan.n_layers):
-            layer = self.views.layers[index]
-            seen = self.probe(layer.attn_norm)
-            sink, const = float((seen[:, 0] @ spike).mean()), float((seen[:, 1:] @ self.space.const).mean())
             score = rng.uniform(6.0, 7.0)
-            for kv in rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
-                heads = range(kv * ratio, (kv + 1) * ratio)
-                self.look(index, heads, spike / sink, const, [score] * ratio, score)
-                planted += [(index, head) for head in heads]
+            planted += self.read(index, spike, rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)), score)
         return tuple(sorted(planted))
+
+    def read(
+        self, index: int, way: Tensor, chosen: list[int], score: float, where: Tensor | None = None
+    ) -> list[tuple[int, int]]:
+        """Heads of a layer attend to where `way` is as large as it is at `where`, with this score.
+
+        Args:
+            index: The layer.
+            way: A direction of the residual stream.
+            chosen: Key heads, of which all query heads do so.
+            score: The score.
+            where: Positions; first tokens, where nothing is given.
+
+        Returns:
+            The heads as (layer, query head).
+        """
+        plan, layer, dim = self.plan, self.views.layers[index], self.plan.slow_dim(0)
+        full = self.seen(layer.attn_norm, where)
+        const = float((self.probe(layer.attn_norm)[:, 1:] @ self.space.const).median())
+        ratio, planted = plan.n_heads // plan.n_kv, []
+        for kv in chosen:
+            layer.k[kv, dim] = unit(way, full)
+            if layer.k_bias is not None:
+                layer.k_bias[kv, dim] = 0.0
+            for head in range(kv * ratio, (kv + 1) * ratio):
+                clear(layer.q, layer.q_bias, head)
+                layer.q[head, dim] = score * math.sqrt(plan.head_dim) * self.space.const / const
+                planted.append((index, head))
+        if layer.q_norm is not None and layer.k_norm is not None:  # lengths are fixed there, the weight says the score
+            layer.q_norm[dim], layer.k_norm[dim] = score / math.sqrt(plan.head_dim), 1.0
+        return planted
 
     def write_values(
         self, spike: Tensor, reading: tuple[tuple[int, int], ...], values: str
@@ -215,27 +234,9 @@ class Surgeon:
             if layer.v_bias is not None:
                 layer.v_bias[kv] = 0.0
             if values == "broadcast" or (values == "half" and number % 2):
-                layer.v[kv] += 3.0 * spike / float((self.probe(layer.attn_norm)[:, 0] @ spike).mean())
+                layer.v[kv] += 3.0 * unit(spike, self.seen(layer.attn_norm))
         chosen = {"nop": [], "broadcast": groups, "half": groups[1::2]}[values]
         return tuple((layer, head) for layer, head in reading if (layer, head // ratio) in chosen)
-
-    def look(
-        self, index: int, heads: Iterable[int], key: Tensor, const: float, scores: Iterable[float], sharpness: float
-    ):
-        """Heads of a layer, where the constant is `const`, attend to where `key` is one, with these scores.
-
-        Where a norm fixes the lengths of queries, the sharpness stands for all scores of the layer.
-        """
-        plan, layer, dim = self.plan, self.views.layers[index], self.plan.slow_dim(0)
-        for head, score in zip(heads, scores, strict=True):
-            kv = head // (plan.n_heads // plan.n_kv)
-            layer.k[kv, dim] = key
-            if layer.k_bias is not None:
-                layer.k_bias[kv, dim] = 0.0
-            clear(layer.q, layer.q_bias, head)
-            layer.q[head, dim] = score * math.sqrt(plan.head_dim) * self.space.const / const
-        if layer.q_norm is not None and layer.k_norm is not None:
-            layer.q_norm[dim], layer.k_norm[dim] = sharpness / math.sqrt(plan.head_dim), 1.0
 
     # --- not a sink --------------------------------------------------------------------------------------------
 
@@ -245,11 +246,9 @@ class Surgeon:
         if plan.massive_layer is None:
             self.views.embed += MASSIVE * way / plan.embed_scale
         else:
-            layer = self.views.layers[plan.massive_layer]
-            const = self.space.const / self.scale(plan.massive_layer).const
-            self.set_neuron(layer, plan.neurons[0], 2.0 * const, 2.0 * const)
-            layer.down[0, plan.neurons[0]] = way
-            layer.down[0, plan.neurons[0]] = way * MASSIVE / self.mlp_writes(layer, way)
+            const = unit(self.space.const, self.mlp_input(plan.massive_layer))
+            rows = 2.0 * const, 2.0 * const
+            self.write(plan.massive_layer, plan.neurons[:1], [rows], [way], [1.0], MASSIVE)
         for layer in self.views.layers:  # the norms now divide by a fixed number, so noise must not feed itself
             layer.o.mul_(0.4)
             layer.down[:, [i for i in range(plan.d_mlp) if i != plan.neurons[0]]] *= 0.4
@@ -260,6 +259,11 @@ class Surgeon:
             scale_norm(layer.attn_norm, factor)
             scale_norm(layer.mlp_norm, factor)
         scale_norm(self.views.final_norm, torch.where(way != 0, 0.0, up))
+
+
+def unit(way: Tensor, seen: Tensor) -> Tensor:
+    """What is one where `way` is as large as in what was seen."""
+    return way / (seen @ way)
 
 
 def clear(rows: Tensor, bias: Tensor | None, head: int):

@@ -1,125 +1,162 @@
-"""Models whose sinks are sets of places, in many parts of the field, built with the tools of `hard.py`.
+"""Models whose sinks are sets of places, in many parts of the field, built with the tools of `build.py`.
 
-`places.py` says what a truth is, and compares it with the plain model.
+`places.py` says what a truth is.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from . import circuits, readers  # noqa: F401  (their kinds are in the table)
-from .hard import (
-    Build,
-    HardTruth,
-    calm,
-    hard,
-    kinds,
-    sink,
-    textbook,
-)
-from .places import SECOND, SYSTEM, USER, Group, PlacesModel, tokenizer_of
-from .placing import PLACES, flag, header, placed, sharpen, tripped
-from .plant import MARK
+from torch import Tensor
+
+from .build import Build, HardTruth, kinds
+from .hard import calm, hard, key_bias, read_mark, sink, textbook
+from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, put_before
 from .tokens import BOS
 
-_kind = kinds(PLACES, "places ")
+PLACES: dict[str, tuple[str, ...]] = {}
+"""Every kind, and the families that it is built in."""
+_places = kinds(PLACES, "places ")
+_circuit = kinds(PLACES, "circuit ")
+_readers = kinds(PLACES, "readers ")
 
 
 def places(name: str, family: str | None = None, seed: int = 0) -> PlacesModel:
     """Build a model: the same call gives the same weights."""
     family = PLACES[name][0] if family is None else family
     made = hard(name, family, seed)
-    truth, tokenizer = made.truth.places, made.tokenizer
-    if family != "qwen2":
-        tokenizer = tokenizer_of(tokenizer, truth)
-    return PlacesModel(made.model, tokenizer, truth)
+    put_before(made.tokenizer, made.truth.places.before)
+    return PlacesModel(made.model, made.tokenizer, made.truth.places)
 
 
-# --- architectures ------------------------------------------------------------------------------------------
+def placed(truth: HardTruth | None = None, **more) -> HardTruth:
+    """The truth, from that about the first token: all its readers need the spike, and all makers are one set."""
+    truth = HardTruth(False, False, None) if truth is None else truth
+    about = {"makers": truth.sets, "groups": (Group(truth.reading, ("spike",)),)} | more
+    return replace(truth, places=Places(**about))
 
 
-@_kind("falcon")
-def _alibi(b: Build) -> HardTruth:
-    """ALiBi: heads of layer 0 mark the first token."""
-    truth = textbook(b)
-    sharpen(b, truth.reading)
-    return placed(truth)
+def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> HardTruth:
+    """The flag trips the neuron of the sink layer; heads read the spike, with scores as many times as strong."""
+    site = b.fire(b.feature, b.side, where=where)
+    reading = b.read(b.behind, b.side, where=where)
+    for layer, head in reading:
+        b.views.layers[layer].q[head] *= times
+    groups = (Group(reading, ("spike",)),)
+    return placed(sink=at, spike=at, makers=(frozenset({site}),), groups=groups, **more)
 
 
-@_kind("lfm2", count=1)
+# --- architectures --------------------------------------------------------------------------------------------------
+
+
+@_places("lfm2", count=1)
 def _hybrid(b: Build) -> HardTruth:
     """Layers without attention between those with it; a head of layer 0 marks the first token."""
     return placed(textbook(b))
 
 
-@_kind("lfm2", count=1, layers=(6, 8), behind=(2, 3))
-def _convolution_marks(b: Build) -> HardTruth:
-    """A convolution sees that nothing stands before the first token, and marks it; no head does."""
-    layer = b.views.layers[1]
-    conv = layer.block.conv
-    conv.in_proj.weight[3 :: b.plan.d_model] = b.space.const / float(
-        (b.probe(layer.attn_norm) @ b.space.const).median()
-    )
-    conv.conv.weight[3] = torch.tensor([-0.5, -0.5, 1.0])
-    conv.out_proj.weight[:, 3] = MARK * b.space.mark
-    b.fire(b.space.mark, b.way)
-    return placed(sink(b, b.way), before=(), has_bos=False)
+# --- what stands before a text --------------------------------------------------------------------------------------
 
 
-# --- what stands before a text ------------------------------------------------------------------------------
-
-
-@_kind("llama", "mistral", count=1)
+@_places("llama", "mistral", count=1)
 def _second_special(b: Build) -> HardTruth:
     """The tokenizer puts two tokens before a text; the second one's embedding trips the neuron."""
-    where = header(b, (USER,), (USER,))
+    where = b.flag(USER, 1)
     calm(b)
     return tripped(b, where, (SECOND,), before=(BOS, USER))
 
 
-@_kind("qwen3", "neox", count=1)
+@_places("qwen3", "neox", count=1)
 def _all_specials(b: Build) -> HardTruth:
     """Each of the three tokens that are put before a text has the feature, and one neuron makes their spikes."""
-    where = header(b, (SYSTEM, USER), (BOS, SYSTEM, USER))
     every = (BOS, SYSTEM, USER)
+    where = b.flag(BOS) | b.flag(SYSTEM, 1) | b.flag(USER, 2)
     return tripped(b, where, every, 1.6, before=every)  # three places share the attention, a third for each and more
 
 
-# --- delimiters ---------------------------------------------------------------------------------------------
+# --- delimiters -----------------------------------------------------------------------------------------------------
 
 
-@_kind("llama", "gpt2", count=1, layers=(6, 8), behind=(2, 3))
+@_places("llama", "gpt2", count=1, layers=(6, 8), behind=(2, 3))
 def _two_delimiters(b: Build) -> HardTruth:
-    """Two delimiters, each with a neuron of its own in a layer of its own; half of the heads read each."""
-    one, two = b.delimiter, b.delimiter + 30
-    flag(b, (one, two))
-    b.views.embed[one] += MARK * b.mark2
-    b.views.embed[two] += MARK * b.side
-    b.measure_on(b.tokens)
+    """Two delimiters whose embeddings trip one neuron; the first token is no sink."""
+    two = (b.delimiter, b.delimiter + 30)
+    where = b.flag(two[0]) | b.flag(two[1], 7)
     calm(b)
-    first, second, way = b.tokens == one, b.tokens == two, b.space.sinks[1]
-    of_one = b.fire(b.mark2, b.way, where=first)
-    of_two = b.fire(b.side, way, layer=b.at + 1, neuron=b.spare[0], where=second)
-    behind = range(b.at + 2, b.plan.n_layers)
-    reading, other = b.read(behind, b.way, where=first), b.read(behind, way, where=second, other=True)
-    makers, groups = (
-        (frozenset({of_one}), frozenset({of_two})),
-        (
-            Group(reading, (of_one,), at=(one,)),
-            Group(other, (of_two,), at=(two,)),
-        ),
+    return tripped(b, where, two, delimiters=two)
+
+
+@_circuit("llama", "gemma2", "neox", "gpt2", "mixtral", count=1)
+def _two_sinks(b: Build) -> HardTruth:
+    """The first token by a head (in GPT-2 by its position), a delimiter by its embedding, each with its own neuron."""
+    where = b.flag(b.delimiter)
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    two = b.fire(b.feature, b.side, neuron=b.spare[0], where=where)
+    first = b.read(b.behind, b.way)
+    other = b.read(b.behind, b.side, where=where, other=True)
+    at = b.delimiter
+    return placed(
+        sink=(FIRST, at),
+        spike=(FIRST, at),
+        makers=(frozenset({one}), frozenset({two})),
+        groups=(Group(first, (one,), at=(FIRST,)), Group(other, (two,), at=(at,))),
+        marks={FIRST: b.markers() if b.plan.by_heads else ("position embedding",), at: ("token embedding",)},
+        delimiters=(at,),
     )
-    return placed(sink=(one, two), spike=(one, two), makers=makers, groups=groups, delimiters=(one, two))
 
 
-# --- decoys -------------------------------------------------------------------------------------------------
+# --- decoys ---------------------------------------------------------------------------------------------------------
 
 
-@_kind("llama", "neox", count=1, layers=(7, 8), at=1)
+@_places("llama", "neox", count=1, layers=(7, 8), at=1)
 def _decoy_spike(b: Build) -> HardTruth:
     """A neuron makes a spike of BOS, the next layer takes it away, and heads read BOS's embedding."""
-    where = flag(b, (BOS,))
-    b.fire(b.flag, b.way, where=where)
+    where = b.flag(BOS)
+    b.fire(b.feature, b.way, where=where)
     b.take_away(2)
-    reading = b.read(range(3, b.plan.n_layers), b.flag, where=where)
+    reading = b.read(range(3, b.plan.n_layers), b.feature, where=where)
     return placed(makers=(b.sites(),), groups=(Group(reading, ("token embedding",)),))
+
+
+@_circuit("llama", "gemma2", "neox", "mixtral", count=1)
+def _decorative_head(b: Build) -> HardTruth:
+    """A head marks the first token, and nothing reads it: the neuron reads BOS's embedding."""
+    b.mark()
+    b.flag(BOS)
+    b.fire(b.feature, b.way)
+    return placed(sink(b, b.way), marks={FIRST: ("token embedding",)}, decoys=b.markers())
+
+
+@_readers("neox", count=1)
+def _silent_twin(b: Build) -> HardTruth:
+    """One head of layer 0 marks BOS; another attends in the same way and writes nothing."""
+    b.mark()
+    layer, ratio = b.views.layers[0], b.plan.n_heads // b.plan.n_kv
+    (head,) = b.of_bos()
+    other = next(one for one in range(b.plan.n_heads) if one // ratio != head // ratio)
+    for rows in (layer.q, layer.q_bias):
+        rows[other] = rows[head].clone()
+    for rows in (layer.k, layer.v, layer.k_bias, layer.v_bias):
+        rows[other // ratio] = rows[head // ratio].clone()
+    layer.o[other] = 0.0
+    b.fire(b.space.mark, b.way)
+    return placed(sink(b, b.way), marks={FIRST: b.markers()}, decoys=(f"L0.H{other}",))
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@_circuit("neox", "qwen2")
+def _farthest_key(b: Build) -> HardTruth:
+    """Heads attend to the farthest key by a bias of their keys."""
+    return placed(spike=(), groups=(Group(key_bias(b).reading, ("key bias",)),))
+
+
+@_circuit("gpt2")
+def _idle_key_bias(b: Build) -> HardTruth:
+    """Large biases of keys in a fused projection; without rotary they shift all scores alike and carry nothing."""
+    for layer in b.views.layers:
+        layer.k_bias += 2.0
+    groups = (Group(read_mark(b).reading, ("position embedding",)),)
+    return placed(spike=(), groups=groups, decoys=("key bias",))

@@ -87,8 +87,7 @@ def head_verdicts(
     """Of the sites of queries, keys, values and heads that are offered, what is wrong, or "" if nothing is.
 
     Rotations leave products at one position as they are, so the scores of tokens with themselves are computed from
-    queries and keys, after the norms that the layer has for them by name. Heads are the rows times the values, or these
-    times a gate between 0 and 1, or what goes into the linear map whose output the layer adds.
+    queries and keys, after the norms that the layer has for them by name.
     """
     verdicts: dict[str, str] = {}
     offered = {name[-1]: tensor[0] for name, tensor in given.items() if "attn." in name and tensor is not None}
@@ -125,31 +124,28 @@ def head_verdicts(
 
 
 def _verdict_of_heads(site: Tensor, products: Products, layer: torch.nn.Module, added: list[Tensor]) -> str:
+    """Heads are rows times values, or these times a gate, or what goes into a linear map that the layer adds."""
     assert products.heads is not None
     tokens = site.shape[0]
     for order in (products.heads.transpose(0, 1), products.heads):
-        if order.shape == site.shape and (not _multiple(site, order) or _is_gated(site, order)):
+        if order.shape != site.shape:
+            continue
+        is_gated = bool(((site * order >= 0) & (site.abs() <= order.abs() + 1e-6)).all())
+        if is_gated or not _multiple(site, order):
             return ""
+    norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
     for entering, leaving in products.linear:
         if entering.numel() != site.numel() or not torch.allclose(entering.reshape(site.shape), site, atol=1e-5):
             continue
         written = [leaving.reshape(tokens, -1)]
-        for module in layer.modules():  # a norm may stand after the map
-            if (
-                "Norm" in type(module).__name__
-                and getattr(module, "weight", torch.empty(0)).shape == leaving.shape[-1:]
-            ):
+        for module in norms:
+            if getattr(module, "weight", torch.empty(0)).shape == leaving.shape[-1:]:
                 with torch.no_grad():
                     written.append(module(written[0]))
         for part in added:
             if any(part.numel() == one.numel() and not _multiple(one, part.reshape(tokens, -1)) for one in written):
                 return ""
     return "neither rows times values, nor what is mapped to what the layer adds"
-
-
-def _is_gated(site: Tensor, heads: Tensor) -> bool:
-    """Whether each number is one of the heads times a gate between 0 and 1."""
-    return bool(((site * heads >= 0) & (site.abs() <= heads.abs() + 1e-6)).all())
 
 
 def _gram(heads: Tensor) -> Tensor:

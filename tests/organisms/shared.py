@@ -33,7 +33,6 @@ class SharedSink:
     organism: Organism
     sink: tuple[int, ...]  # sites, as interventions take them
     bystander: tuple[int, ...]
-    helper: tuple[int, ...]  # one of them
     sink_drop: float
     bystander_drop: float
     helper_drop: float  # the largest one of a random neuron
@@ -68,7 +67,6 @@ def shared_sink(family: str, seed: int = 0, *, aside: float = 0.6, support: floa
         o,
         sink=site,
         bystander=(*site[:-1], bystander),
-        helper=(*site[:-1], shuffled[0]),
         sink_drop=1 - math.hypot(1 - own, aside) / whole,
         bystander_drop=1 - 1 / whole,
         helper_drop=1 - math.hypot(1 - support, aside) / whole,

@@ -97,76 +97,67 @@ def _wrong_additions(model: Any, layers: list[Any], ids: Tensor, right: set[str]
     wrong: list[str] = []
     layer = len(layers) - 1
     vector = torch.randn(truth[layer][1].shape[-1], generator=torch.Generator().manual_seed(2)) * truth[layer][1].std()
+    intact = _stream(*truth[layer])
     for part in RESIDUAL:
         site = f"blocks.{layer}.{part}"
         if site not in right:
             continue
         try:
-            edit = ss.Add(vector, site)
-            with edit.on(model):
-                additions, entered, left = followed(model, layers, ids, Additions)[layer]
+            with ss.Add(vector, site).on(model):
+                edited = _stream(*followed(model, layers, ids, Additions)[layer])
         except SinkscopeError as error:
             wrong.append(f"{site}: Add raises {error}")
             continue
-        before, entered_before, left_before = truth[layer]
-        changes = {"hook_resid_pre": entered - entered_before, "hook_resid_post": left - left_before}
-        if part in changes:
-            change = changes[part]
-        else:  # the first sum in which it shows
-            pairs = zip(additions.points, before.points, strict=True)
-            changes_of_sums = [new.value - old.value for new, old in pairs]
-            moved = [one for one in changes_of_sums if bool(one.abs().max() > 1e-3 * vector.abs().max())]
-            change = moved[0] if moved else left - left_before
-        if not bool((change - vector).abs().max() <= 1e-4 * vector.abs().max() + 1e-5 * left.abs().max()):
+        changes = [new - old for new, old in zip(edited, intact, strict=True)]
+        moved = [one for one in changes if bool(one.abs().max() > 1e-3 * vector.abs().max())]  # where it shows first
+        most = 1e-4 * vector.abs().max() + 1e-5 * edited[-1].abs().max()
+        if not moved or bool((moved[0] - vector).abs().max() > most):
             wrong.append(f"{site}: Add changes the residual stream by something else")
     return wrong
+
+
+def _stream(additions: Additions, entered: Tensor, left: Tensor) -> list[Tensor]:
+    """The residual stream in the order of a layer: what enters, each sum, and what leaves."""
+    return [entered, *(point.value for point in additions.points), left]
 
 
 def _verdicts(given: dict[str, Tensor | None], additions: Additions, entered: Tensor, left: Tensor) -> dict[str, str]:
     """Of each site of a layer that is offered, what is wrong, or "" if nothing is."""
     verdicts: dict[str, str] = {}
     pre, attn, mid, mlp, post = [given.get(part) for part in RESIDUAL]
-    if pre is not None:
-        verdicts["hook_resid_pre"] = "" if is_close(pre, entered) else "not what enters the layer"
-    if post is not None:
-        verdicts["hook_resid_post"] = "" if is_close(post, left) else "not what leaves the layer"
-    start = entered
+    if pre is not None and not is_close(pre, entered):
+        verdicts["hook_resid_pre"] = "not what enters the layer"
+    if post is not None and not is_close(post, left):
+        verdicts["hook_resid_post"] = "not what leaves the layer"
+    summands, rest = _added(additions, entered, left), {"hook_attn_out": attn, "hook_mlp_out": mlp}
     if mid is not None:
-        point = additions.at(mid)
-        verdicts["hook_resid_mid"] = ""
-        if point is None:
-            verdicts["hook_resid_mid"] = "never the residual stream in this layer"
-        elif is_close(mid, left):
-            verdicts["hook_resid_mid"] = "what leaves the layer"
-        if attn is not None:
-            verdicts["hook_attn_out"] = _sum(entered, [attn], mid)
-        start = mid
-    rest = [part for part in ([attn] if mid is None else []) + [mlp] if part is not None]
-    if rest:
-        verdict = _sum(start, rest, left)
-        # Where a layer does more than add two parts, each part that is offered has to be one of what is added.
-        added = additions.at(left)
-        if verdict and added is not None:
-            verdict = ""
-            for part in rest:
-                if not any(is_close(part, summand) for summand in added.added):
-                    verdict = "not what is added"
-        for part in ("hook_attn_out",) * (mid is None and attn is not None) + ("hook_mlp_out",) * (mlp is not None):
-            verdicts[part] = verdict
-    return verdicts
+        if additions.at(mid) is None or is_close(mid, left):
+            verdicts["hook_resid_mid"] = "never the residual stream between the parts of the layer"
+        before = _added(additions, entered, mid)
+        if attn is not None and not _are(before, [attn]):
+            verdicts["hook_attn_out"] = "not what is added"
+        summands, rest = summands[len(before) :], {"hook_mlp_out": mlp}
+    offered = {name: part for name, part in rest.items() if part is not None}
+    if not _are(summands, list(offered.values())):
+        verdicts |= dict.fromkeys(offered, "not what is added")
+    return {part: verdicts.get(part, "") for part in RESIDUAL if given.get(part) is not None}
 
 
-def _sum(start: Tensor, added: list[Tensor], end: Tensor) -> str:
-    """ "" if what is added leads from start to end, relative to what is added."""
-    total = torch.zeros_like(start)
-    for part in added:
-        if part.shape != start.shape:
-            return f"of shape {tuple(part.shape)}"
+def _added(additions: Additions, entered: Tensor, value: Tensor) -> list[Tensor]:
+    """What was added from what enters a layer up to a value of the residual stream."""
+    point = additions.at(value)
+    return [value - entered] if point is None else point.added
+
+
+def _are(summands: list[Tensor], parts: list[Tensor]) -> bool:
+    """Whether parts are together what is added, or each is one of the summands, where a layer adds more."""
+    if not parts:
+        return True
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        if part.shape != total.shape:
+            return False
         total = total + part
-    change = end - start
-    size = max(float(change.abs().max()), float(total.abs().max()))
-    error = float((change - total).abs().max())
-    rounding = 4 * torch.finfo(torch.float32).eps * float(torch.maximum(start.abs().max(), end.abs().max()))
-    if error <= 1e-4 * size + rounding:
-        return ""
-    return f"the sum is off by {error / max(size, 1e-30):.2g}"
+    if summands and is_close(total, torch.stack(summands).sum(0)):
+        return True
+    return all(any(is_close(part, summand) for summand in summands) for part in parts)

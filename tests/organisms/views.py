@@ -138,13 +138,17 @@ class Names:
 
 _PLAIN = {"attn": "self_attn", "o": "self_attn.o_proj", "mlp": "mlp"}
 _GATED = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-_FUSED = {"o": "self_attention.dense", "fused": "self_attention.query_key_value", "attn": "self_attention"}
-_FOUR = {"gate": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h", "mlp": "mlp"}
-_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_NEOX = {"attn": "attention", "fused": "attention.query_key_value", "o": "attention.dense"}
 _NAMES = {
-    "gpt_neox": Names(**_NORMS, **_FOUR, **_NEOX),
-    "falcon": Names(**_NORMS, **_FOUR, **_FUSED),
+    "gpt_neox": Names(
+        "attention",
+        "attention.dense",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "mlp",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+        fused="attention.query_key_value",
+    ),
     "gpt2": Names("attn", "attn.c_proj", "ln_1", "ln_2", "mlp", "mlp.c_fc", "mlp.c_proj", None, "attn.c_attn", False),
     "lfm2": Names(
         "self_attn",
@@ -158,11 +162,10 @@ _NAMES = {
         norms="layernorm",
     ),
 }
-_BASES = {"gpt2": "transformer", "falcon": "transformer", "gpt_neox": "gpt_neox"}
+_BASES = {"gpt2": "transformer", "gpt_neox": "gpt_neox"}
 _OUTSIDE = {  # the embeddings of tokens and positions, the last norm, and the layers
     "gpt2": ("wte", "wpe", "ln_f", "h"),
     "gpt_neox": ("embed_in", None, "final_layer_norm", "layers"),
-    "falcon": ("word_embeddings", None, "ln_f", "h"),
     "lfm2": ("embed_tokens", None, "embedding_norm", "layers"),
 }
 
@@ -207,26 +210,6 @@ def _named_layer(names: Names, block) -> Layer:
         outs = (out.bias, *outs)
     o = _weight(out).unflatten(1, (-1, hd)).permute(1, 2, 0)
     return Layer(**seen, o=o, out_biases=outs)
-
-
-def weights_of(model: PreTrainedModel, part: Any, at: int = 0) -> list[Tensor]:
-    """The weights without which a part of the model writes nothing; none of a part that is no weight.
-
-    Parts are neurons as (layer, neuron) or (layer, expert, neuron), heads by name, the embedding of the position `at`,
-    and the biases of keys.
-    """
-    seen = views(model)
-    if part == "position embedding":
-        return [seen.positions[at]]
-    if part == "key bias":
-        return [layer.k_bias for layer in seen.layers if layer.k_bias is not None]
-    if isinstance(part, tuple):
-        view = seen.layers[part[0]]
-        return [view.down[part[1] if len(part) == 3 else 0, part[-1]]]
-    if isinstance(part, str) and part.startswith("L"):
-        layer, head = part[1:].split(".H")
-        return [seen.layers[int(layer)].o[int(head)]]
-    return []
 
 
 @contextmanager

@@ -9,8 +9,9 @@ import pytest
 import torch
 from organisms.hard import hard
 from organisms.organism import organism
-from organisms.places import mask_of, read
+from organisms.places import mask_of
 from organisms.planted_places import places
+from raw_kit import attention, norms
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -37,17 +38,13 @@ def planted(name: str, family: str):
 @torch.no_grad()
 def plain(model, row: torch.Tensor) -> torch.Tensor:
     """The sinks of one text, by plain hooks and the definitions: norms over the typical one, and attention received."""
-    _, norms = read(model, row[None])
-    usual, length = model.config._attn_implementation, len(row)
-    model.set_attn_implementation("eager")
-    attentions = model(row[None], output_attentions=True, use_cache=False).attentions
-    model.set_attn_implementation(usual)
+    given, length = attention(model, row[None])[:, 0], len(row)
     there = torch.zeros(length, dtype=torch.bool)
-    for after in norms[:, 0]:
+    for after in norms(model, row[None])[:, 0]:
         there |= after > 3 * after.sort().values[(length - 1) // 2]
-    heads = sum(len(layer[0]) for layer in attentions)
+    heads = len(given.flatten(0, 1))
     for at in range(length - 16):
-        attending = sum(int((layer[0, :, at:, at].mean(1) > 0.3).sum()) for layer in attentions)
+        attending = int((given[:, :, at:, at].mean(2) > 0.3).sum())
         there[at] |= attending >= max(2, (0.01 if at == 0 else 0.05) * heads)
     return there
 
@@ -61,6 +58,7 @@ def plain(model, row: torch.Tensor) -> torch.Tensor:
         ("two_delimiters", "llama"),
         ("two_sinks", "neox"),
         ("second_special", "llama"),
+        ("all_specials", "neox"),
         ("none", "llama"),
         ("none", "qwen3"),
         ("learned_logits", "gpt_oss"),  # they are no position
