@@ -127,7 +127,10 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress.wait(f"Loading {arguments.get('model', 'bundled')} ...")
+                model = arguments.get("model", "bundled")
+                if isinstance(model, tuple):
+                    model = ", ".join(model)
+                progress.wait(f"Loading {model} ...")
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -166,13 +169,16 @@ class CommandRun:
             paths[f"--{name}"] = path
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
-        inputs: dict[str | None, str] = {}
+        inputs: dict[str, str | None] = {}
         for name, value in arguments.items():
             one = self.parameters[name]
             if one.option.writes and str(value) != "-":
                 paths[one.flag] = str(value)
-            elif isinstance(value, str | Path):
-                inputs[one.option.metavar if one.option.argument else one.flag] = str(value)
+                continue
+            flag = one.option.metavar if one.option.argument else one.flag
+            for word in value if isinstance(value, tuple) else (value,):
+                if isinstance(word, str | Path):
+                    inputs[str(word)] = flag
         check_outputs(paths, kinds, inputs, force=force)
 
     def _written_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

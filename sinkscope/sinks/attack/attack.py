@@ -181,7 +181,7 @@ def draw(result: ClusterAttack) -> go.Figure:
     rows = result.rows()
     if result.best is None:
         names = [head_name(0, row["head"]) for row in rows]
-        fig = px.bar(x=names, y=[row["tokens"] for row in rows], labels={"x": "head", "y": "tokens"})
+        fig = px.bar({"head": names, "tokens": [row["tokens"] for row in rows]}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
     for row in rows:
         row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
