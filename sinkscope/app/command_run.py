@@ -160,12 +160,12 @@ class CommandRun:
             from sinkscope.app.pages import check_png
 
             check_png()
-        kinds: dict[str, str | None] = {}
+        kinds: dict[str, list[str | None]] = {}
         paths: dict[str, str] = {}
         for name, path in files.items():
             if path == "-" and name in ("json", "csv"):
                 continue
-            kinds[f"--{name}"] = self._kind(name)
+            kinds[f"--{name}"] = self._kinds(name)
             paths[f"--{name}"] = path
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
@@ -189,13 +189,12 @@ class CommandRun:
                 paths[self.parameters[name].option.writes] = value
         return paths
 
-    def _kind(self, name: str) -> str | None:
-        """The kind of the file that an option writes."""
+    def _kinds(self, name: str) -> list[str | None]:
+        """The kinds of the file that an option writes."""
         if name in self.outputs and self.outputs[name].kind is not None:
-            return self.outputs[name].kind
+            return [self.outputs[name].kind]
         returned = get_type_hints(getattr(self.function, "function", self.function)).get("return")
-        kinds = [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
-        return next(filter(None, kinds), None)
+        return [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
 
     def _result(self, arguments: dict[str, Any], backend: str | None, progress: ProgressBar) -> Any:
         """What the function returns."""

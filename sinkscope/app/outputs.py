@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
@@ -13,13 +13,17 @@ REPLACE = "give another name, or --force to replace it"
 
 
 def check_outputs(
-    paths: Mapping[str, str], kinds: Mapping[str, str | None], inputs: Mapping[str, str | None], *, force: bool = False
+    paths: Mapping[str, str],
+    kinds: Mapping[str, Sequence[str | None]],
+    inputs: Mapping[str, str | None],
+    *,
+    force: bool = False,
 ) -> None:
     """Refuse outputs of a command, before its work begins, that cannot be written or would replace one another.
 
     Args:
         paths: Files and folders that will be written, by option.
-        kinds: Kind of each file that `write_output` will write, by option.
+        kinds: Kinds of each file that `write_output` will write, by option.
         inputs: The option of each other value; none of the files among the values is ever replaced.
         force: Allow them to replace any file.
 

@@ -244,9 +244,9 @@ def _row(folder: Path, card: SinkCard) -> ScanRow:
             values["share"] = neuron.share
         if result.sink_rate is not None:
             values["sink_rate"] = result.sink_rate.value
-        needed = [token.repeats or np.nan for token in result.repeats.tokens]
+        needed = [token.repeats for token in result.repeats.tokens if (token.repeats or 1) > 1]
         values["repeats"] = result.repeats.median
-        values["repeats_margin"] = margin_of(np.array(needed), np.median)
+        values["repeats_margin"] = margin_of(np.array(needed, dtype=float), np.median)
     for step in re.findall(r"(\d{1,15})\D*$", folder.name):
         values["step"] = int(step)
     model = card.model

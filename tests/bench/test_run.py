@@ -13,6 +13,7 @@ from sinkscope.app.cli import main
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
+from sinkscope.bench.table import bench_table, tabulate_records
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
 from sinkscope.kv import H2O
@@ -88,6 +89,19 @@ def test_samples_depend_on_seed_and_prompt_alone(tmp_path):
     drawn = {r.key: r.tokens for r in records}
     assert all(drawn[r.key] == r.tokens for r in again)
     assert {r.tokens for r in records if r.seed == 3} != {r.tokens for r in records if r.seed == 4}
+
+
+def test_the_answers_of_all_shares_are_those_of_the_whole_run(tmp_path):
+    whole = run(["full", "random:16"], temperature=1.0)
+    shares = [run(["full", "random:16"], temperature=1.0, shard=f"{i}/2", out=tmp_path / str(i)) for i in (1, 2)]
+    assert [len(share) for share in shares] == [2 * 2 * 2, 2 * 1 * 2]
+    joined = {record.key: record for share in shares for record in untimed(share)}
+    assert joined == {record.key: record for record in untimed(whole)}
+    table = bench_table([tmp_path / "1", tmp_path / "2"])
+    before = tabulate_records([whole])
+    assert [(one.method, one.score, one.answers) for one in table.groups] == [
+        (one.method, one.score, one.answers) for one in before.groups
+    ]
 
 
 @pytest.mark.parametrize(
