@@ -107,8 +107,11 @@ def scan_many(
     chosen = {name: folders[name] for name in shard_of(list(folders), shard)}
     if (path_of(out) / SETTINGS).exists():
         raise SinkscopeError(f"{pathless(os.fspath(out))} is the folder of another run: give a folder for folders")
-    with nullcontext(executor) if executor is not None else Processes(_workers(workers, settings)) as pool:
-        problems = _scan_each(chosen, Path(out), pool, settings, progress or silent)
+    pool = nullcontext(executor)
+    if executor is None:
+        pool = Processes(_workers(workers, settings))
+    with pool as running:
+        problems = _scan_each(chosen, Path(out), running, settings, progress or silent)
     return join_cards(out, problems)
 
 
@@ -187,6 +190,8 @@ def _folders_of(models: Sequence[str | os.PathLike[str]]) -> dict[str, str]:
         if folder in folders:
             raise SinkscopeError(f"two models go to the folder {folder}: scan them into two folders, or rename one")
         folders[folder] = os.fspath(model)
+    if not folders:
+        raise SinkscopeError("there is no model to scan: give at least one")
     return folders
 
 

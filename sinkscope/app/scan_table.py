@@ -202,8 +202,13 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
     files = sorted(path_of(folder).glob(f"*/{CARD}"))
     if not files:
         raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give what --out of scan was given")
-    places = files[0].parents[1].iterdir()
-    return join_cards(folder, {place.name: NO_CARD for place in places if place.is_dir()})
+    scans: dict[str, str] = {}
+    for place in files[0].parents[1].iterdir():
+        if place.is_dir():
+            scans[place.name] = NO_CARD
+    for file in files:
+        scans[file.parent.name] = ""
+    return join_cards(folder, scans)
 
 
 def join_cards(folder: str | PathLike[str], scans: Mapping[str, str]) -> ScanTable:
@@ -211,17 +216,18 @@ def join_cards(folder: str | PathLike[str], scans: Mapping[str, str]) -> ScanTab
 
     Args:
         folder: What holds their folders.
-        scans: The name of each folder, with what is said where it has no card.
+        scans: The name of each folder, with the reason if its card does not count or is not there.
+
+    Raises:
+        SinkscopeError: A card cannot be read.
     """
     rows: list[ScanRow] = []
     made = UNKNOWN_PROVENANCE
     for name, problem in scans.items():
-        card: SinkCard | None = None
-        with suppress(SinkscopeError):
-            card = read_card(Path(folder) / name)
-        if card is None:
+        if problem:
             rows.append(ScanRow(name, problem=problem))
         else:
+            card = read_card(Path(folder) / name)
             rows.append(_row(Path(folder) / name, card))
             made = card.provenance
     rows.sort(key=lambda row: (row.stem, row.step or 0, row.scan))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -143,6 +144,14 @@ def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models,
     assert before == [path.stat().st_mtime_ns for path in finished]
 
 
+def test_a_card_of_other_settings_is_no_answer(models, alone):
+    """The card of an earlier sweep stays, and the table does not show it as if it were of this one."""
+    before = (alone / "gpt2/card.json").read_text()
+    (row,) = scan_many(models[1:2], alone, Serial(), quick=True, seed=1).scans
+    assert "begun with other settings (seed was 0, now 1)" in str(row.problem) and row.heads is None
+    assert (alone / "gpt2/card.json").read_text() == before
+
+
 def test_shards_scan_every_model_once(models, alone, tmp_path):
     tables = [scan_many(models, tmp_path, Serial(), shard=f"{i}/2", quick=True) for i in (1, 2)]
     assert [[row.scan for row in table.scans] for table in tables] == [["llama", "qwen2"], ["gpt2"]]
@@ -151,20 +160,24 @@ def test_shards_scan_every_model_once(models, alone, tmp_path):
         scan_many(models, tmp_path, Serial(), shard="4/4")
 
 
-def test_revisions_have_folders_of_their_own(tmp_path, monkeypatch):
+def test_revisions_have_folders_of_their_own(alone, tmp_path, monkeypatch):
     asked: list[tuple[Any, ...]] = []
-    recorded = wraps(scan)(lambda model, **options: asked.append((model, options)))
+
+    @wraps(scan)
+    def recorded(model: str, *, out: str, **options: Any):
+        asked.append((model, Path(out).name, options))
+        shutil.copytree(alone / "gpt2", out, dirs_exist_ok=True)
+
     monkeypatch.setattr("sinkscope.app.many.scan", recorded)
     (tmp_path / "a@b").mkdir()
     models = ["someone/name@step10", "someone/name@refs/pr/2", tmp_path / "a@b"]
     table = ss.scan_many(models, tmp_path / "out", Serial(), revision="main", seed=3)
-    where = {"seed": 3}
     assert asked == [
-        ("someone/name", {"out": str(tmp_path / "out/name@step10"), "revision": "step10", **where}),
-        ("someone/name", {"out": str(tmp_path / "out/name@refs-pr-2"), "revision": "refs/pr/2", **where}),
-        (str(tmp_path / "a@b"), {"out": str(tmp_path / "out/a@b"), "revision": "main", **where}),
+        ("someone/name", "name@step10", {"revision": "step10", "seed": 3}),
+        ("someone/name", "name@refs-pr-2", {"revision": "refs/pr/2", "seed": 3}),
+        (str(tmp_path / "a@b"), "a@b", {"revision": "main", "seed": 3}),
     ]
-    assert {row.scan for row in table.scans} == {"name@step10", "name@refs-pr-2", "a@b"}
+    assert [row.scan for row in table.scans] == ["a@b", "name@refs-pr-2", "name@step10"]
 
 
 def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_path, typed, monkeypatch):
@@ -177,6 +190,7 @@ def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_p
         (models, {"text": tmp_path / "none.txt"}, "none.txt"),
         (models, {"shard": "0/2"}, "expected I/N"),
         (models, {"workers": 0}, "workers=0"),
+        ([], {}, "there is no model"),
         (same, {}, "two models go to the folder llama"),
         ([organism("llama", 2)], {}, "expected names, folders or files"),
     ):
