@@ -127,10 +127,7 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                model = arguments.get("model", "bundled")
-                if isinstance(model, tuple):
-                    model = ", ".join(model)
-                progress.wait(f"Loading {model} ...")
+                progress.wait(f"Loading {_shown(arguments.get('model', 'bundled'))} ...")
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -237,6 +234,13 @@ class CommandRun:
             write_png(result.figure(), path, kind=result.kind, force=force)
         if path != "-":
             note(f"{FILE_WORDS[name]}: {path}")
+
+
+def _shown(value: Any) -> str:
+    """One value, or several separated by commas."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

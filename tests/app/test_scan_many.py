@@ -86,7 +86,9 @@ def compare(out: Path, alone: Path, models: list[Path]):
 
 @pytest.mark.parametrize("kind", [None, Serial, ThreadPoolExecutor])
 def test_every_executor_gives_the_cards_of_scans_one_by_one(kind, models, alone, tmp_path):
-    executor = None if kind is None else kind()
+    executor = kind
+    if kind is not None:
+        executor = kind()
     table = scan_many(models, tmp_path, executor, quick=True)
     assert table.exit_code == 0 and [row.scan for row in table.scans] == sorted(NAMES)
     compare(tmp_path, alone, models)
@@ -118,9 +120,8 @@ def test_a_killed_worker_is_started_again_and_takes_no_other_with_it(models, alo
     plant(start, models[2], DIES)
     table = scan_many(models, tmp_path, workers=3, quick=True)
     compare(tmp_path, alone, models[:2])
-    problems = {row.scan: row.problem for row in table.scans if row.problem}
-    assert list(problems) == ["qwen2"] and table.exit_code == 1
-    assert "its process ended 2 times with code 9" in str(problems["qwen2"])
+    assert table.exit_code == 1 and table.scans[2].scan == "qwen2"
+    assert "its process ended 2 times with code 9" in str(table.scans[2].problem)
 
 
 def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models, alone, start, tmp_path):
@@ -136,12 +137,12 @@ def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models,
     with FileLock(tmp_path / f"gpt2/{OURS}lock").acquire(timeout=30):  # its worker, which hangs, has ended too
         pass
     finished = [tmp_path / "llama/find-sinks.json", tmp_path / "llama/repeat.json", part]
-    before = [path.stat().st_mtime_ns for path in finished]
+    before = list(map(os.path.getmtime, finished))
     assert not (tmp_path / "gpt2/card.json").exists() and not (tmp_path / "qwen2/card.json").exists()
     (start / "gpt2.planted").unlink()
     assert scan_many(models, tmp_path, workers=2, quick=True).exit_code == 0
     compare(tmp_path, alone, models)
-    assert before == [path.stat().st_mtime_ns for path in finished]
+    assert before == list(map(os.path.getmtime, finished))
 
 
 def test_a_card_of_other_settings_is_no_answer(models, alone):
@@ -153,8 +154,10 @@ def test_a_card_of_other_settings_is_no_answer(models, alone):
 
 
 def test_shards_scan_every_model_once(models, alone, tmp_path):
-    tables = [scan_many(models, tmp_path, Serial(), shard=f"{i}/2", quick=True) for i in (1, 2)]
-    assert [[row.scan for row in table.scans] for table in tables] == [["llama", "qwen2"], ["gpt2"]]
+    first = scan_many(models, tmp_path, Serial(), shard="1/2", quick=True)
+    second = scan_many(models, tmp_path, Serial(), shard="2/2", quick=True)
+    assert [row.scan for row in first.scans] == ["llama", "qwen2"]
+    assert second.scans[0].scan == "gpt2" and len(second.scans) == 1
     compare(tmp_path, alone, models)
     with pytest.raises(SinkscopeError, match="--shard 4/4 is empty: there are only 3"):
         scan_many(models, tmp_path, Serial(), shard="4/4")

@@ -34,10 +34,9 @@ def folder(tmp_path_factory) -> Path:
 def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None, margin: float = 0.01):
     """A card whose sink has this share of heads; without one, there is no sink."""
     sinks, *others = card.parts
-    place = "no position" if share is None else "the first token"
-    numbers = [Number("where the attention sink is", place)]
+    numbers = [Number("where the attention sink is", "no position")]
     if share is not None:
-        numbers.append(Number(HEADS, share, margin=margin))
+        numbers = [Number("where the attention sink is", "the first token"), Number(HEADS, share, margin=margin)]
     (folder / name).mkdir()
     replace(card, parts=(replace(sinks, numbers=tuple(numbers)), *others)).save(folder / name / "card.json")
 

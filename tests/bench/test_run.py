@@ -93,15 +93,14 @@ def test_samples_depend_on_seed_and_prompt_alone(tmp_path):
 
 def test_the_answers_of_all_shares_are_those_of_the_whole_run(tmp_path):
     whole = run(["full", "random:16"], temperature=1.0)
-    shares = [run(["full", "random:16"], temperature=1.0, shard=f"{i}/2", out=tmp_path / str(i)) for i in (1, 2)]
-    assert [len(share) for share in shares] == [2 * 2 * 2, 2 * 1 * 2]
-    joined = {record.key: record for share in shares for record in untimed(share)}
+    first = run(["full", "random:16"], temperature=1.0, shard="1/2", out=tmp_path / "1")
+    second = run(["full", "random:16"], temperature=1.0, shard="2/2", out=tmp_path / "2")
+    assert (len(first), len(second)) == (2 * 2 * 2, 2 * 1 * 2)
+    joined = {record.key: record for record in untimed([*first, *second])}
     assert joined == {record.key: record for record in untimed(whole)}
-    table = bench_table([tmp_path / "1", tmp_path / "2"])
-    before = tabulate_records([whole])
-    assert [(one.method, one.score, one.answers) for one in table.groups] == [
-        (one.method, one.score, one.answers) for one in before.groups
-    ]
+    groups = bench_table([tmp_path / "1", tmp_path / "2"]).groups
+    for share, before in zip(groups, tabulate_records([whole]).groups, strict=True):
+        assert (share.method, share.score, share.answers) == (before.method, before.score, before.answers)
 
 
 @pytest.mark.parametrize(
