@@ -6,7 +6,6 @@ here.
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import sys
@@ -20,7 +19,7 @@ from click.exceptions import NoSuchOption
 from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
 from sinkscope.files.provenance import documentation_address, documented_at
 from sinkscope.results.console import drop, note
@@ -41,7 +40,6 @@ ALIKE = 0.75
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 DEBUG = "SINKSCOPE_DEBUG"
 """Variable of the environment that makes unforeseen errors end in their traceback."""
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CommandLine(click.Group):
@@ -113,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the name of the program. By default those of this process.
 
     Returns:
-        0 done, 1 a patch that was not made or a published result that does not agree, 2 bad input (each with one line
-        on stderr), 3 a text, session or stream with a loop, 130 interrupted.
+        0 done, 1 a patch that was not made, a published result that does not agree or a model of several without a
+        card, 2 bad input (each with one line on stderr), 3 a text, session or stream with a loop, 130 interrupted.
     """
     program = command_line()
     code = 0
@@ -178,7 +176,7 @@ def _unforeseen(error: BaseException) -> str:
     """What is said about an error that is no SinkscopeError."""
     if is_out_of_memory(error):
         return NO_MEMORY
-    if isinstance(error, OSError) and error.errno in FULL_DISK:
+    if isinstance(error, OSError) and is_full_disk(error):
         from sinkscope.files.output import reason_of
 
         drop(sys.stdout)

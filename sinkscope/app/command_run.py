@@ -127,7 +127,7 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress.wait(f"Loading {arguments.get('model', 'bundled')} ...")
+                progress.wait(f"Loading {_shown(arguments.get('model', 'bundled'))} ...")
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -157,22 +157,25 @@ class CommandRun:
             from sinkscope.app.pages import check_png
 
             check_png()
-        kinds: dict[str, str | None] = {}
+        kinds: dict[str, list[str | None]] = {}
         paths: dict[str, str] = {}
         for name, path in files.items():
             if path == "-" and name in ("json", "csv"):
                 continue
-            kinds[f"--{name}"] = self._kind(name)
+            kinds[f"--{name}"] = self._kinds(name)
             paths[f"--{name}"] = path
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
-        inputs: dict[str | None, str] = {}
+        inputs: dict[str, str | None] = {}
         for name, value in arguments.items():
             one = self.parameters[name]
             if one.option.writes and str(value) != "-":
                 paths[one.flag] = str(value)
-            elif isinstance(value, str | Path):
-                inputs[one.option.metavar if one.option.argument else one.flag] = str(value)
+                continue
+            flag = one.option.metavar if one.option.argument else one.flag
+            for word in value if isinstance(value, tuple) else (value,):
+                if isinstance(word, str | Path):
+                    inputs[str(word)] = flag
         check_outputs(paths, kinds, inputs, force=force)
 
     def _written_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,13 +186,12 @@ class CommandRun:
                 paths[self.parameters[name].option.writes] = value
         return paths
 
-    def _kind(self, name: str) -> str | None:
-        """The kind of the file that an option writes."""
+    def _kinds(self, name: str) -> list[str | None]:
+        """The kinds of the file that an option writes."""
         if name in self.outputs and self.outputs[name].kind is not None:
-            return self.outputs[name].kind
+            return [self.outputs[name].kind]
         returned = get_type_hints(getattr(self.function, "function", self.function)).get("return")
-        kinds = [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
-        return next(filter(None, kinds), None)
+        return [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
 
     def _result(self, arguments: dict[str, Any], backend: str | None, progress: ProgressBar) -> Any:
         """What the function returns."""
@@ -232,6 +234,13 @@ class CommandRun:
             write_png(result.figure(), path, kind=result.kind, force=force)
         if path != "-":
             note(f"{FILE_WORDS[name]}: {path}")
+
+
+def _shown(value: Any) -> str:
+    """One value, or several separated by commas."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

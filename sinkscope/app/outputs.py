@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
@@ -13,21 +13,25 @@ REPLACE = "give another name, or --force to replace it"
 
 
 def check_outputs(
-    paths: Mapping[str, str], kinds: Mapping[str, str | None], inputs: Mapping[str | None, str], *, force: bool = False
+    paths: Mapping[str, str],
+    kinds: Mapping[str, Sequence[str | None]],
+    inputs: Mapping[str, str | None],
+    *,
+    force: bool = False,
 ) -> None:
     """Refuse outputs of a command, before its work begins, that cannot be written or would replace one another.
 
     Args:
         paths: Files and folders that will be written, by option.
-        kinds: Kind of each file that `write_output` will write, by option.
-        inputs: Values of the other options; none of the files among them is ever replaced.
+        kinds: Kinds of each file that `write_output` will write, by option.
+        inputs: The option of each other value; none of the files among the values is ever replaced.
         force: Allow them to replace any file.
 
     Raises:
         SinkscopeError: One of them is refused.
     """
     options: dict[Path, str | None] = {}
-    for flag, name in inputs.items():
+    for name, flag in inputs.items():
         if os.path.isfile(name):
             options[Path(os.path.realpath(name))] = flag
     for flag, path in paths.items():

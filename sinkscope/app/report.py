@@ -50,7 +50,7 @@ def report(
     root = Path(folder)
     if not root.is_dir():
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
-    target = check_output(out or root / "report.html", "report")
+    target = check_output(out or root / "report.html", ["report"])
     files = _listed(root)
     sections: list[Section] = []
     left_out: dict[str, str] = {}

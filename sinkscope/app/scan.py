@@ -29,7 +29,7 @@ from sinkscope.measure import Hidden, Measurement, Option, ScanPart, Setup, Whol
 from sinkscope.models.target import Target
 from sinkscope.results.console import end_bar, terminal_width
 from sinkscope.results.notation import A_SINK
-from sinkscope.results.options import command
+from sinkscope.results.options import checks_arguments, command
 from sinkscope.results.result import Result
 from sinkscope.sinks.chunks import digest_of
 
@@ -123,14 +123,9 @@ class FinishedPart(Keyed):
     name: str
 
 
-@command(
-    words="scan",
-    group="Look",
-    order=1,
-    help="Run all measurements on a model and write its sink card.",
-)
+@checks_arguments()
 def scan(
-    model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
+    model: Any = None,
     *,
     out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
     quick: bool = False,
@@ -166,10 +161,6 @@ def scan(
         tokenizer: Tokenizer for live models that carry none.
         progress: Called as `progress(what, done, total)`.
         written: Called as `written("Card", path)` when the page is there.
-
-    Example:
-        sinkscope scan llama-2-7b --out llama
-        sinkscope scan ./fine-tuned --against llama/card.json
 
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.

@@ -20,6 +20,7 @@ from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
 from sinkscope.loops.generate import Temperature
 from sinkscope.models.loading.config import float32_by_default
@@ -50,6 +51,7 @@ def bench(
     batch_size: Natural = 1,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
+    shard: str | None = None,
     progress: Hidden = None,
 ) -> BenchTable:
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
@@ -70,6 +72,8 @@ def bench(
         batch_size: Number of prompts that run together.
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed of the sampling. A folder may hold answers of several seeds, one command after another.
+        shard: I/N: answer only the I-th of N shares of the prompts. Give each share a folder of its own; `bench table`
+            joins them.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -87,6 +91,7 @@ def bench(
         batch_size=batch_size,
         temperature=temperature,
         seed=seed,
+        shard=shard,
         progress=progress,
     )
     return tabulate_records([run])
@@ -104,6 +109,7 @@ def run_bench(
     batch_size: int = 1,
     temperature: float = 0.0,
     seed: int = 0,
+    shard: str | None = None,
     progress: Progress | None = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
@@ -137,7 +143,7 @@ def run_bench(
         method.make()  # impossible settings are refused before the run
     opened = BenchModel.of(model, tokenizer)
     new = max_new_tokens or task.new_tokens(opened.target)
-    prompts = _prompts(task, opened, chosen, new)
+    prompts = shard_of(_prompts(task, opened, chosen, new), shard)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
         groups = [chosen]

@@ -9,6 +9,7 @@ import secrets
 import stat
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
@@ -40,18 +41,18 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
     """
     if isinstance(data, str):
         data = data.encode()
-    check_output(path, kind_of(data), force=force)
+    check_output(path, [kind_of(data)], force=force)
     return write_atomic(path, data)
 
 
 def check_output(
-    path: str | os.PathLike[str], kind: str | None, *, force: bool = False, remedy: str = "give another name"
+    path: str | os.PathLike[str], kinds: Sequence[str | None], *, force: bool = False, remedy: str = "give another name"
 ) -> Path:
     """Return the path that `write_output` will write, after checking that it can and that no foreign file is lost.
 
     Args:
         path: A file that is new, empty, or an earlier output.
-        kind: Kind of the output, such as "find-sinks".
+        kinds: Kinds that the output may have, such as "find-sinks".
         force: Allow any file.
         remedy: What to do about a file that holds anything else.
 
@@ -64,7 +65,7 @@ def check_output(
     present: str | None = None
     with suppress(OSError), target.open("rb") as file:
         present = kind_of(file.read(1 << 12))
-    if present is None or present != kind:
+    if present is None or present not in kinds:
         content = "something that sinkscope did not write"
         if present is not None:
             content = f"an output of kind {present}"

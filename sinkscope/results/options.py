@@ -90,15 +90,25 @@ class Mark:
     order: int = 0
 
 
-def command(*, words: str, group: str, help: str, order: int = 0) -> Callable[[C], C]:
+def command(
+    *, words: str, group: str, help: str, order: int = 0, options_of: Callable[..., Any] | None = None
+) -> Callable[[C], C]:
     """Make a function a command that is no measurement; its arguments are checked as `checks_arguments` does.
 
-    The arguments are those of `Mark`. `python -m tools.commands` writes it into the table of commands.
+    `python -m tools.commands` writes it into the table of commands.
+
+    Args:
+        words: As for `Mark`, and so are `group`, `help` and `order`.
+        options_of: Function whose options the command has as well; they arrive in its `**settings`.
     """
 
     def wrap(function: C) -> C:
         made = checks_arguments()(function)
         vars(made)["mark"] = Mark(words, group, help, order)
+        if options_of is not None:
+            own = {one.name: one for one in parameters_of(function)}
+            every = {one.name: one for one in parameters_of(options_of)} | own
+            vars(made)["all_parameters"] = tuple(every.values())
         return made
 
     return wrap
@@ -349,7 +359,7 @@ class Outline:
         said = introduction(doc), tuple(example_lines(doc))
         parameters = getattr(function, "all_parameters", None)
         if parameters is not None:
-            return cls(*said, parameters, tuple(function.outputs))
+            return cls(*said, parameters, tuple(getattr(function, "outputs", ())))
         returns = get_type_hints(function).get("return")
         return cls(*said, parameters_of(function), returns_result=returns is not type(None))
 

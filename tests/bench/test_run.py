@@ -13,6 +13,7 @@ from sinkscope.app.cli import main
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
+from sinkscope.bench.table import bench_table, tabulate_records
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
 from sinkscope.kv import H2O
@@ -88,6 +89,18 @@ def test_samples_depend_on_seed_and_prompt_alone(tmp_path):
     drawn = {r.key: r.tokens for r in records}
     assert all(drawn[r.key] == r.tokens for r in again)
     assert {r.tokens for r in records if r.seed == 3} != {r.tokens for r in records if r.seed == 4}
+
+
+def test_the_answers_of_all_shares_are_those_of_the_whole_run(tmp_path):
+    whole = run(["full", "random:16"], temperature=1.0)
+    first = run(["full", "random:16"], temperature=1.0, shard="1/2", out=tmp_path / "1")
+    second = run(["full", "random:16"], temperature=1.0, shard="2/2", out=tmp_path / "2")
+    assert (len(first), len(second)) == (2 * 2 * 2, 2 * 1 * 2)
+    joined = {record.key: record for record in untimed([*first, *second])}
+    assert joined == {record.key: record for record in untimed(whole)}
+    groups = bench_table([tmp_path / "1", tmp_path / "2"]).groups
+    for share, before in zip(groups, tabulate_records([whole]).groups, strict=True):
+        assert (share.method, share.score, share.answers) == (before.method, before.score, before.answers)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""Scan several models on a Ray cluster.
+
+    python -m experiments.cluster.on_ray MODEL MODEL ... --out DIR [--quick]
+
+Every node needs this package and sees DIR under the same name. Ray starts a scan again when its node is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+import sinkscope as ss
+from sinkscope.results.console import print_result
+
+
+class OnRay:
+    """Ray as an executor. A call is a task on one core, with one thread of torch."""
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        """Begin a call as soon as a core is free."""
+        task = ray.remote(num_cpus=1, max_retries=1)(function).remote(*arguments)
+        return SimpleNamespace(result=partial(ray.get, task))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    ray.init(log_to_driver=False)
+    print_result(ss.scan_many(given.models, given.out.absolute(), OnRay(), quick=given.quick))

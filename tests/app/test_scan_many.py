@@ -1,0 +1,222 @@
+"""Several models are scanned as each would be alone, whoever runs them and whatever goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from organisms import organism
+from scan_kit import DIES, DIES_ONCE, HANGS, few_parts, plant
+from test_resumed_scan import results
+
+import sinkscope as ss
+from sinkscope.app import scan as scanning
+from sinkscope.app.card import read_card
+from sinkscope.app.many import scan_many
+from sinkscope.app.scan import scan
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.store import OURS
+
+NAMES = ("llama", "gpt2", "qwen2")
+
+
+class Called:
+    """What a call returns, or an error that the executor raises in its place."""
+
+    def __init__(self, call: partial[Any], error: Exception | None):
+        self.call, self.error = call, error
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.call()
+
+
+class Serial:
+    """The least executor: its results have nothing but `result()`."""
+
+    def __init__(self, error: Exception | None = None):
+        self.error = error
+
+    def submit(self, function: Any, *arguments: Any) -> Called:
+        return Called(partial(function, *arguments), self.error)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """Small models with known sinks, a folder each."""
+    place = tmp_path_factory.mktemp("models")
+    return [Path(organism(name, 2).save(place / name)) for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def start(monkeypatch, tmp_path_factory) -> Path:
+    """The tests are about what runs the scans, and not about all their parts."""
+    folder = tmp_path_factory.mktemp("start")
+    few_parts(monkeypatch, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory) -> Path:
+    """A folder of scans of the models, one by one."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        few_parts(patch, tmp_path_factory.mktemp("start"))
+        for model in models:
+            scan(model, out=folder / model.name, quick=True)
+    return folder
+
+
+def compare(out: Path, alone: Path, models: list[Path]):
+    """All files of these scans are equal to those of scans one by one."""
+    for model in models:
+        assert results(out / model.name) == results(alone / model.name)
+
+
+@pytest.mark.parametrize("kind", [None, Serial, ThreadPoolExecutor])
+def test_every_executor_gives_the_cards_of_scans_one_by_one(kind, models, alone, tmp_path):
+    executor = kind
+    if kind is not None:
+        executor = kind()
+    table = scan_many(models, tmp_path, executor, quick=True)
+    assert table.exit_code == 0 and [row.scan for row in table.scans] == sorted(NAMES)
+    compare(tmp_path, alone, models)
+
+
+def test_what_is_finished_is_not_measured_again(models, alone, monkeypatch):
+    monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
+    before = read_card(alone / "gpt2")
+    assert scan_many(models, alone, Serial(), quick=True).exit_code == 0
+    assert read_card(alone / "gpt2").parts == before.parts
+
+
+def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed):
+    typed(f"scan table {alone} --json {tmp_path}/t.json")  # an earlier table may be replaced
+    words = ["scan", str(models[1]), str(tmp_path / "absent"), "--quick", "--out", str(tmp_path / "out")]
+    printed = typed([*words, "--workers", "2", "--json", str(tmp_path / "t.json")], 1)
+    assert printed.err.splitlines()[-1] == f"Cards: {tmp_path / 'out'}"
+    (line,) = [line for line in printed.out.splitlines() if line.startswith("absent has no card: ")]
+    with pytest.raises(SinkscopeError) as refused:
+        scan(tmp_path / "absent", out=tmp_path / "other")
+    assert line == f"absent has no card: {refused.value}"
+    compare(tmp_path / "out", alone, models[1:2])
+    table = typed(f"scan table {tmp_path}/out --csv -", 1).out
+    assert "absent" in table and "run the same command again" in table
+
+
+def test_a_killed_worker_is_started_again_and_takes_no_other_with_it(models, alone, start, tmp_path):
+    plant(start, models[0], DIES_ONCE)
+    plant(start, models[2], DIES)
+    table = scan_many(models, tmp_path, workers=3, quick=True)
+    compare(tmp_path, alone, models[:2])
+    assert table.exit_code == 1 and table.scans[2].scan == "qwen2"
+    assert "its process ended 2 times with code 9" in str(table.scans[2].problem)
+
+
+def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models, alone, start, tmp_path):
+    plant(start, models[1], HANGS)
+    words = [sys.executable, "-m", "sinkscope", "scan", *map(str, models), "--quick", "--out", str(tmp_path)]
+    driver = subprocess.Popen([*words, "--workers", "1"])
+    part = tmp_path / "gpt2/find-sinks.json"
+    end = time.monotonic() + 200
+    while not part.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    driver.kill()
+    driver.wait()
+    with FileLock(tmp_path / f"gpt2/{OURS}lock").acquire(timeout=30):  # its worker, which hangs, has ended too
+        pass
+    finished = [tmp_path / "llama/find-sinks.json", tmp_path / "llama/repeat.json", part]
+    before = list(map(os.path.getmtime, finished))
+    assert not (tmp_path / "gpt2/card.json").exists() and not (tmp_path / "qwen2/card.json").exists()
+    (start / "gpt2.planted").unlink()
+    assert scan_many(models, tmp_path, workers=2, quick=True).exit_code == 0
+    compare(tmp_path, alone, models)
+    assert before == list(map(os.path.getmtime, finished))
+
+
+def test_a_card_of_other_settings_is_no_answer(models, alone):
+    """The card of an earlier sweep stays, and the table does not show it as if it were of this one."""
+    before = (alone / "gpt2/card.json").read_text()
+    (row,) = scan_many(models[1:2], alone, Serial(), quick=True, seed=1).scans
+    assert "begun with other settings (seed was 0, now 1)" in str(row.problem) and row.heads is None
+    assert (alone / "gpt2/card.json").read_text() == before
+
+
+def test_shards_scan_every_model_once(models, alone, tmp_path):
+    first = scan_many(models, tmp_path, Serial(), shard="1/2", quick=True)
+    second = scan_many(models, tmp_path, Serial(), shard="2/2", quick=True)
+    assert [row.scan for row in first.scans] == ["llama", "qwen2"]
+    assert second.scans[0].scan == "gpt2" and len(second.scans) == 1
+    compare(tmp_path, alone, models)
+    with pytest.raises(SinkscopeError, match="--shard 4/4 is empty: there are only 3"):
+        scan_many(models, tmp_path, Serial(), shard="4/4")
+
+
+def test_revisions_have_folders_of_their_own(alone, tmp_path, monkeypatch):
+    asked: list[tuple[Any, ...]] = []
+
+    @wraps(scan)
+    def recorded(model: str, *, out: str, **options: Any):
+        asked.append((model, Path(out).name, options))
+        shutil.copytree(alone / "gpt2", out, dirs_exist_ok=True)
+
+    monkeypatch.setattr("sinkscope.app.many.scan", recorded)
+    (tmp_path / "a@b").mkdir()
+    models = ["someone/name@step10", "someone/name@refs/pr/2", tmp_path / "a@b"]
+    table = ss.scan_many(models, tmp_path / "out", Serial(), revision="main", seed=3)
+    assert asked == [
+        ("someone/name", "name@step10", {"revision": "step10", "seed": 3}),
+        ("someone/name", "name@refs-pr-2", {"revision": "refs/pr/2", "seed": 3}),
+        (str(tmp_path / "a@b"), "a@b", {"revision": "main", "seed": 3}),
+    ]
+    assert [row.scan for row in table.scans] == ["a@b", "name@refs-pr-2", "name@step10"]
+
+
+def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_path, typed, monkeypatch):
+    never: Any = Future()  # an executor must not even be asked
+    same = [models[0], tmp_path / models[0].name]
+    for given, settings, said in (
+        (models, {"sed": 1}, "no setting sed: it takes quick, "),
+        (models, {"seed": -1}, "seed=-1"),
+        (models, {"against": tmp_path / "none"}, "holds no card"),
+        (models, {"text": tmp_path / "none.txt"}, "none.txt"),
+        (models, {"shard": "0/2"}, "expected I/N"),
+        (models, {"workers": 0}, "workers=0"),
+        ([], {}, "there is no model"),
+        (same, {}, "two models go to the folder llama"),
+        ([organism("llama", 2)], {}, "expected names, folders or files"),
+    ):
+        with pytest.raises(SinkscopeError, match=said):
+            scan_many(given, tmp_path / "out", never, **settings)
+    with pytest.raises(SinkscopeError, match="is the folder of another run"):
+        scan_many(models, alone / "llama", never)
+    assert "give --out DIR" in typed(f"scan {models[0]} {models[1]}", 2).err
+    assert not (tmp_path / "out").exists()
+    assert "holds no scans" in typed(f"scan table {tmp_path}", 2).err
+
+
+def test_a_full_disk_and_a_worker_without_the_package_end_it(models, alone, tmp_path, monkeypatch):
+    scan_many(models[:1], tmp_path, Serial(), quick=True)
+
+    def full(*_: Any):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room"):
+            scan_many(models[1:], tmp_path, Serial(), quick=True)
+    with pytest.raises(SinkscopeError, match="install sinkscope where the executor works"):
+        scan_many(models, tmp_path, Serial(ModuleNotFoundError("No module named 'sinkscope'")), quick=True)
+    compare(tmp_path, alone, models[:1])
+    assert read_card(tmp_path / "llama").finished

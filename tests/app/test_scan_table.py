@@ -1,0 +1,115 @@
+"""The table of several cards repeats their numbers, and says at which checkpoint the sink emerges."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from organisms import organism
+from scan_kit import few_parts
+
+from sinkscope.app.card import SinkCard, read_card
+from sinkscope.app.scan import scan
+from sinkscope.app.scan_table import ScanTable, scan_table
+from sinkscope.results.result import Number, Result
+
+HEADS = "share of heads that attend to the sink"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the scans of two models with known sinks."""
+    place = tmp_path_factory.mktemp("scans")
+    with pytest.MonkeyPatch.context() as patch:
+        few_parts(patch, tmp_path_factory.mktemp("start"))
+        for name in ("llama", "gpt2"):
+            scan(organism(name, 2).save(place.parent / "models" / name), out=place / name, quick=True)
+    return place
+
+
+def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None, margin: float = 0.01):
+    """A card whose sink has this share of heads; without one, there is no sink."""
+    sinks, *others = card.parts
+    numbers = [Number("where the attention sink is", "no position")]
+    if share is not None:
+        numbers = [Number("where the attention sink is", "the first token"), Number(HEADS, share, margin=margin)]
+    (folder / name).mkdir()
+    replace(card, parts=(replace(sinks, numbers=tuple(numbers)), *others)).save(folder / name / "card.json")
+
+
+def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
+    rows = {row["scan"]: row for row in csv.DictReader(StringIO(typed(f"scan table {folder} --csv -").out))}
+    assert list(rows) == ["gpt2", "llama"]
+    for name, row in rows.items():
+        card = json.loads((folder / name / "card.json").read_text())["result"]
+        numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
+        for column, label in (
+            ("norm_lost", "norm lost without the neurons"),
+            ("spike_ratio", "norm of the spike over the typical one"),
+            ("heads", HEADS),
+            ("copies", "norm after copies"),
+        ):
+            assert float(row[column]) == numbers[label]["value"]
+            assert float(row[f"{column}_margin"]) == numbers[label]["margin"]
+        truth = organism(name, 2).truth
+        assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
+        assert row["sink_layer"] == str(truth.neurons[0][0]) and row["sink"] == "the first token"
+        sinks = json.loads((folder / name / "find-sinks.json").read_text())["result"]
+        assert float(row["sink_rate"]) == sinks["sink_rate"]["value"]
+        assert row["repeats"] == str(sinks["repeats"]["median"] or "")
+        assert float(row["share"]) == max(one["share"] for one in sinks["neurons"])
+        assert row["loops"] == "" and row["problem"] == ""  # that part did not run
+
+
+def test_the_page_and_the_file_hold_the_table(folder, tmp_path, typed):
+    typed(f"scan table {folder} --html {tmp_path}/t.html --json {tmp_path}/t.json")
+    table = Result.load(tmp_path / "t.json")
+    assert isinstance(table, ScanTable) and table.scans == scan_table(folder).scans
+    page = (tmp_path / "t.html").read_text()
+    assert "2 of 2 models have an attention sink." in page and "L2.N227" in page and 'class="plot"' in page
+
+
+def test_the_sink_emerges_where_all_later_checkpoints_have_one(folder, tmp_path):
+    card = read_card(folder / "llama")
+    for step, share in ((1000, 0.5), (20, 0.1), (100, None), (9, None), (200, 0.25)):
+        checkpoint(tmp_path, card, f"run-checkpoint-{step}", share)
+    checkpoint(tmp_path, card, "run-final", 0.75)
+    table = scan_table(tmp_path)
+    (series,) = table.series()
+    assert [row.step for row in series] == [9, 20, 100, 200, 1000]
+    assert table.conclusion() == (
+        "The attention sink is there from run-checkpoint-200 on, where 0.25 of heads attend to it; "
+        "run-checkpoint-100 has none."
+    )
+    (line,) = table.figure().data
+    assert list(line.x) == [9, 20, 100, 200, 1000] and list(line.y) == [0, 0.1, 0, 0.25, 0.5]
+    assert list(line.error_y.array) == [0, 0.01, 0, 0.01, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ((0.5, 0.5), "from a-1 on, where 0.5 of heads attend to it; it is the first checkpoint."),
+        ((0.5, None), "The last checkpoint, a-2, has no attention sink."),
+    ],
+)
+def test_a_sink_that_is_always_there_or_goes_away_does_not_emerge(folder, tmp_path, shares, said):
+    for step, share in enumerate(shares, 1):
+        checkpoint(tmp_path, read_card(folder / "llama"), f"a-{step}", share)
+    assert scan_table(tmp_path).conclusion().endswith(said)
+
+
+def test_models_of_other_shapes_and_names_are_no_checkpoints(folder, tmp_path):
+    card = read_card(folder / "llama")
+    wide = replace(card, model=replace(card.model, d_model=2 * card.model.d_model))
+    checkpoint(tmp_path, card, "m-2-7b", 0.5)
+    checkpoint(tmp_path, wide, "m-2-13b", 0.25)
+    checkpoint(tmp_path, card, "n-2-7b", None)
+    (tmp_path / "n-2-70b").mkdir()
+    table = scan_table(tmp_path)
+    assert table.series() == [] and table.conclusion() == "2 of 3 models have an attention sink."
+    assert table.exit_code == 1 and any("n-2-70b has no card" in line for line in table.details())

@@ -1,0 +1,66 @@
+"""Small models are scanned by each script for clusters, here with workers of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from organisms import organism
+
+from sinkscope.app.scan_table import scan_table
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("gpt2", "llama", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[str]:
+    place = tmp_path_factory.mktemp("models")
+    return [organism(name, 2).save(place / name) for name in NAMES]
+
+
+def check(out: Path):
+    """Every model has its card, with the neurons that were planted."""
+    rows = scan_table(out).scans
+    assert [row.scan for row in rows] == list(NAMES) and not any(row.problem for row in rows)
+    for row in rows:
+        truth = organism(row.scan, 2).truth
+        assert row.neurons == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ray", "submitit"])
+def test_a_script_scans_on_two_workers(name, models, tmp_path):
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    words = [sys.executable, "-m", f"experiments.cluster.on_{name}", *models, "--quick", "--out", str(tmp_path / "out")]
+    if name == "submitit":
+        words += ["--cluster", "local"]
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert "3 of 3 models have an attention sink." in done.stdout
+    check(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_array_of_two_jobs_scans_every_model(models, tmp_path):
+    command = tmp_path / "sinkscope"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sinkscope "$@"\n')
+    command.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for number, count in ((1, 2), (2, 1)):
+        slurm = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "2"}
+        words = ["bash", "experiments/cluster/array.slurm", str(tmp_path / "out"), *models, "--quick"]
+        done = subprocess.run(
+            words, cwd=ROOT, env={**os.environ, **slurm, "PATH": path}, text=True, capture_output=True, check=True
+        )
+        assert f"{count} of {count} model" in done.stdout
+    check(tmp_path / "out")
+
+
+def test_each_script_has_at_most_40_lines():
+    for name in ("on_ray.py", "on_submitit.py", "array.slurm"):
+        assert len((ROOT / "experiments/cluster" / name).read_text().splitlines()) <= 40

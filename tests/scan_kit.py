@@ -1,0 +1,51 @@
+"""Scans of small models with few parts, in this process and in those that it starts; there they die where planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sinkscope.app import scan as scanning
+from sinkscope.app.scan import scan_parts
+
+PARTS = ("find_sinks", "repeat")
+DIES, DIES_ONCE, HANGS = "dies", "dies-once", "hangs"
+IN_WORKERS = """
+import os, sys, time
+from pathlib import Path
+
+if any("spawn_main" in word for word in sys.orig_argv):
+    from sinkscope.app import scan as scanning
+
+    parts = [part for part in scanning.scan_parts() if part.name in {parts}]
+    scanning.scan_parts = lambda: parts
+    measured = scanning._measured
+
+    def planted(part, setup, *rest):
+        file = Path(__file__).with_name(setup.target.name.rpartition("/")[2] + ".planted")
+        if part.name == "repeat" and file.exists():
+            order = file.read_text()
+            if order == "dies-once":
+                file.unlink()
+            elif order == "hangs":
+                time.sleep(600)
+            os._exit(9)
+        return measured(part, setup, *rest)
+
+    scanning._measured = planted
+"""
+
+
+def few_parts(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Scan with few parts alone, in spawned processes too: these run what `folder` holds as they start."""
+    parts = [part for part in scan_parts() if part.name in PARTS]
+    patch.setattr(scanning, "scan_parts", lambda: parts)
+    (folder / "sitecustomize.py").write_text(IN_WORKERS.replace("{parts}", repr(PARTS)))
+    patch.syspath_prepend(folder)
+    patch.setenv("PYTHONPATH", str(folder), prepend=":")
+
+
+def plant(folder: Path, model: Path, order: str) -> None:
+    """Let the process that scans a model die, die once, or hang, when one part of two is finished."""
+    (folder / f"{model.name}.planted").write_text(order)
