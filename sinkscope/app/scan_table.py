@@ -21,19 +21,19 @@ from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
-from sinkscope.results.result import Result
+from sinkscope.results.result import NORM_WITH_COPIES, Result
 from sinkscope.results.tables import cell
-from sinkscope.sinks.find.result import SHARE_OF_HEADS, SINK_PLACE, FindSinks
+from sinkscope.sinks.find.result import NORM_LOST, SHARE_OF_HEADS, SINK_PLACE, FindSinks
 
 NO_CARD = "it is not finished, or failed: run the same command again to see why"
 ON_CARDS = {
     "sink": ("find_sinks", SINK_PLACE),
     "sink_layer": ("find_sinks", "sink layer"),
     "neurons": ("find_sinks", "neurons that make the spike"),
-    "norm_lost": ("find_sinks", "norm lost without the neurons"),
+    "norm_lost": ("find_sinks", NORM_LOST),
     "spike_ratio": ("find_sinks", "norm of the spike over the typical one"),
     "heads": ("find_sinks", SHARE_OF_HEADS),
-    "copies": ("repeat", "norm after copies"),
+    "copies": ("repeat", NORM_WITH_COPIES),
     "loops": ("loops", "loops text, full: loop"),
 }
 """Columns that repeat a number of the card, with its margin: the part and its label there."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
+NORM_WITH_COPIES = "of the norm with copies"
+"""Label of a number that a table over models has, too."""
 COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_html to_json".split()
 """What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
 LEAST_TABLE = 10
@@ -55,7 +57,10 @@ def numbers_of(claims: Sequence[Claim]) -> list[Number]:
     """The value of each claim beside its nearest control; of claims about the same outcome and kind, the first."""
     numbers: dict[str, Number] = {}
     for claim in claims:
-        label = f"of the {claim.outcome.kind} left ({kind_of(claim.subject)})"
+        kinds = kind_of(claim.subject)
+        label = f"of the {claim.outcome.kind} left without {kinds}"
+        if kinds == "tokens":
+            label = f"of the {claim.outcome.kind} with copies"
         contrast = claim.control.in_words(claim.subject)
         number = Number(label, claim.value, claim.control.value, claim.margin, share=True, contrast=contrast)
         numbers.setdefault(label, number)

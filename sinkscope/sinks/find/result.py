@@ -28,6 +28,10 @@ from sinkscope.sinks.find.records import (
     Stage,
 )
 
+SHARE_OF_HEADS, SINK_PLACE = "share of heads that attend to the sink", "where the attention sink is"
+NORM_LOST = "norm lost without its neurons"
+"""Labels of numbers that a table over models has, too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FindSinks(Result):
@@ -149,7 +153,7 @@ class FindSinks(Result):
         if minimal is not None:
             beside: dict[str, Any] = {"control": minimal.control, "share": True, "contrast": "random neurons"}
             lost = minimal.drop_sink_layer
-            numbers.append(Number("norm lost without its neurons", lost, margin=minimal.margin_norm, **beside))
+            numbers.append(Number(NORM_LOST, lost, margin=minimal.margin_norm, **beside))
             lost = minimal.drop_attention
             numbers.append(
                 Number("attention lost without its neurons", lost, margin=minimal.margin_attention, **beside)
@@ -166,14 +170,14 @@ class FindSinks(Result):
 
     def _attention_numbers(self) -> list[Number]:
         """Who attends to the sink, and how much."""
-        sink, label = self.sink, "where the attention sink is"
+        sink, label = self.sink, SINK_PLACE
         if sink is None:
             return [Number(label, "no position")]
         if sink.place is None:
             return [Number(label, "learned sink logits")]
         return [
             Number(label, sink.words),
-            Number("share of heads that attend to the sink", sink.rate, margin=sink.rate_margin),
+            Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin),
             Number("mean attention of these heads to the sink", sink.attention, margin=sink.attention_margin),
         ]
 
