@@ -102,6 +102,10 @@ def scan_many(
         SinkscopeError: A setting or name is wrong, the disk is full, or the workers do not have this package.
     """
     check_values(Natural | None, workers=workers)
+    if not isinstance(models, Sequence):
+        raise SinkscopeError(f"models={models!r}: expected a list of names and folders")
+    if not isinstance(out, str | os.PathLike):
+        raise SinkscopeError(f"out={out!r}: expected the path of a folder")
     _check_settings(settings)
     folders = _folders_of(models)
     chosen = {name: folders[name] for name in shard_of(list(folders), shard)}

@@ -124,6 +124,7 @@ def test_a_killed_worker_is_started_again_and_takes_no_other_with_it(models, alo
     assert "its process ended 2 times with code 9" in str(table.scans[2].problem)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models, alone, start, tmp_path):
     plant(start, models[1], HANGS)
     words = [sys.executable, "-m", "sinkscope", "scan", *map(str, models), "--quick", "--out", str(tmp_path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,9 +138,11 @@ def draw(result: ClusterAttack) -> go.Figure:
     """Draw the success of the attack by length, a panel per patch and context; without an attack, the clusters."""
     rows = result.rows()
     if result.best is None:
-        names = [row["subject"] for row in rows]
+        names = [html.escape(row["subject"]) for row in rows]
         fig = px.bar(x=names, y=[row["draws"] for row in rows], labels={"x": "head", "y": "tokens"})
         return figure_of(fig, result, width=1200, height=480)
+    for row in rows:
+        row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
     axes: dict[str, Any] = {"x": "length", "y": "positions", "facet_col": "context", "facet_row": "patch"}
     fig = px.line(rows, render_mode="svg", **axes, color="source", log_x=True, markers=True, range_y=(-0.06, 1.06))
     fig.update_traces(line_width=7, selector={"name": "cluster"})  # one token repeated leaves the same curve
