@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError, is_full_disk
 from sinkscope.files.output import check_writable, path_of
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import Progress, silent
-from sinkscope.files.records import Natural, check_values
+from sinkscope.files.records import Natural, between, check_values
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import SETTINGS
 from sinkscope.hooks.edit import SinkPatch
@@ -68,6 +68,10 @@ def scan_one(model: str, folder: str, settings: Mapping[str, Any]) -> Outcome:
     return Outcome()
 
 
+MOST_WORKERS = 4096
+"""Processes of one machine."""
+
+
 def scan_many(
     models: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -75,7 +79,7 @@ def scan_many(
     *,
     workers: int | None = None,
     shard: str | None = None,
-    progress: Progress | None = None,
+    progress: Hidden = None,
     **settings: Any,
 ) -> ScanTable:
     """Scan several models, each into a folder of its own below `out`, and join their cards into one table.
@@ -101,7 +105,9 @@ def scan_many(
     Raises:
         SinkscopeError: A setting or name is wrong, the disk is full, or the workers do not have this package.
     """
-    check_values(Natural | None, workers=workers)
+    if workers is not None:
+        check_values(between(int, 1, MOST_WORKERS), workers=workers)
+    check_values(str | None, shard=shard)
     if not isinstance(models, Sequence):
         raise SinkscopeError(f"models={models!r}: expected a list of names and folders")
     if not isinstance(out, str | os.PathLike):
