@@ -197,9 +197,10 @@ def test_the_command_and_the_demo(light, model, tmp_path, monkeypatch, typed):
     assert "holds no card" in said.err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
     shown = typed(f"demo --out {tmp_path}/d").out
-    assert shown.startswith("The attention of a head adds up to 100%.") and shown.index("Sink, by") < shown.index(
-        "Circuit, by"
-    )
+    assert shown.startswith("The attention of a head adds up to 100%.")
+    said = " ".join(shown.split())
+    places = [said.index(f"{topic}, by `sinkscope {part.command}`: ") for topic, _, part in verdicts]
+    assert places == sorted(places)  # in the order of the card
     assert len(shown.splitlines()) <= 24
     assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
     assert (tmp_path / "d/card.html").is_file()
