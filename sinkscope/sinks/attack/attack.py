@@ -138,8 +138,8 @@ def draw(result: ClusterAttack) -> go.Figure:
     """Draw the success of the attack by length, a panel per patch and context; without an attack, the clusters."""
     rows = result.rows()
     if result.best is None:
-        names = [html.escape(row["subject"]) for row in rows]
-        fig = px.bar(x=names, y=[row["draws"] for row in rows], labels={"x": "head", "y": "tokens"})
+        heads = [html.escape(row["subject"]) for row in rows]
+        fig = px.bar({"head": heads, "tokens": [row["draws"] for row in rows]}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
     for row in rows:
         row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
