@@ -19,9 +19,9 @@ from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Option, command
-from sinkscope.results.result import NORM_WITH_COPIES, Result
+from sinkscope.results.result import WITH_TOKENS, Result
 from sinkscope.results.tables import cell
 from sinkscope.sinks.find.result import NORM_LOST, SHARE_OF_HEADS, SINK_PLACE, FindSinks
 
@@ -33,7 +33,7 @@ ON_CARDS = {
     "norm_lost": ("find_sinks", NORM_LOST),
     "spike_ratio": ("find_sinks", "norm of the spike over the typical one"),
     "heads": ("find_sinks", SHARE_OF_HEADS),
-    "copies": ("repeat", NORM_WITH_COPIES),
+    "copies": ("repeat", WITH_TOKENS.format("norm")),
     "loops": ("loops", "loops text, full: loop"),
 }
 """Columns that repeat a number of the card, with its margin: the part and its label there."""
@@ -131,7 +131,8 @@ class ScanTable(Result):
         for rows in self.series():
             return self._emergence(rows)
         measured = [row for row in self.scans if not row.problem]
-        return f"{len(self.having_sink)} of {count_of(len(measured), 'model')} have an attention sink."
+        have = word_form(len(measured), "has", "have")
+        return f"{len(self.having_sink)} of {count_of(len(measured), 'model')} {have} an attention sink."
 
     def details(self) -> list[str]:
         """The other series of checkpoints, and what has no card."""

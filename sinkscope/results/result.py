@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
-NORM_WITH_COPIES = "of the norm with copies"
-"""Label of a number that a table over models has, too."""
+WITH_TOKENS = "{} with these tokens"
+"""Label of a number about tokens that were given, with the label of its outcome."""
 COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_html to_json".split()
 """What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
 LEAST_TABLE = 10
@@ -58,9 +58,9 @@ def numbers_of(claims: Sequence[Claim]) -> list[Number]:
     numbers: dict[str, Number] = {}
     for claim in claims:
         kinds = kind_of(claim.subject)
-        label = f"of the {claim.outcome.kind} left without {kinds}"
+        label = f"{claim.outcome.kind} with {kinds} edited"
         if kinds == "tokens":
-            label = f"of the {claim.outcome.kind} with copies"
+            label = WITH_TOKENS.format(claim.outcome.kind)
         contrast = claim.control.in_words(claim.subject)
         number = Number(label, claim.value, claim.control.value, claim.margin, share=True, contrast=contrast)
         numbers.setdefault(label, number)

@@ -51,7 +51,7 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
             ("norm_lost", "norm lost without its neurons"),
             ("spike_ratio", "norm of the spike over the typical one"),
             ("heads", HEADS),
-            ("copies", "of the norm with copies"),
+            ("copies", "norm with these tokens"),
         ):
             assert float(row[column]) == numbers[label]["value"]
             assert float(row[f"{column}_margin"]) == numbers[label]["margin"]
