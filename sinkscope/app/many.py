@@ -28,6 +28,8 @@ from sinkscope.results.options import command, parameters_of
 
 OWN = ("model", "out", "tokenizer", "progress", "written")
 """What `scan_many` gives to each scan itself, or cannot give to another process."""
+MOST_WORKERS = 4096
+"""Processes of one machine."""
 _TURN = threading.Lock()
 """Scans change what belongs to a whole process, such as its random numbers: threads of one process take turns."""
 
@@ -66,10 +68,6 @@ def scan_one(model: str, folder: str, settings: Mapping[str, Any]) -> Outcome:
             problem = f"{type(error).__name__}: {pathless(problem)}".partition("\n")[0]
         return Outcome(visible(problem), is_full_disk(error))
     return Outcome()
-
-
-MOST_WORKERS = 4096
-"""Processes of one machine."""
 
 
 def scan_many(

@@ -36,10 +36,11 @@ def factory_named(place: str) -> Factory:
         SinkscopeError: There is none, or it needs a parameter that is not known here.
     """
     name, _, budget = place.partition(":")
-    if name in policies():
+    policy = policies().get(name)
+    if policy is not None:
         if budget:
             note(f"note: the checks set the budget themselves; {budget} is not used")
-        return policies()[name]
+        return policy
     sys.path.insert(0, "")
     try:
         factory = resolve_name(place)
