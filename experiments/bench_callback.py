@@ -22,10 +22,9 @@ from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sinkscope as ss
-from experiments.record import Row, record
+from experiments.record import Row, deliver, record
 from experiments.script import run
 from experiments.timing import seconds_of
-from sinkscope.files.output import write_atomic
 from sinkscope.measure import typical_text
 from sinkscope.models.text import text_rows
 
@@ -100,10 +99,7 @@ def main(
         rows.append(compared(size, steps, every, rounds))
     settings = {"rounds": rounds, "steps": steps, "every": every, "interval": INTERVAL}
     text = record("bench-callback", {"rows": rows}, settings, started=started)
-    if out is None:
-        print(text)
-    else:
-        write_atomic(out, text)
+    deliver(text, out)
 
 
 if __name__ == "__main__":

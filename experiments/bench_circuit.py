@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import sinkscope as ss
-from experiments.record import Row, record
+from experiments.record import Row, deliver, record
 from experiments.script import run
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.output import write_atomic
 from tests.organisms.hard import HARD, hard
 from tests.organisms.planted_places import PLACES, places
 
@@ -75,10 +74,7 @@ def main(*, rounds: int = 3, only: Sequence[str] = KINDS, out: Path | None = Non
         "refused": refused,
     }
     text = record("bench-circuit", result, {"rounds": rounds}, started=started)
-    if out is None:
-        print(text)
-    else:
-        write_atomic(out, text)
+    deliver(text, out)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, record, value_of_each
+from experiments.record import Row, deliver, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory
-from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
 ROWS = ("shallow", "deep", "seven_b", "cold_start")
@@ -283,10 +282,7 @@ def main(
             results[name] = rows[name](Path(temporary) / "model")
     settings = {"rounds": rounds, "repeats": REPEATS, "candidates": CANDIDATES}
     text = record("bench-find-sinks", results, settings, started=started)
-    if out is None:
-        print(text)
-    else:
-        write_atomic(out, text)
+    deliver(text, out)
 
 
 if __name__ == "__main__":
