@@ -14,6 +14,7 @@ from sinkscope.conformance.subject import Factory, factory_named
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
+from sinkscope.kv.registry import policies
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
@@ -60,7 +61,7 @@ class CacheCheck(Result):
             skipped = ""
             if apart:
                 skipped = f"; {word_form(len(apart), '1 does', f'{len(apart)} do')} not apply"
-            return f"{name} passes all {count_of(applied, 'check')}{skipped}."
+            return f"{name} passes {word_form(applied, 'the one check', f'all {applied} checks')}{skipped}."
         return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
 
     def details(self) -> list[str]:
@@ -107,7 +108,10 @@ def check_cache(
         sinkscope check-cache transformers:DynamicCache
         sinkscope check-cache snapkv
     """
-    return checked(factory, factory_named(factory), only, without, tolerance, progress)
+    made_by = factory_named(factory)
+    policy = factory.partition(":")[0]
+    name = policy if policy in policies() else factory  # the budget of a policy is not used
+    return checked(name, made_by, only, without, tolerance, progress)
 
 
 def checked(

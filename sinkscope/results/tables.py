@@ -80,7 +80,8 @@ class Grid:
         constants: list[str] = []
         for name, cells in self.columns.items():
             if len(cells) > 1 and len(set(cells)) == 1 and name not in self.kept:
-                constants.append(f"{_words(name)} {cells[0] or 'empty'}")
+                if cells[0]:  # an empty column says nothing
+                    constants.append(f"{_words(name)} {cells[0]}")
             else:
                 sizes[name] = _width(name, cells) + len(BETWEEN)
         room = width + len(BETWEEN)

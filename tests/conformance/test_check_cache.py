@@ -50,6 +50,8 @@ def test_exit_status_and_bad_input(capsys):
         assert main(["check-cache", place]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+    assert main(["check-cache", "snapkv:0.25", "--only", "the_first_tokens_survive"]) == 0
+    assert "Conclusion: snapkv passes the one check." in capsys.readouterr().out
     with pytest.raises(SinkscopeError, match="check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
 

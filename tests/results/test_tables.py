@@ -195,7 +195,7 @@ def test_the_rows_that_are_left_out_count_with_those_that_were_never_shown():
     assert Grid({"a": ["1", "2", "3"]}, total=9).text(None, 2).endswith("\n2 of 9 rows are shown.")
     assert Grid({"a": ["1", "2", "3"]}).text(None, 2).endswith("\n2 of 3 rows are shown.")
     cut = Grid({"a": ["1", "2", "3"], "control": ["0"] * 3, "follows": [""] * 3}, note="3 of 9 rows.").text(80, 2)
-    assert cut.splitlines()[-2:] == ["In every row shown: control 0, follows empty.", "2 of 3 rows are shown."]
+    assert cut.splitlines()[-2:] == ["In every row shown: control 0.", "2 of 3 rows are shown."]
     assert "rows are shown" not in Grid({"a": ["1", "2", "3"]}, total=9).text()
 
 
