@@ -128,7 +128,7 @@ def overhead(rounds: int) -> dict[str, Any]:
         return {name: arm(policy) for name, policy in named.items()}
 
     big = interleaved(arms(llama(12), 32, 32), 4 * rounds)
-    bundled: Any = ss.load(None, backend="hf")
+    bundled: Any = ss.load()
     bundled.generation_config.eos_token_id = None
     evicting = {
         "streaming": StreamingLLM(budget=64),

@@ -44,7 +44,7 @@ class Known:
 def known(name: str) -> Known:
     """One of `MODELS`."""
     if name == "bundled":
-        model = ss.load(backend="hf")
+        model = ss.load()
         return Known(model, model.tokenizer, None, ((1, 338),))
     if name == "two delimiters":
         made = places("two_delimiters", "llama")

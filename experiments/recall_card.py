@@ -121,7 +121,7 @@ def table(numbers: list[Row]) -> str:
 def main(*, out: Path = FOLDER) -> None:
     import sinkscope as ss
 
-    model = ss.load(out, backend="hf")
+    model = ss.load(out)
     numbers = []
     for case in CASES:
         numbers.append(measure(model, model.tokenizer, case))

@@ -103,13 +103,13 @@ def kept(shape: str, folder: Path, dtype: str) -> tuple[str, Row]:
 
 def loaded(folder: str, device: str, dtype: str) -> Target:
     """The checkpoint in memory; it has no unembedding, so nothing reaches its logits and the probe would refuse it."""
-    return target_of(load(folder, backend="hf", device=device, dtype=dtype, probe=False))
+    return target_of(load(folder, device=device, dtype=dtype, probe=False))
 
 
 def model_of(model: str | None, shape: str, device: str, dtype: str) -> Target:
     """The model on the device; None: random weights of a shape, with planted lines in every layer."""
     if model is not None:
-        return target_of(load(model, backend="hf", device=device, dtype=dtype))
+        return target_of(load(model, device=device, dtype=dtype))
     with torch.device(device):
         target = shape_of(shape, 0)
     for parameter in target.hf.parameters():  # buffers stay as they are: positions need float32

@@ -49,7 +49,7 @@ def measure(folders: Sequence[Path]) -> Row:
     if not rows:
         raise SinkscopeError(f"there is no run of {' or '.join(DRAWN)} in {', '.join(f.name for f in folders)}")
     texts = honest_texts()
-    fired = alarms(load(None, backend="hf"), texts, list(MONITORS.values()))
+    fired = alarms(load(), texts, list(MONITORS.values()))
     control = {"texts": len(texts), "alarmed": {method: fired[variant] for method, variant in MONITORS.items()}}
     return {"guards": rows, "paper": PAPER, "new": new, "control": control}
 

@@ -63,7 +63,7 @@ def alarms(model: Any, texts: Sequence[HonestText], detectors: Sequence[str] = D
 
 def main(*, model: str | None = None) -> None:
     texts = honest_texts()
-    for name, fired in alarms(load(model, backend="hf"), texts).items():
+    for name, fired in alarms(load(model), texts).items():
         print(f"{name}: {len(fired)} of {len(texts)} {', '.join(fired)}")
 
 

@@ -222,7 +222,7 @@ def main(
         count: Number of openings of each family.
         only: Remedies, the whole cache first.
     """
-    live: Any = load(model, backend="hf")
+    live: Any = load(model)
     name = "model in the package"
     if model:
         name = Path(model).name

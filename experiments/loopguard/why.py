@@ -117,7 +117,7 @@ def main(*, models: Sequence[Path] = (), count: int = 12, out: Path = Path("figu
             organisms.append({"name": organism.name, "planted": verdict(organism.causes, organism.either), **found})
             progress("organisms", number + 1, len(made))
         for folder in (None, *map(str, models)):
-            setup = Setup.open(load(folder, backend="hf"), loading="whole")
+            setup = Setup.open(load(folder), loading="whole")
             prompts = Loops(source="stories").prompts(target_of(setup.target))[:count]
             for number, prompt in enumerate(prompts):
                 trained.append(asked_of_model(setup, prompt))

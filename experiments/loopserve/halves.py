@@ -110,7 +110,7 @@ def main(*, length: int = 96, eta: float = 0.05, out: Path = Path("figures")) ->
         eta: Share of a half's lines that are chosen.
     """
     started = time.perf_counter()
-    setup = Setup.open(load(None, backend="hf"), loading="whole")
+    setup = Setup.open(load(), loading="whole")
     (ids,) = texts_of(setup, None, None, 1, length)
     rows: list[Row] = []
 

@@ -165,7 +165,7 @@ def main(
     """
     torch.set_num_threads(1)
     started = time.perf_counter()
-    loaded = load(model, backend="hf")
+    loaded = load(model)
     files = {"ordinary text": None, "LongEval topics": topics, "LongEval lines": lines}
     options = {"count": count, "length": length, "new": new}
     sources = []

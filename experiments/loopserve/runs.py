@@ -170,7 +170,7 @@ def answers(suite: Suite, methods: Sequence[str], work: Path) -> BenchRun:
     """Everything that the methods say, from the folder or anew."""
     torch.set_num_threads(1)
     with ProgressBar() as progress:
-        model = load(suite.model, backend="hf")
+        model = load(suite.model)
         return run_bench(model, suite.task, methods, out=work / suite.name, progress=progress)
 
 

@@ -92,7 +92,7 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
             group = f"{answer.repeats} repetitions" + ", patched" * answer.patched
             rows.append({"group": group, "token": answer.token, **longest_piece(texts, answer.follows)})
     new_tokens = int(measured.settings["new_tokens"])
-    for text in ordinary_answers(ss.load(model, backend="hf"), controls, new_tokens):
+    for text in ordinary_answers(ss.load(model), controls, new_tokens):
         rows.append({"group": "ordinary prompts", "token": None, **longest_piece(texts, text)})
     for group in dict.fromkeys(row["group"] for row in rows):
         lengths = []

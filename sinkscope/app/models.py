@@ -70,7 +70,7 @@ def _check(name: str, progress: Progress) -> None:
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
 
-    target = target_of(load(name, backend="hf", probe=False))
+    target = target_of(load(name, probe=False))
     report = probe(target)
     end_bar(progress)
     verdict = "is not served"

@@ -81,7 +81,6 @@ BENCHMARKS = (
         "bench --task loops:source=text",
         loops,
         ScanPart(
-            9,
             topic="Loops",
             full={"count": 16, "max_new_tokens": 384},
             quick={"count": 4, "max_new_tokens": 128},
@@ -94,7 +93,6 @@ BENCHMARKS = (
         "bench --task text",
         policies,
         ScanPart(
-            10,
             topic="Cache",
             full={"count": 4, "prompt": 768},
             quick={"count": 1, "prompt": 256},
@@ -105,6 +103,22 @@ BENCHMARKS = (
 )
 """Parts of a scan that are benchmarks."""
 
+ORDER = (
+    "find_sinks",
+    "circuit",
+    "heads",
+    "repeat",
+    "attack",
+    "patch_make",
+    "barcode",
+    "why",
+    "lines",
+    "loops",
+    "policies",
+    "precision",
+)
+"""What a scan runs, in the order of the card. Measurements of other packages that take part come after these."""
+
 
 def scan_parts() -> list[Part]:
     """The parts of a scan in the order of the card: measurements that say so, and benchmarks."""
@@ -113,7 +127,8 @@ def scan_parts() -> list[Part]:
         measurement = one.load()
         if one.measures and measurement.scan is not None:
             parts.append(Part(one.name, measurement.scan.command or one.words, measurement, measurement.scan))
-    return sorted(parts, key=lambda part: part.scan.order)
+    ours = {part.name: part for part in parts}
+    return [*(ours[name] for name in ORDER), *(part for part in parts if part.name not in ORDER)]
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def draw(result: LineWeights) -> go.Figure:
     group="Dialogues",
     order=1,
     help="Measure attention on the heaviest lines.",
-    scan=ScanPart(8, topic="Lines", quick={"count": 3, "length": 192}, streams=False),
+    scan=ScanPart(topic="Lines", quick={"count": 3, "length": 192}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

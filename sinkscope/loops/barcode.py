@@ -278,7 +278,7 @@ def draw(result: Barcode) -> go.Figure:
     group="Loops",
     order=3,
     help="Show attention in a loop, and what locks onto it.",
-    scan=ScanPart(7, topic="Loops", quick={"max_new_tokens": 96}, streams=False),
+    scan=ScanPart(topic="Loops", quick={"max_new_tokens": 96}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

@@ -334,7 +334,7 @@ class Case:
     group="Loops",
     order=4,
     help="Say what keeps a loop going.",
-    scan=ScanPart(8, topic="Loops", quick={"max_new_tokens": 96, "cuts": 3}, streams=False),
+    scan=ScanPart(topic="Loops", quick={"max_new_tokens": 96, "cuts": 3}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

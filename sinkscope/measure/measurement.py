@@ -36,7 +36,6 @@ class ScanPart:
     """How a measurement takes part in `sinkscope scan`.
 
     Attributes:
-        order: Place on the card.
         topic: What its conclusion is about on the first screen of the card. Of several measurements of a topic, the
             last one with a result is quoted. Empty: it is not on the first screen.
         full: Its arguments.
@@ -46,7 +45,6 @@ class ScanPart:
         command: Command that runs it alone. Empty: the words of the measurement.
     """
 
-    order: int = 100
     topic: str = ""
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)

@@ -282,7 +282,7 @@ def draw(result: MarkingHeads) -> go.Figure:
     group="Sinks",
     order=3,
     help="Find the heads that mark the first token.",
-    scan=ScanPart(3, quick={"count": 8}),
+    scan=ScanPart(quick={"count": 8}),
     figure=draw,
     quick={"count": 2},
 )

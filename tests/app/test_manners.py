@@ -152,10 +152,10 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     patch.save(here)
     with warnings.catch_warnings():  # its own model, read or loaded in any way
         warnings.simplefilter("error", SinkscopeWarning)
-        for model in (ss.load(folder, backend="hf"), ss.load(folder), AutoModelForCausalLM.from_pretrained(folder)):
+        for model in (ss.load(folder), ss.load(folder, backend="bridge"), AutoModelForCausalLM.from_pretrained(folder)):
             with ss.SinkPatch.load(here).on(model):
                 pass
-    model = ss.load(folder, backend="hf")
+    model = ss.load(folder)
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(1.01)  # a fine-tune
     for use in (

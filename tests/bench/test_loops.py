@@ -67,7 +67,7 @@ def test_interventions():
 
 
 def test_openings_of_text_and_their_own_continuation():
-    target = target_of(load(None, backend="hf", probe=False))
+    target = target_of(load(probe=False))
     task = Loops(source="text", count=3)
     prompts = task.prompts(target)
     assert len(prompts) == 3 and {prompt.set for prompt in prompts} == {"text"}

@@ -20,7 +20,7 @@ WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
 
 @cache
 def model(name: str = "recall"):
-    return ss.load(name, backend="hf", probe=False)
+    return ss.load(name, probe=False)
 
 
 def tokenizer_of(form: str):

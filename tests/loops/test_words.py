@@ -15,7 +15,7 @@ TEXT = "Lily's friend won't go.\n\"Hello!\" Grandma said, und Ümläute: don't s
 
 
 def bundled():
-    return ss.load(backend="hf").tokenizer
+    return ss.load().tokenizer
 
 
 def sentencepiece():
@@ -109,7 +109,7 @@ def test_nothing_grows_out_of_the_word_before():
 @pytest.mark.parametrize("rewind", [True, False])
 def test_the_guards_seams_stand_between_words(rewind):
     """Before, the text was cut inside of "I'm"."""
-    model = ss.load(backend="hf")
+    model = ss.load()
     prompt = "The dog was too small. Lily cried. Then Tom said,"
     told = ss.generate(model, prompt, guard=ss.LoopGuard(rewind=rewind), max_new_tokens=96)[0]
     words = words_of(model.tokenizer)

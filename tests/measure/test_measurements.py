@@ -278,7 +278,7 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
         loaded = Result.load("a.json")
         assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and loaded.entropy.shape == (6, 8)
-        model = load(backend="hf")
+        model = load()
         again = getattr(ss, stranger.NAME)(model, last=32)
     assert (again.entropy == loaded.entropy).all() and loaded.settings["last"] == 32
     assert json.loads((tmp_path / "a.json").read_text())["kind"] == "attention-entropy"

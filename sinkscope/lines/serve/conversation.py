@@ -168,7 +168,7 @@ class Conversation:
 
     Example:
         >>> import sinkscope as ss
-        >>> chat = ss.Conversation(ss.load("recall", backend="hf"), ss.LoopServe(budget=64))
+        >>> chat = ss.Conversation(ss.load("recall"), ss.LoopServe(budget=64))
         >>> chat.ask("turn1 it was fact lotte carpet pipe . so they say ask lotte what was said answer").text
         'carpet pipe'
     """

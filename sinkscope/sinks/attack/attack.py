@@ -154,7 +154,7 @@ def draw(result: ClusterAttack) -> go.Figure:
     group="Repetition",
     order=2,
     help="Make sinks with different tokens that one head marks.",
-    scan=ScanPart(5, quick={"sequences": 20}, streams=False),
+    scan=ScanPart(quick={"sequences": 20}, streams=False),
     figure=draw,
     quick={"lengths": [4], "sequences": 4, "prefix": ""},
 )

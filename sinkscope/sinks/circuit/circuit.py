@@ -182,7 +182,7 @@ def draw(result: Circuit) -> go.Figure:
     group="Sinks",
     order=2,
     help="Trace the circuit of the sink.",
-    scan=ScanPart(2, topic="Circuit", quick={"max_repeats": 300}, streams=False),
+    scan=ScanPart(topic="Circuit", quick={"max_repeats": 300}, streams=False),
     figure=draw,
     quick={"max_repeats": 64},
 )

@@ -29,7 +29,7 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unkn
     group="Sinks",
     order=1,
     help="Find the layer and the neurons that make the sink.",
-    scan=ScanPart(1, topic="Sink", full={"all_layers": True}),
+    scan=ScanPart(topic="Sink", full={"all_layers": True}),
     figure="sinkscope.sinks.find.figure:draw",
     quick={"max_repeats": 64},
 )

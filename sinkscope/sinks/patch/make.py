@@ -235,7 +235,7 @@ def write_patch(made: PatchMade, path: str) -> str | None:
     group="Sinks",
     order=4,
     help="Make a patch and prove that it repairs repetition.",
-    scan=ScanPart(6, topic="Repetition", quick=None, streams=False),
+    scan=ScanPart(topic="Repetition", quick=None, streams=False),
     figure=draw,
     words="patch make",
     loading="whole",

@@ -218,7 +218,7 @@ def draw(result: Precision) -> go.Figure:
     group="Sinks",
     order=6,
     help="Measure what rounding costs, and what to keep exact.",
-    scan=ScanPart(11, topic="Precision", quick={"pieces": 8}, streams=False),
+    scan=ScanPart(topic="Precision", quick={"pieces": 8}, streams=False),
     figure=draw,
     loading="whole",
     quick={"schemes": ["a8-tensor"], "pieces": 3, "length": 16},

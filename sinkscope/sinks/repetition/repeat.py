@@ -116,7 +116,7 @@ def refuse_unused(
     group="Repetition",
     order=1,
     help="Measure what repeated tokens do to norm, attention or output.",
-    scan=ScanPart(4, topic="Repetition", full={"ablate": True}, quick={"ablate": True}, command="repeat --ablate"),
+    scan=ScanPart(topic="Repetition", full={"ablate": True}, quick={"ablate": True}, command="repeat --ablate"),
     figure=draw,
     quick={"max_repeats": 24, "ablate": True},
     check=refuse_unused,
