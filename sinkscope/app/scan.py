@@ -127,8 +127,9 @@ def scan_parts() -> list[Part]:
         measurement = one.load()
         if one.measures and measurement.scan is not None:
             parts.append(Part(one.name, measurement.scan.command or one.words, measurement, measurement.scan))
-    ours = {part.name: part for part in parts}
-    return [*(ours[name] for name in ORDER), *(part for part in parts if part.name not in ORDER)]
+    by_name = {part.name: part for part in parts}
+    ours = [by_name.pop(name) for name in ORDER]
+    return [*ours, *by_name.values()]
 
 
 @dataclass(frozen=True)
