@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit, all_checks
-from sinkscope.conformance.subject import Factory, factory_named
+from sinkscope.conformance.subject import Factory, factory_named, without_budget
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.kv.registry import policies
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
@@ -108,10 +107,8 @@ def check_cache(
         sinkscope check-cache transformers:DynamicCache
         sinkscope check-cache snapkv
     """
-    made_by = factory_named(factory)
-    policy = factory.partition(":")[0]
-    name = policy if policy in policies() else factory  # the budget of a policy is not used
-    return checked(name, made_by, only, without, tolerance, progress)
+    place = without_budget(factory)
+    return checked(place, factory_named(place), only, without, tolerance, progress)
 
 
 def checked(

@@ -98,6 +98,8 @@ class Kit:
             return CheckedBehaviour(words, "does not apply", "", str(error))
         except FaultError as error:
             module, _, function = self.place.partition(":")
+            if not function:  # the name of a policy
+                module, function = self.factory.__module__, self.factory.__name__
             lines = [
                 f"from {module} import {function}",
                 "from sinkscope.conformance.flow import Flow, outcome_of, right_logits",

@@ -24,9 +24,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if place is None:
         return
     from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
-    from sinkscope.conformance.subject import factory_named
+    from sinkscope.conformance.subject import factory_named, without_budget
     from sinkscope.errors import SinkscopeError
 
+    place = without_budget(place)
     try:
         kit = Kit(place, factory_named(place), config.getoption(_TOLERANCE) or TOLERANCE)
         kit.subject()

@@ -27,6 +27,16 @@ EXPECTED = (
 )
 
 
+def without_budget(place: str) -> str:
+    """The name of a policy without the budget that `--policy` takes, which the checks set; other places as they are."""
+    name, _, budget = place.partition(":")
+    if name not in policies():
+        return place
+    if budget:
+        note(f"note: the checks set the budget themselves; {budget} is not used")
+    return name
+
+
 def factory_named(place: str) -> Factory:
     """The factory at "module:function", or a policy by the name that `--policy` takes.
 
@@ -35,11 +45,8 @@ def factory_named(place: str) -> Factory:
     Raises:
         SinkscopeError: There is none, or it needs a parameter that is not known here.
     """
-    name, _, budget = place.partition(":")
-    policy = policies().get(name)
+    policy = policies().get(without_budget(place))
     if policy is not None:
-        if budget:
-            note(f"note: the checks set the budget themselves; {budget} is not used")
         return policy
     sys.path.insert(0, "")
     try:

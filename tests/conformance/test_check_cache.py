@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import sinkscope as ss
+from experiments.check_cache.faulty import crop_does_nothing
 from sinkscope.app.cli import main
 from sinkscope.conformance.check_cache import checked
 from sinkscope.conformance.recorder import held_bytes
@@ -31,9 +32,11 @@ def test_the_reproduction_shows_the_failure(capsys):
     (row,) = result.checks
     assert row.verdict == "fails" and row.reproduction in result.text(width=None).replace("\n    ", "\n")
     assert len(row.reproduction.splitlines()) <= 5
-    exec(row.reproduction, {})  # as its reader would
-    shown = float(capsys.readouterr().out.partition("(")[2].partition(")")[0])
-    assert shown > 0.01
+    (named,) = checked("crop", crop_does_nothing, only=(CROP,)).checks  # as of a policy, which has a name only
+    for one in (row, named):
+        exec(one.reproduction, {})  # as its reader would
+        shown = float(capsys.readouterr().out.partition("(")[2].partition(")")[0])
+        assert shown > 0.01
     assert checked("tests:dynamic", dynamic, only=(CROP,)).exit_code == 0
 
 
