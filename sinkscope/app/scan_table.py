@@ -34,7 +34,7 @@ ON_CARDS = {
     "spike_ratio": ("find_sinks", "norm of the spike over the typical one"),
     "heads": ("find_sinks", SHARE_OF_HEADS),
     "copies": ("repeat", WITH_TOKENS.format("norm")),
-    "loops": ("loops", "loops text, full: loop"),
+    "loops": ("loops", "loops text, full: answers that loop"),
 }
 """Columns that repeat a number of the card, with its margin: the part and its label there."""
 

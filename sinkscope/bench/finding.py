@@ -52,7 +52,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
             control = group
     said = f"{task.control} was not run"
     if control is not None:
-        said = f"{control.method}, the control: {_value(task, control)}"
+        said = f"{control.method}, the control: {_value(task, control, brief=True)}"
     if not compared:
         return f"In {where}, {said}; no other method was run."
     full_read = None if full is None else full.metrics.get("read")
@@ -79,7 +79,13 @@ def _found(
     if count > 1 and not best.differs(compared[1]):
         other, _ = _score(task, compared[1], full_read, interval)
         names = f"{_name(best)} and {_name(compared[1])}"
-        return f"{names} are too close to rank in {where}: {score} and {other} (of {count} methods)"
+        if count > 2:
+            names = f"{names}, the best of {count},"
+        if control is not None and best.differs(control) and compared[1].differs(control):
+            better = (best.score < control.score) == task.low_is_good
+            beyond = "do better" if better else "do worse"
+            return f"{names} {beyond} than {control.method} in {where}, too close to rank: {score} and {other}"
+        return f"{names} are too close to rank in {where}: {score} and {other}"
     if count > 1:
         found = f"{_name(best)} is the best of {count} in {where}: {score}"
     else:
@@ -95,10 +101,11 @@ def _name(group: BenchGroup) -> str:
     return "LoopGuard" if name_of(group.method) == GUARD else group.method
 
 
-def _value(task: type[Task], group: BenchGroup) -> str:
+def _value(task: type[Task], group: BenchGroup, *, brief: bool = False) -> str:
     """7 of 12 answers loop, of a metric that is a share of the answers; otherwise the mean."""
     if task.counted:
-        return f"{round(group.score * group.answers)} of {group.answers} answers {task.counted}"
+        counted = f"{round(group.score * group.answers)} of {group.answers}"
+        return counted if brief else f"{counted} answers {task.counted}"
     return task.shown.format(group.score)
 
 

@@ -87,14 +87,14 @@ class BenchTable(Result):
             return None
         same = [group for group in self.groups if group.place == self.groups[0].place]
         task = task_class(same[0].task)
+        control = next((group for group in same if name_of(group.method) == task.control), None)
         for best in ranked(same)[:1]:
-            label = f"{task.unit}, {best.method}"
+            shares = {group.method: group.metrics.get(task.tile) if task.tile else group.score for group in same}
+            label = f"{task.tile_label or task.unit}, {best.method}"
             if task.counted:
                 label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
-            control = next((group for group in same if name_of(group.method) == task.control), None)
-            value = None if control is None else control.score
             name = task.control if control is None else control.method
-            return Number(label, best.score, value, share=task.main in PERCENT, contrast=name)
+            return Number(label, shares[best.method], shares.get(name), share=True, contrast=name)
         return None
 
     def conclusion(self) -> str:
@@ -109,11 +109,13 @@ class BenchTable(Result):
         scores = {group.place: group.score for group in self.groups if group.method == FULL}
         numbers: list[Number] = []
         for group in self.groups:
-            label = f"{group.title}, {group.method}: {task_class(group.task).main}"
+            task = task_class(group.task)
+            label = f"{group.title}, {group.method}: {task.unit}"
             margin = (group.high - group.low) / 2
             if math.isnan(margin):  # of a single sample there is no error
                 margin = None
-            numbers.append(Number(label, group.score, scores.get(group.place), margin))
+            share = task.main in PERCENT
+            numbers.append(Number(label, group.score, scores.get(group.place), margin, share, FULL))
         return numbers
 
 

@@ -182,13 +182,24 @@ class Claim:
 
     def phrase(self, most: int = NAMED, called: str = "") -> str:
         """The same with what is left and the control, as a clause."""
-        left, chance = percent_pair(self.value, self.control.value)
-        control = f"{self.control.in_words(self.subject)}: {chance}"
         if isinstance(self.subject[0], Tokens):
+            left, control = self.beside_control()
             return f"{in_words(self.subject, most)} give {left} ({control})"
+        if self.verdict == "needed" and self.subject[0] != POSITION:
+            lost, control = self.beside_control(lost=True)
+            return f"{self.said(most, called)}: {removed(self.subject)} {lost} is lost ({control})"
+        left, control = self.beside_control()
         if self.subject[0] != POSITION:
             left = f"{removed(self.subject)} {left} stays"
         return f"{self.said(most, called)}: {left} ({control})"
+
+    def beside_control(self, *, lost: bool = False) -> tuple[str, str]:
+        """What is left, or lost, in per cent; and the control with its name and the same of it."""
+        value, chance = self.value, self.control.value
+        if lost:
+            value, chance = 1 - value, 1 - chance
+        first, second = percent_pair(value, chance)
+        return first, f"{self.control.in_words(self.subject)}: {second}"
 
     def sentence(self) -> str:
         """The clause, with what was read and where before it."""

@@ -55,6 +55,7 @@ class Loops(Task):
     name: ClassVar[str] = "loops"
     main: ClassVar[str] = "loop"
     low_is_good: ClassVar[bool] = True
+    unit: ClassVar[str] = "answers that loop"
     counted: ClassVar[str] = "loop"
     columns: ClassVar[tuple[str, ...]] = (
         *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),

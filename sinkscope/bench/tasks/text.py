@@ -49,6 +49,8 @@ class TextFidelity(Task):
     unit: ClassVar[str] = "divergence from full attention"
     shown: ClassVar[str] = "{:.2g} nats"
     control: ClassVar[str] = "random"
+    tile: ClassVar[str] = "agree"
+    tile_label: ClassVar[str] = "of next tokens are those of full attention"
     columns: ClassVar[tuple[str, ...]] = ("agree", "first")
     together: ClassVar[bool] = True
 

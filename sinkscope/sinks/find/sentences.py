@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sinkscope.results.claims import Search
 from sinkscope.results.notation import count_of, short_sentence, word_form, word_list
-from sinkscope.results.parts import POSITION
+from sinkscope.results.parts import POSITION, in_words, kind_of, removed
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import SHORT, Readers, RepeatsNeeded, RepetitionSpike, Sink, SinkRate, Spike
 
@@ -19,11 +19,33 @@ NOTHING = "nothing that was removed takes it away"
 def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> str:
     """Who attends where and what they need; without a sink, where norms stand out and what makes that."""
     if sinks:
+        makers = [maker_sentence(sinks, named) for named in NAMED]
+        if makers[0]:
+            return short_sentence(makers)
         versions = [f"{statement(sinks[0], named, brief=True)}." for named in NAMED]
         return short_sentence([*versions, f"{statement(sinks[0], 1, groups=1)}."])
     if spikes:
         return short_sentence(f"No attention sink ({most}); {spike_clause(spikes[0], named)}." for named in NAMED)
     return f"Neither an attention sink nor a norm spike was found ({most})."
+
+
+def maker_sentence(sinks: Sequence[Sink], named: int) -> str:
+    """That neurons make the first sink, if all its heads need the spike that they make; else nothing."""
+    sink = sinks[0]
+    claim = sink.groups[0].claim if len(sink.groups) == 1 and sink.groups[0].by_spike else None
+    if claim is None or claim.verdict != "needed" or kind_of(claim.subject) != "neurons" or _when(sink):
+        return ""
+    count = len(claim.subject)
+    who = word_form(count, "One neuron", f"{count} neurons")
+    what = "this model's attention sink"
+    if len(sinks) > 1:
+        what = f"one of this model's {len(sinks)} attention sinks"
+    lost, control = claim.beside_control(lost=True)
+    make = word_form(count, "makes", "make")
+    return (
+        f"{who}, {in_words(claim.subject, named)}, {make} {what}: {removed(claim.subject)} {sink.readers} of "
+        f"{sink.n_heads} heads lose {lost} of their attention to {sink.words} ({control})."
+    )
 
 
 def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups: int = GROUPS) -> str:

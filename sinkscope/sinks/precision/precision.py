@@ -172,17 +172,22 @@ class Precision(Result):
     def conclusion(self) -> str:
         """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
         cost = self.largest
-        said = f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats"
         best = self.best(cost.scheme)
         if best is None or best.random is None:
-            return f"{said}; nothing kept exact regains half beyond random ones ({self.tried(cost.scheme)})."
+            return (
+                f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats; nothing kept unrounded recovers half beyond "
+                f"random ones ({self.tried(cost.scheme)})."
+            )
         name = f"the {best.kept}"
         if best.kept == NEURONS:
             name = neuron_names(self.neurons, 2)
         elif best.kept in (LAYERS, COSTLIEST):
             name = f"layer {word_list(self.layers_of(best), 2)}"
         regained, random = percent_pair(best.regained, best.random)
-        return f"{said}; keeping {name} exact regains {regained} (random ones: {random})."
+        return (
+            f"Keeping {name} unrounded recovers {regained} of what rounding {WORDS[cost.scheme]} costs, {cost.kl:.2g} "
+            f"nats (random ones: {random})."
+        )
 
     def details(self) -> list[str]:
         """Where the sink is, and what stands beside no random ones."""
