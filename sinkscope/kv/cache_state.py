@@ -13,7 +13,6 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.tap.listeners import Handler
 
@@ -35,11 +34,8 @@ class CacheState:
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
         reorders: `CacheLayer.reorders` when the last prompt was read.
-        budgets: What the policy keeps of each row of the last prompt.
-        copied: Whether layers work on copies of chosen slots (`Progressive`).
-        memory: The record of each other intervention, by its key.
+        memory: What policies and guards keep of this cache, by the class of it, a name or their key.
         queries: The latest queries of each layer, if requested.
-        flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
         meter: Counter of tokens and bytes.
     """
 
@@ -47,11 +43,8 @@ class CacheState:
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
     reorders: int = 0
-    budgets: RowBudgets | None = None
-    copied: bool = False
-    memory: dict[int, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
-    flat: set[int] = field(default_factory=set)
     meter: Meter = field(default_factory=Meter)
 
 
