@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +15,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.tap.listeners import Handler
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,12 +121,12 @@ class CurrentCall(threading.local):
         resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
         settings: Settings of the latest `generate`; None without one.
         ended: The moment after the layers of the latest call, until the logits have come.
-        handler: Our listener at the tap.
+        following: What `Session` still does in that call.
     """
 
     call: Call | None = None
     cache: Any = None
-    handler: Handler | None = None
+    following: Generator[Any] | None = None
     own_masks: bool = False
     prompting: bool = False
     resuming: bool = False
