@@ -290,13 +290,16 @@ class CacheLayer(DynamicLayer):
         if removed < 0:
             raise SinkscopeError(f"crop({-removed}): give minus the number of tokens to remove")
         self.settle()
-        if removed == 0 or not self.is_initialized or self._columns is None:
+        if removed == 0 or self._columns is None:
+            return
+        if removed >= self.seen:
+            self.reset()
             return
         pos = self.pos
-        slots = max(0, self.seen - removed)
+        slots = self.seen - removed
         self._columns = self._columns[:, :slots]
         if self._pos is not None:  # else slots are columns
-            last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
+            last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
             stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
             used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
             slots = max(used, default=-1) + 1  # holes at the right end go, too
@@ -330,10 +333,9 @@ class CacheLayer(DynamicLayer):
 
     def _change_rows(self, changed: Callable[[Tensor], Tensor]) -> None:
         self.settle()
-        if self.seen:
+        if self._columns is not None:
             self.keys = changed(self.keys)
             self.values = changed(self.values)
-        if self._columns is not None:
             self._columns = changed(self._columns)
         if self._pos is not None:
             self._pos = changed(self._pos)
