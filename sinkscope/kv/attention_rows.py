@@ -59,7 +59,7 @@ class Watcher:
     """
 
     fn: Callable[[AttentionRows], None]
-    layers: frozenset[int] | None
+    layers: list[int] | None
     last: int | None
 
     def first_query(self, queries: int) -> int:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
+from sinkscope.kv.adopt import own_layers, taken_over, used_cache, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
-from sinkscope.kv.windows import check_generation, check_mask, check_servable
-from sinkscope.models.call_cache import by_name, cache_in, with_cache
+from sinkscope.kv.windows import check_generation, check_servable
+from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
@@ -108,10 +108,7 @@ class Session:
         self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
     ) -> None:
         """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
-        chosen = None
-        if layers is not None:
-            chosen = frozenset(layers)
-        self.watching.watchers.append(Watcher(fn, chosen, last))
+        self.watching.watchers.append(Watcher(fn, layers, last))
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
@@ -194,7 +191,7 @@ class Session:
         """
         now, owns_cache = self.now, self.watching.owns_cache
         self._check_attention()
-        cache = self._cache_of(kwargs)
+        cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
         handler: Handler | None = None
         try:
             now.cache = cache
@@ -203,7 +200,7 @@ class Session:
                 if call.past == 0:  # the cache is new or was emptied
                     self.states.forget(cache)
                 if owns_cache:
-                    layers = self._taken_over(call, cache, kwargs)
+                    layers = taken_over(cache, call, kwargs, self.target, is_known=cache in self.states)
                     self._act_before(layers, call, self.states.of(cache))
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
@@ -235,36 +232,6 @@ class Session:
                 "acts here: set it before the `with`",
                 page="kv-session",
             )
-
-    def _cache_of(self, kwargs: dict[str, Any]) -> Any:
-        """The cache that a call is to use; None if it uses none."""
-        cache = cache_in(kwargs)
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(self.target.config, "use_cache", True)
-        if cache is None and use_cache:
-            cache = new_cache(self.target)
-        if self.watching.watchers and getattr(cache, "is_compileable", False):
-            raise UnsupportedError(
-                f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
-                "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
-                page="kv-cache",
-            )
-        return cache
-
-    def _taken_over(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> list[CacheLayer]:
-        """The layers of the cache of a call, which are ours from now on."""
-        layers: list[CacheLayer] = []
-        if cache in self.states:
-            layers = used_layers(cache)
-        if not layers:
-            adopt(cache, self.target, call.columns[:, : call.past])
-            layers = own_layers(cache)
-        if call.past and call.index.shape[1] > 1:
-            check_mask(kwargs.get("attention_mask"), call, self.target)
-        if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
-        return layers
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
