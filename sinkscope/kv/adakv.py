@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -36,6 +37,8 @@ class AdaKV(SnapKV):
     """
 
     floor: Share = 0.2
+
+    KEEPS_BUDGET: ClassVar[bool] = False
 
     def select(
         self,

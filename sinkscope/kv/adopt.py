@@ -10,10 +10,58 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.scope import cache_layers
-from sinkscope.models.call_cache import cache_parameter
+from sinkscope.kv.windows import check_mask
+from sinkscope.models.call_cache import cache_in, cache_parameter
 from sinkscope.models.target import Target
+
+
+def used_cache(arguments: dict[str, Any], target: Target, *, is_watched: bool) -> Any:
+    """The cache that a call with these arguments is to use, a new one if it brings none; None if it uses none.
+
+    Raises:
+        UnsupportedError: It holds room for tokens that are still to come, and attention is watched.
+    """
+    cache = cache_in(arguments)
+    use_cache = arguments.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(target.config, "use_cache", True)
+    if cache is None and use_cache:
+        cache = new_cache(target)
+    if is_watched and getattr(cache, "is_compileable", False):
+        raise UnsupportedError(
+            f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
+            "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
+            page="kv-cache",
+        )
+    return cache
+
+
+def taken_over(
+    cache: Any, call: Call, arguments: dict[str, Any], target: Target, *, is_known: bool
+) -> list[CacheLayer]:
+    """The layers of the cache of a call, which are ours from now on.
+
+    Args:
+        cache: The cache.
+        call: The call.
+        arguments: Its arguments; a mask is added for a model whose position biases are as long as it.
+        target: The model.
+        is_known: Whether an earlier call of the run used this cache.
+    """
+    layers: list[CacheLayer] = []
+    if is_known:
+        layers = used_layers(cache)
+    if not layers:
+        adopt(cache, target, call.columns[:, : call.past])
+        layers = own_layers(cache)
+    if call.past and call.index.shape[1] > 1:
+        check_mask(arguments.get("attention_mask"), call, target)
+    if not target.adapter.attention_interface and arguments.get("attention_mask") is None:
+        arguments["attention_mask"] = (call.columns >= 0).long()
+    return layers
 
 
 def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> None:

@@ -23,7 +23,6 @@ class AttentionRows:
         first: Index of the first query among the call's new tokens.
         probs: `[batch head query slot]`, float32, after softmax.
         view: What the queries of the call see; None if there is one, and it sees every slot of `kv`.
-        query: `[batch head query d_head]`, after rotary; None if the model does not expose it.
         kv: The layer's cache; None if it is not a sinkscope cache.
         call: The forward call.
     """
@@ -32,7 +31,6 @@ class AttentionRows:
     first: int
     probs: Float[Tensor, "batch head query slot"]
     view: View | None
-    query: Float[Tensor, "batch head query d_head"] | None
     kv: CacheLayer | None
     call: Call
 
@@ -61,7 +59,7 @@ class Watcher:
     """
 
     fn: Callable[[AttentionRows], None]
-    layers: frozenset[int] | None
+    layers: list[int] | None
     last: int | None
 
     def first_query(self, queries: int) -> int:

@@ -21,7 +21,6 @@ from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.own_attention import OwnAttention
-from sinkscope.tap.rows import rows_by_view
 from sinkscope.tap.view import View
 
 
@@ -76,11 +75,7 @@ class AttentionWatch:
             keys = module.expand_kv(kv.keys, kv.values)[0]
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
         view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
-        query = latest.query[:, :, -last:]
-        rows = self._row_functions.get(layer)
-        if rows is None:
-            return rows_by_view(module, query, keys, view, None)
-        return rows(query, keys, view)
+        return self._row_functions[layer](latest.query[:, :, -last:], keys, view)
 
     def unseen_queries(self) -> UnsupportedError:
         """The error of a policy that needs queries which were read before it could see them."""
@@ -93,15 +88,15 @@ class AttentionWatch:
     def see(self, attention: Attention) -> None:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
-        queries = attention.query.shape[2]
+        queries = attention.queries
         if self._queries_kept:
             attention.view = self._view_of(attention)
             self._row_functions[layer] = attention.row_function()
             if not attention.is_repeated:
-                self.note_queries(layer, attention.query)
+                self._note_queries(layer, attention.query)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention, self._view_of(attention))
-        watchers = self.watchers_of(layer)
+        watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
@@ -113,12 +108,11 @@ class AttentionWatch:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
         for watcher in watchers:
-            show = partial(self.show_rows, watcher, layer, attention.view, attention.query)
-            attention.show(show, first=watcher.first_query(queries))
+            attention.show(partial(self._show_rows, watcher, layer, attention.view), first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
-        if attention.query.shape[2] > 1 or attention.in_blocks is not None:
+        if attention.queries > 1 or attention.in_blocks is not None:
             return False
         kv = self.now.layer(attention.layer)
         return kv is not None and kv.complete and self._windows[attention.layer] is None
@@ -143,23 +137,14 @@ class AttentionWatch:
                 page="kv-session",
             )
 
-    def watchers_of(self, layer: int) -> list[Watcher]:
-        """Who sees the rows of a layer."""
-        return [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
-
-    def show_rows(
-        self, watcher: Watcher, layer: int, view: View | None, query: Tensor | None, first: int, probs: Tensor
-    ) -> None:
-        """Show rows to a watcher; `query` are all queries of the call, of which `first` is the first of the rows."""
+    def _show_rows(self, watcher: Watcher, layer: int, view: View | None, first: int, probs: Tensor) -> None:
         call = self.now.call
         assert call is not None
-        if query is not None and probs.shape[2] < query.shape[2]:
-            query = query[:, :, first : first + probs.shape[2]]
-        watcher.fn(AttentionRows(layer, first, probs, view, query, self.now.layer(layer), call))
+        watcher.fn(AttentionRows(layer, first, probs, view, self.now.layer(layer), call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
-        if self.replacement is not None and attention.query.shape[2] > 1:
+        if self.replacement is not None and attention.queries > 1:
             replaced = self.replacement(attention, self.now.layer(attention.layer))
             if replaced is not None:
                 return replaced, None
@@ -171,19 +156,18 @@ class AttentionWatch:
 
     def _view_of(self, attention: Attention) -> View:
         """What the queries of this call see, of the blocks that an indexer chose if there is one."""
-        view = self.view(attention.layer, attention.key)
-        blocks, call = attention.in_blocks, self.now.call
-        if blocks is None or call is None:
+        call, blocks = self.now.call, attention.in_blocks
+        assert call is not None
+        view = self._view(call, attention.layer, attention.key)
+        if blocks is None:
             return view
         seen = call.columns.shape[1]  # the place of what has no position
         place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
         chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))
 
-    def view(self, layer: int, key: Tensor) -> View:
-        """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
-        call = self.now.call
-        assert call is not None
+    def _view(self, call: Call, layer: int, key: Tensor) -> View:
+        """What the queries of a call see of `key` `[batch kv_head slot ...]`."""
         query_pos = call.on(key.device)
         kv = self.now.layer(layer)
         window = self._windows[layer]
@@ -194,10 +178,10 @@ class AttentionWatch:
         # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
         return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window, columns=columns)
 
-    def note_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
-        """Keep the latest queries of a layer, after rotary, if anyone asked for them."""
+    def _note_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
+        """Keep the latest queries of a layer, after rotary."""
         call = self.now.call
-        if not self._queries_kept or call is None or self.now.cache is None:
+        if call is None or self.now.cache is None:
             return
         if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
             return

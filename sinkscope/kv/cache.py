@@ -45,15 +45,15 @@ class Growth:
 class CacheLayer(DynamicLayer):
     """Keys and values of one layer, with positions.
 
+    It is empty, untouched, pruned or a part (docs/kv_states.md); what it holds follows from the fields below.
+
     Attributes:
         keys: `[batch kv_head slot d_head]`.
         values: `[batch kv_head slot d_head]`.
-        seen: Number of tokens appended so far (batch columns, including padding), whether or not they were evicted.
-        edited: Whether any token was evicted or hidden, so that slot and position may differ.
-        reorders: How often rows were reordered (by beam search).
-        aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
-        gapless: True if there are certainly no holes. If False, `holes` counts them.
         number: Number of the decoder layer.
+        reorders: How often rows were reordered (by beam search).
+        gapless: True if there are certainly no holes. If False, `holes` counts them.
+        aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
         growth: The room for new tokens; another one where keys, values and positions become other tensors.
     """
@@ -69,17 +69,28 @@ class CacheLayer(DynamicLayer):
         self._clear()
 
     def _clear(self) -> None:
-        self.seen = 0
-        self.edited = False
-        self.gapless = False
         self.aside: CacheLayer | None = None
+        self._columns: Int[Tensor, "batch seen"] | None = None  # of all tokens appended; shared between layers
+        # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
+        self._pos: Int[Tensor, "batch kv_head slot"] | None = None
+        self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
-        self._columns: Int[Tensor, "batch seen"] | None = None  # shared between layers
-        self._pos: Int[Tensor, "batch kv_head slot"] | None = None  # of the slots that existed when it was last read
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
         self.growth = Growth()
 
     # What the layer holds ------------------------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens appended so far (batch columns, including padding), whether or not they were evicted."""
+        if self._columns is None:
+            return 0
+        return self._columns.shape[1]
+
+    @property
+    def edited(self) -> bool:
+        """Whether any token was evicted or hidden, so that slot and position may differ."""
+        return self._pos is not None or _HIDDEN in self.numbers
 
     @property
     def slots(self) -> int:
@@ -119,7 +130,7 @@ class CacheLayer(DynamicLayer):
         return self.growth.keys.allocated or int(self.keys.shape[-2])
 
     def holes(self) -> Float[Tensor, " batch"]:
-        """Number of empty slots of each row, averaged over kv heads; returns the same tensor until the next edit."""
+        """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
         # New slots of single-token calls are never holes, so this is valid until the next edit.
         if self._holes is None:
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
@@ -155,6 +166,10 @@ class CacheLayer(DynamicLayer):
             self.numbers[name] = torch.nn.functional.pad(self.numbers[name], (0, new))
         return self.numbers[name]
 
+    def _forget_holes(self, gapless: bool) -> None:
+        self._holes = None
+        self.gapless = gapless
+
     # What policies do ------------------------------------------------------------------------------------------------
 
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
@@ -180,13 +195,18 @@ class CacheLayer(DynamicLayer):
                 keep = keep.take(index)
         if ragged:
             pos = torch.where(keep, pos, -1)
-        self.keep_slots(index, pos)
-        self.gapless = not ragged
+        self.keep_slots(index, pos, ragged)
 
     def keep_slots(
-        self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"]
+        self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"], ragged: bool
     ) -> None:
-        """Hold these among all slots of all rows and heads, at these positions; None: all of them."""
+        """Hold these among all slots of all rows and heads, at these positions; None: all of them.
+
+        Args:
+            index: The slots; None for all.
+            pos: Their positions.
+            ragged: Whether there are holes among them.
+        """
         if index is not None:
             self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
@@ -194,12 +214,10 @@ class CacheLayer(DynamicLayer):
             self.values = torch.embedding(self.values.flatten(0, 2), index)
             self.growth = Growth()
         self._pos = pos
-        self._holes = None
-        self.edited = True
+        self._forget_holes(gapless=not ragged)
 
     def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
-        self.edited = True
         self.numbers[_HIDDEN] = ~show
 
     def settle(self) -> None:
@@ -215,25 +233,17 @@ class CacheLayer(DynamicLayer):
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
         later = moved_numbers(self, lambda numbers: numbers[..., first_new:])
-        self._take_over(whole.copy())
+        columns = self._columns
+        vars(self).update(vars(whole.copy()))
+        self._columns = columns
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
-        if new:
-            # Not copied at every selection: the room that is made by the first lasts for several.
-            self.keys = self.growth.keys.append(self.keys, new_keys, _SPARE * new)
-            self.values = self.growth.values.append(self.values, new_values, _SPARE * new)
+        if new:  # not copied at every selection: the room that is made by the first lasts for several
+            self._append(new_keys, new_values, _SPARE * new)
 
-    def _take_over(self, other: CacheLayer) -> None:
-        """Hold what `other` holds; the tokens seen and the reorderings stay one's own."""
-        self.keys = other.keys
-        self.values = other.values
-        self.edited = other.edited
-        self.gapless = other.gapless
-        self.aside = other.aside
-        self._holes = other._holes
-        self._pos = other._pos
-        self.numbers = other.numbers
-        self.growth = other.growth
+    def _append(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
+        self.keys = self.growth.keys.append(self.keys, keys, spare)
+        self.values = self.growth.values.append(self.values, values, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -255,19 +265,15 @@ class CacheLayer(DynamicLayer):
                     "masks would be wrong; go on inside it, or start from a new cache",
                     page="kv-session",
                 )
-            columns = _columns_without_session(self._columns, self.seen, key_states)
+            columns = _columns_without_session(self._columns, key_states)
         self._columns = columns
-        if self.is_initialized and self.keys.shape[-2]:
-            self.keys = self.growth.keys.append(self.keys, key_states)
-            self.values = self.growth.values.append(self.values, value_states)
+        if self.slots:
+            self._append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.growth.keys = GrowingTensor(-2, self.keys)
-            self.growth.values = GrowingTensor(-2, self.values)
-        self.seen += new
+            self.growth = Growth(GrowingTensor(-2, self.keys), GrowingTensor(-2, self.values))
         if new > 1:  # there may be padding among the new tokens
-            self._holes = None
-            self.gapless = self.edited and bool((self.pos >= 0).all())
+            self._forget_holes(gapless=self.edited and bool((self.pos >= 0).all()))
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -284,21 +290,24 @@ class CacheLayer(DynamicLayer):
         if removed < 0:
             raise SinkscopeError(f"crop({-removed}): give minus the number of tokens to remove")
         self.settle()
-        if removed == 0 or not self.is_initialized or self._columns is None:
+        if removed == 0 or self._columns is None:
+            return
+        if removed >= self.seen:
+            self.reset()
             return
         pos = self.pos
-        self.seen = max(0, self.seen - removed)
-        self._columns = self._columns[:, : self.seen]
-        last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1 if nothing is left
-        stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-        used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
-        slots = max(used, default=-1) + 1  # holes at the right end go, too
-        self._pos = torch.where(stays, pos, -1)[..., :slots]
+        slots = self.seen - removed
+        self._columns = self._columns[:, :slots]
+        if self._pos is not None:  # else slots are columns
+            last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
+            stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
+            used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
+            slots = max(used, default=-1) + 1  # holes at the right end go, too
+            self._pos = torch.where(stays, pos, -1)[..., :slots]
         self.keys = self.keys[..., :slots, :]
         self.values = self.values[..., :slots, :]
         self.numbers = moved_numbers(self, lambda numbers: numbers[..., :slots])
-        self._holes = None
-        self.gapless = bool((self._pos >= 0).all())  # heads that keep different tokens lose different numbers
+        self._forget_holes(gapless=bool((self.pos >= 0).all()))  # heads may lose different numbers
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -324,15 +333,14 @@ class CacheLayer(DynamicLayer):
 
     def _change_rows(self, changed: Callable[[Tensor], Tensor]) -> None:
         self.settle()
-        if self.seen:
+        if self._columns is not None:
             self.keys = changed(self.keys)
             self.values = changed(self.values)
-        if self._columns is not None:
             self._columns = changed(self._columns)
         if self._pos is not None:
             self._pos = changed(self._pos)
         self.numbers = moved_numbers(self, changed)
-        self._holes = None
+        self._forget_holes(self.gapless)
         self.growth = Growth()
 
 
@@ -359,11 +367,11 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
 
 
 def _columns_without_session(
-    earlier: Int[Tensor, "batch column"] | None, seen: int, keys: Float[Tensor, "batch kv_head new d_head"]
+    earlier: Int[Tensor, "batch seen"] | None, keys: Float[Tensor, "batch kv_head new d_head"]
 ) -> Int[Tensor, "batch seen"]:
     """Positions outside of a session, where all tokens count as real."""
     step = repeat(torch.arange(keys.shape[-2], device=keys.device), "pos -> batch pos", batch=len(keys))
     if earlier is None:
         return step
-    earlier = earlier[:, :seen].to(keys.device)
+    earlier = earlier.to(keys.device)
     return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,9 +14,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.tap.listeners import Handler
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +34,8 @@ class CacheState:
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
         reorders: `CacheLayer.reorders` when the last prompt was read.
-        budgets: What the policy keeps of each row of the last prompt.
-        copied: Whether layers work on copies of chosen slots (`Progressive`).
-        memory: The record of each other intervention, by its key.
+        memory: What policies and guards keep of this cache, by the class of it, a name or their key.
         queries: The latest queries of each layer, if requested.
-        flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
         meter: Counter of tokens and bytes.
     """
 
@@ -47,11 +43,8 @@ class CacheState:
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
     reorders: int = 0
-    budgets: RowBudgets | None = None
-    copied: bool = False
-    memory: dict[int, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
-    flat: set[int] = field(default_factory=set)
     meter: Meter = field(default_factory=Meter)
 
 
@@ -128,12 +121,12 @@ class CurrentCall(threading.local):
         resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
         settings: Settings of the latest `generate`; None without one.
         ended: The moment after the layers of the latest call, until the logits have come.
-        handler: Our listener at the tap.
+        following: What `Session` still does in that call.
     """
 
     call: Call | None = None
     cache: Any = None
-    handler: Handler | None = None
+    following: Generator[Any] | None = None
     own_masks: bool = False
     prompting: bool = False
     resuming: bool = False

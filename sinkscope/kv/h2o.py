@@ -38,6 +38,7 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
+    KEEPS_BUDGET: ClassVar[bool] = True
     JOINS_LAYERS: ClassVar[bool] = True
 
     def watch(self, session: Session, key: int) -> None:

@@ -16,13 +16,12 @@ def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
     first = layers[0]
     joined = CacheLayer()
     joined.keys = first.keys
-    joined.gapless = True
     known = [kv.known_pos() for kv in layers]
     if any(pos.shape != known[0].shape for pos in known):
         known = [kv.pos for kv in layers]
     new = first.keys.shape[-2] - known[0].shape[-1]
     tail = first.new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
-    joined.keep_slots(None, torch.cat([torch.cat(known), tail], -1))
+    joined.keep_slots(None, torch.cat([torch.cat(known), tail], -1), ragged=False)
     for name in first.numbers:
         joined.numbers[name] = torch.cat([kv.extra(name) for kv in layers])
     return joined
@@ -45,8 +44,7 @@ def evict_joined(
     slots = (index % (keep.numel() // len(layers))).chunk(len(layers))
     for number, kv in enumerate(layers):
         kv.numbers = {}
-        kv.keep_slots(slots[number], pos[number])
-        kv.gapless = True
+        kv.keep_slots(slots[number], pos[number], ragged=False)
         for name, of_all in numbers.items():
             kv.numbers[name] = of_all.chunk(len(layers))[number]
 

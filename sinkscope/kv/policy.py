@@ -91,8 +91,13 @@ class Policy(Anchored):
     mode: Literal["evict", "select"] = "evict"
     reduce: Literal["mean", "max"] = "mean"
 
+    KEEPS_BUDGET: ClassVar[bool] = False
+    """Whether every layer and kv head keeps as many tokens as the budget says, so that nothing waits for counts.
+
+    A class with `budgets` or `select` of its own says False."""
+
     JOINS_LAYERS: ClassVar[bool] = False
-    """Whether scores follow from positions and extras alone, so that all layers are scored at once, in less time."""
+    """Whether, besides, scores follow from positions and extras alone: all layers are then scored at once."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -236,39 +241,48 @@ class Policy(Anchored):
             tokens = fewest[row % len(fewest)]
             self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
 
-    @property
-    def _chooses_alike(self) -> bool:
-        """Whether every layer and head keeps as many tokens as the budget says; a subclass may choose otherwise."""
-        own = type(self)
-        return own.select is Policy.select and own.budgets is Policy.budgets and self.mode == "evict"
-
     def _act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
         state, layers = moment.state, moment.layers
         if moment.prefill_ended:
-            state.budgets = self.row_budgets(moment, session)
+            state.memory[RowBudgets] = self.row_budgets(moment, session)
         elif self.every == "prefill" or state.decoded % self.every:
             return
-        rows = state.budgets
-        assert rows is not None  # because a prompt has ended before
-        budget = rows.budget
-        if self._chooses_alike and isinstance(budget, int):
-            layers = [kv for kv in layers if kv.slots > budget]
+        rows: RowBudgets = state.memory[RowBudgets]
+        exact: int | None = None  # what every head keeps; None if heads may keep different numbers
+        if self.KEEPS_BUDGET and self.mode == "evict" and isinstance(rows.budget, int):
+            exact = rows.budget
+            layers = [kv for kv in layers if kv.slots > exact]
             if self.JOINS_LAYERS and alike(layers):
                 joined = joined_layer(layers)
                 at = LayerMoment(layers[0].number, joined, moment, session, rows)
-                evict_joined(joined, layers, self.select(self.checked_scores(at), at, budget), budget)
+                evict_joined(joined, layers, self.chosen(at, exact), exact)
                 return
-        exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self._chooses_alike and isinstance(budget, int):
-            exact = budget
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
-            keep = self.select(self.checked_scores(at), at, self.budgets(at)).to(kv.keys.device)
+            keep = self.chosen(at, exact if kv.gapless else None).to(kv.keys.device)
             if self.mode == "select":
                 kv.select(keep)
             else:
                 kv.evict(keep, exact if kv.gapless else None)
+
+    def chosen(self, at: LayerMoment, exact: int | None = None) -> Bool[Tensor, "batch kv_head slot"]:
+        """The slots that a layer keeps.
+
+        Args:
+            at: The layer.
+            exact: Number of slots that every row and head keeps, if known.
+
+        Raises:
+            SinkscopeError: The class says `KEEPS_BUDGET`, and another number is kept.
+        """
+        keep = self.select(self.checked_scores(at), at, self.budgets(at))
+        if exact is not None and at.moment.prefill_ended and bool((keep.sum(-1) != exact).any()):
+            raise SinkscopeError(
+                f"{self.shown_name} says KEEPS_BUDGET, and layer {at.layer} keeps other numbers of tokens than its "
+                f"budget of {exact}: set KEEPS_BUDGET = False in its class"
+            )
+        return keep
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""

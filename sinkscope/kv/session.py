@@ -8,7 +8,7 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.adopt import adopt, new_cache, own_layers, used_layers
+from sinkscope.kv.adopt import own_layers, taken_over, used_cache, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
 from sinkscope.kv.usage import Usage
-from sinkscope.kv.windows import check_generation, check_mask, check_servable
-from sinkscope.models.call_cache import by_name, cache_in, with_cache
+from sinkscope.kv.windows import check_generation, check_servable
+from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import attention_name, following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
@@ -108,10 +108,7 @@ class Session:
         self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
     ) -> None:
         """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
-        chosen = None
-        if layers is not None:
-            chosen = frozenset(layers)
-        self.watching.watchers.append(Watcher(fn, chosen, last))
+        self.watching.watchers.append(Watcher(fn, layers, last))
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
@@ -168,13 +165,66 @@ class Session:
     # What the model calls ---------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.now.handler is not None:  # the latest call was interrupted, after which torch runs no hook
-            leave(self.now.handler)
-            self.now.handler = None
-        self.now.call = None
-        call = self.run.call
-        if call is None:
+        self._leave_call()  # the latest one if it was interrupted, after which torch runs no hook
+        if self.run.call is None:
             return None
+        self.now.following = self._follow(self.run.call, module, by_name(module, args, kwargs))
+        return (), next(self.now.following)
+
+    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if self.now.following is not None and output is not None:
+            next(self.now.following, None)
+        self._leave_call()
+
+    def _leave_call(self) -> None:
+        if self.now.following is not None:
+            self.now.following.close()
+            self.now.following = None
+
+    def _follow(self, call: Call, module: nn.Module, kwargs: dict[str, Any]) -> Generator[dict[str, Any]]:
+        """Follow a forward call, in the order in which all come to act; yields its arguments for the model to run.
+
+        The cache is taken over; policies and guards act on it (`before_decode`); the model runs, in every layer of
+        which `CacheLayer.update` appends the new tokens and the tap shows the attention to `AttentionWatch.see`, which
+        computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
+        what came out (`after_call`); and what the cache holds is counted.
+        """
+        now, owns_cache = self.now, self.watching.owns_cache
+        self._check_attention()
+        cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
+        handler: Handler | None = None
+        try:
+            now.cache = cache
+            if cache is not None:
+                kwargs = with_cache(module, kwargs, cache)
+                if call.past == 0:  # the cache is new or was emptied
+                    self.states.forget(cache)
+                if owns_cache:
+                    layers = taken_over(cache, call, kwargs, self.target, is_known=cache in self.states)
+                    self._act_before(layers, call, self.states.of(cache))
+                    now.own_masks = any(layer.edited for layer in layers)
+            now.call = call
+            COLUMNS.set(call.columns)
+            idle = not self.watching.is_needed(call)
+            handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle, ended=self._ended)
+            listen(handler)
+            yield kwargs
+            if cache is not None and owns_cache:
+                state = self.states.of(cache)
+                now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
+                for act in self._after_call:
+                    act(now.ended)
+                state.meter.note(now.ended.layers, self._counts_reads and not state.prefilling)
+        finally:
+            now.call = None
+            now.cache = None
+            now.own_masks = False
+            COLUMNS.set(None)
+            if handler is not None:
+                leave(handler)
+
+    def _check_attention(self) -> None:
+        """Refuse an attention that was set inside the `with`."""
         name = attention_name(self.target.config)
         if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(
@@ -182,44 +232,6 @@ class Session:
                 "acts here: set it before the `with`",
                 page="kv-session",
             )
-        kwargs = by_name(module, args, kwargs)
-        cache = cache_in(kwargs)
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(self.target.config, "use_cache", True)
-        if cache is None and use_cache:
-            cache = new_cache(self.target)
-        if self.watching.watchers and getattr(cache, "is_compileable", False):
-            raise UnsupportedError(
-                f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
-                "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
-                page="kv-cache",
-            )
-        self.now.cache = cache
-        own_masks = False
-        if cache is not None:
-            kwargs = with_cache(module, kwargs, cache)
-            if call.past == 0:  # the cache is new or was emptied
-                self.states.forget(cache)
-            if self.watching.owns_cache:
-                own_masks = self._begin_on_own_cache(call, cache, kwargs)
-        self._enter_call(call, cache, own_masks)
-        return (), kwargs
-
-    def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
-        """Act before a call; whether our masks replace the stock mask."""
-        layers: list[CacheLayer] = []
-        if cache in self.states:
-            layers = used_layers(cache)
-        if not layers:
-            adopt(cache, self.target, call.columns[:, : call.past])
-            layers = own_layers(cache)
-        if call.past and call.index.shape[1] > 1:
-            check_mask(kwargs.get("attention_mask"), call, self.target)
-        if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
-        self._act_before(layers, call, self.states.of(self.now.cache))
-        return any(layer.edited for layer in layers)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
@@ -246,39 +258,6 @@ class Session:
             moment = Moment(self.now.cache, layers, call, state, prefill_ended)
             for act in self._before_decode:
                 act(moment)
-
-    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        call, cache = self.now.call, self.now.cache
-        try:
-            if call is None or output is None or cache is None:
-                return
-            if self.watching.owns_cache:
-                state = self.states.of(self.now.cache)
-                layers = used_layers(cache)
-                self.now.ended = Moment(cache, layers, call, state, prefill_ended=False)
-                for act in self._after_call:
-                    act(self.now.ended)
-                state.meter.note(layers, self._counts_reads and not state.prefilling)
-        finally:
-            self._leave_call()
-
-    def _enter_call(self, call: Call, cache: Any, own_masks: bool) -> None:
-        self.now.call = call
-        self.now.cache = cache
-        self.now.own_masks = own_masks
-        COLUMNS.set(call.columns)
-        idle = not self.watching.is_needed(call)
-        self.now.handler = Handler(self.watching.see, self._configs, masks=own_masks, idle=idle, ended=self._ended)
-        listen(self.now.handler)
-
-    def _leave_call(self) -> None:
-        self.now.call = None
-        self.now.cache = None
-        self.now.own_masks = False
-        COLUMNS.set(None)
-        if self.now.handler is not None:
-            leave(self.now.handler)
-            self.now.handler = None
 
     def _set_prompting(self, reads: bool) -> None:
         self.now.prompting = reads and not self.now.resuming

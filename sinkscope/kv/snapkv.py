@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import reduce
@@ -47,6 +47,8 @@ class SnapKV(Policy):
     kernel: Natural = 5
     pooling: Literal["avg", "max"] = "avg"
     every: Natural | Literal["prefill"] = "prefill"
+
+    KEEPS_BUDGET: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -30,6 +30,7 @@ class StreamingLLM(Policy):
 
     first: int = 4
 
+    KEEPS_BUDGET: ClassVar[bool] = True
     JOINS_LAYERS: ClassVar[bool] = True
 
     def always_kept(self, budget: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ class TOVA(Policy):
         0
     """
 
+    KEEPS_BUDGET: ClassVar[bool] = True
     JOINS_LAYERS: ClassVar[bool] = True
 
     def watch(self, session: Session, key: int) -> None:

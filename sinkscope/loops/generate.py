@@ -28,7 +28,7 @@ from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
 from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.loading.config import check_finite, float32_by_default
+from sinkscope.models.loading.config import check_finite
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
@@ -65,7 +65,6 @@ class Generated:
     summary: str = ""
 
 
-@float32_by_default()
 @checks_arguments("generate")
 def generate(
     model: object,

@@ -21,7 +21,6 @@ from sinkscope.models.loading.backends import BACKENDS, Backend, unwrap, wrap
 from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
-    float32_by_default,
     parse_device,
     parse_dtype,
     read_config,
@@ -36,7 +35,6 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
 
-@float32_by_default()
 @checks_arguments("load-failed")
 def load(
     x: Any = None,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
@@ -56,7 +56,6 @@ class Attention:
         complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
-        indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
@@ -73,7 +72,6 @@ class Attention:
     complete: bool = False
     evicted: bool = False
     compute: Callable[[Attention], Output | None] | None = None
-    indices: Int[Tensor, "batch query chosen"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)

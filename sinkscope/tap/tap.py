@@ -142,7 +142,6 @@ def _attend(
         attention_mask,
         kwargs,
         any(handler.by_mask for handler in listeners),
-        indices=indices,
         in_blocks=in_blocks,
         is_repeated=is_repeated,
     )

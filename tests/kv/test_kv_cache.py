@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from random import Random
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_kit import Drawn, close, decode, model_of, prompts, shallow_of
 from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -20,7 +22,31 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
-OPERATIONS = ["update", "evict", "select", "part", "crop", "reorder", "repeat", "rows", "note", "fork"]
+PAGE = Path(__file__).parents[2] / "docs/kv_states.md"
+
+
+def transitions() -> dict[str, dict[str, set[str]]]:
+    """Of each operation and each state in which it may be called, the states that may follow, as the page says."""
+    header, _, *rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    states = [cell.strip() for cell in header.split("|")[2:-1]]
+    follows = {}
+    for row in rows:
+        names, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        may = {state: set(cell.split(", ")) for state, cell in zip(states, cells, strict=True) if cell != "-"}
+        for name in names.split(":")[0].split(", "):
+            follows[name.strip("`")] = may
+    return follows
+
+
+FOLLOWS = transitions()
+
+
+def state_of(layer: CacheLayer) -> str:
+    if layer.aside is not None:
+        return "part"
+    if layer.edited:
+        return "edited"
+    return "untouched" if layer.seen else "empty"
 
 
 class Slow:
@@ -49,21 +75,26 @@ class Slow:
     def apply(self, layer: CacheLayer, random: Random, name: str):
         """One operation on both, with a number from 0 to 9 for every slot."""
         rows = len(self.real)
-        if name in ("evict", "select", "part"):
-            layer.settle()
+        if name == "update":
+            return self.update(layer, random)
+        if name == "settle":
+            return layer.settle()
+        if not layer.is_initialized and name == "crop":
+            return layer.crop(-1)
+        if name == "reset":
+            layer.reset()
+            return self.__init__(random.randint(1, 3))
         # While a layer works on a copy, what is noted of the tokens in the copy is lost with it.
         lost = 0 if layer.aside is None else layer.slots - layer.seen + layer.aside.seen
         numbers = torch.randint(0, 10, layer.pos.shape)
         share = random.choice([0, 3, 7, 10])
-        crop = random.randrange(len(self.real[0]))
+        crop = min(random.randint(0, len(self.real[0]) + 2), len(self.real[0]))
         index = [random.randrange(rows) for _ in range(random.randint(1, 3))]
         entries = []
         for row, head, slot in (layer.pos >= 0).nonzero().tolist():
             if slot >= lost:
                 entries.append((self.held[row][head], int(layer.pos[row, head, slot]), int(numbers[row, head, slot])))
-        if name == "update":
-            self.update(layer, random)
-        elif name == "evict":
+        if name == "evict":
             layer.evict(numbers < share)
             for held, pos, number in entries:
                 if number >= share:
@@ -120,31 +151,83 @@ class Slow:
             assert not holes.any()  # what lets a call go without a mask
 
 
-@settings(max_examples=30, deadline=None)
-@example(Random(1), ["note", "part", "update", "note", "update", "note", "crop", "evict"])
-@example(Random(1), ["part", *["update"] * 5, "fork", *["update"] * 4])
-@given(st.randoms(use_true_random=False), st.lists(st.sampled_from(OPERATIONS), max_size=12))
-def test_any_order_of_operations(random, names):
-    """Also of copies that share their memory, with buffers so short that they are full now and then."""
-    torch.manual_seed(random.randint(0, 9999))
-    pairs = [(Slow(random.randint(1, 3)), CacheLayer())]
-    with mock.patch.multiple(growing_tensor, LONG=4, SPARE=3), torch.no_grad():
-        pairs[0][0].update(pairs[0][1], random)
-        for name in names:
-            slow, layer = random.choice(pairs)
-            if name == "fork":
-                pairs.append((copy.deepcopy(slow), layer.copy()))
-            else:
-                slow.apply(layer, random, name)
-            for slow, layer in pairs:
+class Layers(RuleBasedStateMachine):
+    """Layers and copies that share their memory, with buffers so short that they are full now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = [mock.patch.multiple(growing_tensor, LONG=4, SPARE=3), torch.no_grad()]
+        for patch in self.patches:
+            patch.__enter__()
+
+    def teardown(self):
+        for patch in self.patches:
+            patch.__exit__(None, None, None)
+
+    @initialize(random=st.randoms(use_true_random=False))
+    def begin(self, random: Random):
+        torch.manual_seed(random.randint(0, 9999))
+        self.pairs = [(Slow(random.randint(1, 3)), CacheLayer())]
+        self.operate(random, "update")
+
+    @rule(random=st.randoms(use_true_random=False), name=st.sampled_from([*FOLLOWS, "update", "note", "fork"]))
+    def operate(self, random: Random, name: str):
+        slow, layer = random.choice(self.pairs)
+        before = state_of(layer)
+        if name == "fork" and len(self.pairs) < 4:
+            self.pairs.append((copy.deepcopy(slow), layer.copy()))
+        elif name == "note" and before != "empty":
+            slow.apply(layer, random, name)
+        elif before in FOLLOWS.get(name, {}):
+            slow.apply(layer, random, name)
+            assert state_of(layer) in FOLLOWS[name][before], f"{name}: {before} to {state_of(layer)}"
+
+    @invariant()
+    def all_hold_what_they_should(self):
+        for slow, layer in self.pairs:
+            if layer.is_initialized:
                 slow.check(layer)
                 assert layer.slots <= layer.allocated
-        slow, layer = pairs[0]
-        layer.reset()
-        assert (layer.seen, layer.slots, layer.edited, layer.gapless, layer.hidden) == (0, 0, False, False, None)
-        fresh = Slow(1)
-        fresh.update(layer, random)
-        fresh.check(layer)
+            else:
+                assert (layer.seen, layer.slots, layer.edited, layer.gapless, layer.hidden) == (
+                    0,
+                    0,
+                    False,
+                    False,
+                    None,
+                )
+
+
+TestLayers = Layers.TestCase
+TestLayers.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["note", "part", "update", "note", "update", "note", "crop", "evict"],
+        ["part", *["update"] * 5, "fork", *["update"] * 4],
+    ],
+)
+def test_orders_that_were_wrong_once(names: list[str]):
+    layers, random = Layers(), Random(1)
+    layers.begin(random)
+    for name in names:
+        layers.operate(random, name)
+        layers.all_hold_what_they_should()
+    layers.teardown()
+
+
+@pytest.mark.parametrize("edit", ["evict", "select"])
+def test_a_layer_of_which_everything_is_taken_back_is_empty(edit: str):
+    layer = CacheLayer()
+    layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
+    getattr(layer, edit)(torch.tensor([True, False, True, True]).expand(2, 2, 4))
+    layer.crop(-4)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert state_of(layer) == "empty" and layer.slots == 0
+    layer.update(torch.ones(3, 1, 5, 3), torch.ones(3, 1, 5, 3))
+    assert layer.keys.shape == (3, 1, 5, 3) and state_of(layer) == "untouched"
 
 
 def test_crop_takes_minus_a_number():

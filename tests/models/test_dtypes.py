@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
 import pytest
 import torch
+from checkpoints import checkpoint
 from covering import every_nth
+from kv_kit import model_of
 from organisms import tiny_model
 
 import sinkscope as ss
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.steer import Add
 from sinkscope.kv import make_policy, policies
+from sinkscope.models.loading.config import float32_by_default
+from sinkscope.opening.live import target_of
 
 ACTING = {
     **{name: make_policy(name, budget=80) for name in policies()},
@@ -48,3 +56,57 @@ def test_what_acts_in_generation_under_another_default(name, default):
         assert torch.equal(model.generate(ids, **ask), want)
     with ACTING[name].on(model.double()):
         model.generate(ids, **ask)
+
+
+def test_measurements_that_overlap_in_two_threads(default):
+    """The first that began ends before the second, which still measures in float32."""
+    default()
+    began, ended = threading.Event(), threading.Event()
+
+    @float32_by_default()
+    def second() -> torch.dtype:
+        began.set()
+        ended.wait(10)
+        return torch.zeros(1).dtype
+
+    with ThreadPoolExecutor(1) as pool:
+        with float32_by_default():
+            running = pool.submit(second)
+            began.wait(10)
+        ended.set()
+        assert running.result() == torch.float32
+    assert torch.get_default_dtype() == torch.float64
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "bloom"])  # an attention of its own; usual; outside the interface
+def test_loading_a_model_leaves_another_and_torch_as_they_are(family, default):
+    """torch's default is set by nobody but transformers, while it makes the modules, and then set back."""
+    model = model_of("llama")
+    ids = torch.arange(5, 45)[None]
+    logits, config = model(ids).logits, str(model.config)
+    want = ss.load(checkpoint(family))
+    default()
+    with mock.patch("torch.set_default_dtype", side_effect=torch.set_default_dtype) as chosen:
+        loaded = ss.load(checkpoint(family))
+    assert [call.args[0] for call in chosen.mock_calls] == [torch.float32, torch.float64]
+    assert torch.get_default_dtype() == torch.float64
+    torch.set_default_dtype(torch.float32)
+    assert target_of(loaded).adapter == target_of(want).adapter
+    assert torch.equal(loaded(ids).logits, want(ids).logits)
+    assert str(model.config) == config and model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize("chosen", ["sdpa", "eager"])
+def test_a_live_model_keeps_its_attention(chosen):
+    """Also while it is used through what `load` gives, and beside another model that has the same configuration."""
+    model = tiny_model("llama")[0]
+    model.set_attn_implementation(chosen)
+    other, ids = type(model)(model.config), torch.arange(5, 45)[None]
+    want = other(ids).logits
+    assert ss.load(model) is model
+    for acting in (SinkPatch(layer=1, neurons=[3]), make_policy("h2o", budget=8)):
+        with acting.on(ss.load(model)):
+            model.generate(ids, max_new_tokens=2, do_sample=False)
+            assert torch.equal(other(ids).logits, want)
+        assert {part.config._attn_implementation for part in (model, other)} == {chosen}

@@ -33,7 +33,6 @@ from sinkscope.lines.serve.sparse_prompts import LinesKept
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.inputs import read_row
-from sinkscope.models.loading.config import float32_by_default
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
 
@@ -200,7 +199,6 @@ class Conversation:
             ids += [*turn.prompt, *turn.ids]
         return ids
 
-    @float32_by_default()
     def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
         """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
 

@@ -18,6 +18,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
+from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import tokens_read
 
@@ -80,28 +81,26 @@ class Progressive(Policy):
         moment.check_order(self.shown_name)
         state = moment.state
         if moment.prefill_ended:
-            state.budgets = self.row_budgets(moment, session)
-            state.copied = False
+            state.memory |= {RowBudgets: self.row_budgets(moment, session), "copied": False}
         steps = state.decoded - self.after
         due = steps >= 0 and steps % self.interval == 0
         # A guard may have cut the cache, for which it had to be whole.
-        copy_lost = state.copied and all(kv.aside is None for kv in moment.layers)
+        copy_lost = state.memory["copied"] and all(kv.aside is None for kv in moment.layers)
         if not due and not copy_lost:
             return
-        rows = state.budgets
-        assert rows is not None  # because a prompt has ended before
-        state.copied = False
+        rows: RowBudgets = state.memory[RowBudgets]
+        state.memory["copied"] = False
         for kv in moment.layers:
             kv.settle()
             if kv.slots <= min(rows.total):
                 continue
             at = LayerMoment(kv.number, kv, moment, session, rows)
-            keep = self.select(self.checked_scores(at), at, self.budgets(at))
+            keep = self.chosen(at)
             if self.mode == "evict":
                 kv.evict(keep)
             else:
                 work_on_copy(kv, keep)
-                state.copied = True
+                state.memory["copied"] = True
 
 
 def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:

@@ -211,7 +211,9 @@ class SparsePrompts(Intervention):
         """Attention of a prompt in one layer; None if the model's own attention reads it."""
         call, view = session.now.call, prompt.view
         assert call is not None and view is not None
-        flat: set[int] = set() if session.now.cache is None else session.states.of(session.now.cache).flat
+        flat: set[int] = set()  # layers in which no head had lines when they were last looked for
+        if session.now.cache is not None:
+            flat = session.states.of(session.now.cache).memory.setdefault("flat", flat)
         why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -21,6 +22,8 @@ _SHORT = {  # beside the names that torch has, such as "half"
 }
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
+_BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
+_LOCK = threading.Lock()
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -48,16 +51,19 @@ def read_checkpoint_json(file: Path) -> Any:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Context manager, and decorator, in which new tensors are float32, whatever the caller set for all of torch."""
-    before = torch.get_default_dtype()
-    if before == torch.float32:  # nothing is set, for the sake of other threads
-        yield
-        return
-    torch.set_default_dtype(torch.float32)
+    """Context manager, and decorator, in which new tensors are float32, whatever the caller set for all of torch.
+
+    The setting is torch's own, which all threads share. Measurements that overlap in several threads share this one,
+    and the last that ends sets back what the caller had; where that is float32, nothing is ever set.
+    """
+    with _LOCK:
+        _BEFORE.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        with _LOCK:
+            torch.set_default_dtype(_BEFORE.pop())  # of the earliest if it is the last one
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
