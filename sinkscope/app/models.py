@@ -55,7 +55,8 @@ def print_models(
     for entry in sorted(known, key=lambda entry: entry.published is None):
         columns["name"].append(entry.name)
         columns["hub id"].append(entry.hub_id)
-        columns["sink layer"].append("-" if entry.published is None else ", ".join(map(str, entry.published.layers)))
+        layers = () if entry.published is None else entry.published.layers
+        columns["sink layer"].append(", ".join(map(str, layers)) or "-")
     print(Grid(columns).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")

@@ -125,10 +125,15 @@ OVER_SETS = (
         # What loops is counted.
         ("loops", ["loopguard:64 0*3", "full 1 1 0"],
          "LoopGuard in loops s: 0 of 3 answers loop (0%-56%, reads 100%), no difference shown; "
-         "full, the control: 2 of 3 answers loop."),
+         "full, the control: 2 of 3."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
          "LoopGuard and h2o:8 are too close to rank in loops s: 0 of 3 answers loop (reads 100%) and 1 of 2 answers "
-         "loop (reads 100%) (of 2 methods); full, the control: 2 of 3 answers loop."),
+         "loop (reads 100%); full, the control: 2 of 3."),
+        # Two that cannot be ranked may both differ from the control, and only then the sentence says so.
+        ("file", [FULL_READ, BAD, "tova:4 0*20 read=3"],
+         "h2o:4 and tova:4 do worse than full in file s (score), too close to rank: "),
+        ("loops", ["loopguard:64 0*20", "full 1*20", "h2o:8 0*20", "tova:8 1*20"],
+         "h2o:8 and LoopGuard, the best of 3, do better than full in loops s, too close to rank: "),
         # The best is named only where intervals part.
         ("file", [FULL_READ, GOOD, BAD],
          "snapkv:4 is the best of 2 in file s (score): 100% (84%-100%, reads 33%); full, the control: 100%."),

@@ -137,7 +137,7 @@ def changed(result: Precision, margin: float = 0.05, **regained: float) -> Preci
 
 def test_a_conclusion_names_what_is_needed_beyond_its_margin_or_the_largest_share(result):
     worth = changed(result, costliest_layers=0.7)
-    assert "keeping layer 2 exact regains 70% (random ones: 10%)" in worth.conclusion()
+    assert "Keeping layer 2 unrounded recovers 70% of what rounding activations" in worth.conclusion()
     tile = worth.headline()  # a card's tile has the number of the sentence beside it
     assert tile is not None and (tile.label, tile.value) == (f"of the loss regained by costliest layers, {TENSOR}", 0.7)
     said = changed(result, 0.2, costliest_layers=0.7).conclusion()  # within its margin

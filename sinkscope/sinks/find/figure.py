@@ -32,7 +32,7 @@ def draw(result: FindSinks) -> go.Figure:
         fig.update_xaxes(title_text="layer", dtick=dtick, col=col)
     if result.neurons:
         _draw_neurons(fig, result)
-    return figure_of(fig, result, width=500 * shown, height=460, barmode="group", bargap=0.25)
+    return figure_of(fig, result, width=500 * shown, height=480, legend=-0.36, bottom=130, barmode="group", bargap=0.25)
 
 
 def _place(result: FindSinks) -> str:
@@ -74,5 +74,5 @@ def _draw_neurons(fig: Any, result: FindSinks) -> None:
     fig.add_hline(CAUSAL_DROP, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=3)
     lowest = max(1.1 * min(0.0, *drops), -1.0)
     fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=[lowest, 1.05], col=3)
-    title = "neuron (orange: causal; dotted: least drop of a causal one)"
+    title = "neuron (orange: causal;<br>dotted: least drop of a causal one)"
     fig.update_xaxes(title_text=title, type="category", tickangle=0, col=3)
