@@ -368,8 +368,8 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
 
 def _columns_without_session(
     earlier: Int[Tensor, "batch seen"] | None, keys: Float[Tensor, "batch kv_head new d_head"]
-) -> Int[Tensor, "batch seen"]:
-    """Positions outside of a session, where all tokens count as real."""
+) -> Int[Tensor, "batch later"]:
+    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real."""
     step = repeat(torch.arange(keys.shape[-2], device=keys.device), "pos -> batch pos", batch=len(keys))
     if earlier is None:
         return step

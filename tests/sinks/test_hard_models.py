@@ -121,6 +121,7 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
     """What the conclusion says that is not so, and words that it lacks."""
     text, truth = result.conclusion(), h.truth
     check_size(text)
+    text = text.replace("heads lose", "heads attend to it and lose")  # who attends is said in either form
     attended = truth.sink or truth.carried_by == "learned logits"
     words = {
         "attend to": attended and truth.carried_by != "learned logits",

@@ -141,7 +141,7 @@ def test_a_conclusion_names_what_is_needed_beyond_its_margin_or_the_largest_shar
     tile = worth.headline()  # a card's tile has the number of the sentence beside it
     assert tile is not None and (tile.label, tile.value) == (f"of the loss regained by costliest layers, {TENSOR}", 0.7)
     said = changed(result, 0.2, costliest_layers=0.7).conclusion()  # within its margin
-    assert "nothing kept exact" in said and "the most: costliest layers 70%" in said and len(said.split()) <= 30
+    assert "nothing kept unrounded" in said and "the most: costliest layers 70%" in said and len(said.split()) <= 30
 
 
 def test_claims_are_what_is_left_of_each_cost(result):
