@@ -107,16 +107,16 @@ class Circuit(Result):
         return short_sentence(f"{in_words(claim.subject, named)} {mark} {rest}" for named in NAMED)
 
     def numbers(self) -> list[Number]:
-        """The spike without its marks, and the attention without what carries it."""
+        """What is lost of the spike without its marks, and of the attention without what carries it."""
         numbers = []
         names = {
-            MARKS: "of the spike left without its marks",
-            "carries": "of the attention left without what carries it",
+            MARKS: "of the spike lost without its marks",
+            "carries": "of the attention lost without what carries it",
         }
         for role, name in names.items():
             for claim in self.of(role)[:1]:
                 contrast = claim.control.in_words(claim.subject)
-                numbers.append(Number(name, claim.value, claim.control.value, share=True, contrast=contrast))
+                numbers.append(Number(name, 1 - claim.value, 1 - claim.control.value, share=True, contrast=contrast))
         return numbers
 
     def details(self) -> list[str]:
