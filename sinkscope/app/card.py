@@ -195,11 +195,12 @@ class SinkCard(Result):
             changes = strings(self.rows())
             kept = ("label", "before", "after")
             grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, kept=kept))
-        shown: list[dict[str, Any]] = []
-        for part in self.parts:
-            for number in part.numbers:
-                row = {name: _shown(number, getattr(number, name)) for name in ("value", "control", "margin")}
-                shown.append({"label": number.label, **row})
+        shown = replace(self, against=None).rows()
+        numbers = [number for part in self.parts for number in part.numbers]
+        for row, number in zip(shown, numbers, strict=True):
+            for name in ("value", "control", "margin"):
+                if number.share and row[name] is not None:
+                    row[name] = cell(row[name], percent=True)
         return [*grids, Grid(strings(shown), title="Numbers, each with its control")]
 
     def compared(self, other: SinkCard) -> SinkCard:
@@ -232,14 +233,9 @@ def _number(number: Number | None) -> str:
     """A number of a tile with its control, as HTML."""
     if number is None:
         return ""
-    value, control = (cell(_shown(number, part)) for part in (number.value, number.control))
+    value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
     control = escape(f"({visible(number.contrast)}: {control})")
     return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
-
-
-def _shown(number: Number, value: float | str | None) -> str | None:
-    """A value of a number as text, in per cent if it is a share; None where there is none."""
-    return None if value is None else cell(value, percent=number.share)
 
 
 def _change(before: Number, after: Number) -> CardChange:
@@ -252,7 +248,7 @@ def _change(before: Number, after: Number) -> CardChange:
         margin = hypot(before.margin, after.margin)
         moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
         changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
-    old, new = (cell(_shown(after, number.value)) for number in (before, after))
+    old, new = (cell(number.value, percent=after.share) for number in (before, after))
     return CardChange(after.label, old, new, margin, changed)
 
 

@@ -45,7 +45,7 @@ class Growth:
 class CacheLayer(DynamicLayer):
     """Keys and values of one layer, with positions.
 
-    It is empty, untouched, pruned or a part (docs/kv_states.md); what it holds follows from the fields below.
+    It is empty, untouched, edited or a part (docs/kv_states.md); what it holds follows from the fields below.
 
     Attributes:
         keys: `[batch kv_head slot d_head]`.

@@ -54,7 +54,7 @@ def float32_by_default() -> Iterator[None]:
     """Context manager, and decorator, in which new tensors are float32, whatever the caller set for all of torch.
 
     The setting is torch's own, which all threads share. Measurements that overlap in several threads share this one,
-    and the last that ends sets back what the caller had; where that is float32, nothing is ever set.
+    and the last that ends sets back what the caller had; where that is float32, nothing changes.
     """
     with _LOCK:
         _BEFORE.append(torch.get_default_dtype())
