@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from html import escape
@@ -152,16 +153,17 @@ class SinkCard(Result):
         return [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
 
     def first_screen(self) -> str:
-        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, first what differs."""
+        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, with what was before."""
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
             rows = [asdict(change) for change in self.changes if change.changed]
             parts.append(Grid(strings(rows)).html())
+        before = {change.label: change.before for change in self.changes}
         parts.append('<div class="tiles">')
         for topic, sentence, part in self.verdicts():
-            parts.append(f"<article><h3>{escape(topic)}</h3>{_number(part.headline)}<p>{escape(visible(sentence))}</p>")
-            parts.append("</article>")
+            number = _number(part.headline, before)
+            parts.append(f"<article><h3>{escape(topic)}</h3>{number}<p>{escape(visible(sentence))}</p></article>")
         return "".join([*parts, "</div>"])
 
     def about(self) -> str:
@@ -229,12 +231,14 @@ class SinkCard(Result):
         return replace(self, against=name, changes=tuple(changes))
 
 
-def _number(number: Number | None) -> str:
-    """A number of a tile with its control, as HTML."""
+def _number(number: Number | None, before: Mapping[str, str]) -> str:
+    """A number of a tile with its control, as HTML; after that of the other card, if there is one."""
     if number is None:
         return ""
     value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
     control = escape(f"({visible(number.contrast)}: {control})")
+    if number.label in before:
+        value = f"{before[number.label]} \u2192 {value}"
     return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
 
 

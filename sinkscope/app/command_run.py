@@ -127,7 +127,11 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress.wait(f"Loading {_shown(arguments.get('model', 'bundled'))} ...")
+                model = arguments.get("model", "bundled")
+                where = ""
+                if isinstance(model, str) and model != "bundled" and not Path(model).exists():
+                    where = " from the cache or huggingface.co"
+                progress.wait(f"Loading {_shown(model)}{where} ...")
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)

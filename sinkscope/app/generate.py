@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.guard import in_words
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
-from sinkscope.results.console import end_bar, note
+from sinkscope.results.console import StreamedLine, end_bar, note
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import cell
@@ -79,10 +80,11 @@ def print_generated(
         raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
 
     progress = progress or silent
+    line = StreamedLine(sys.stdout)
 
     def show(_: int, piece: str) -> None:
         end_bar(progress)
-        print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
+        print(line.fitted(piece if raw else visible(piece)), end="", flush=True)  # stays on the screen after Ctrl-C
 
     interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind is not False))
     progress("loading the model", 0, 0)
@@ -97,6 +99,7 @@ def print_generated(
         seed=seed,
         bos=bos,
         on_text=show,
+        progress=progress,
     )
     end_bar(progress)  # of an answer without text
     print()

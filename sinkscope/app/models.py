@@ -51,12 +51,12 @@ def print_models(
     if not known:
         raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models --all` shows every name")
     with_sink = sum(entry.published is not None for entry in known)
-    columns: dict[str, list[str]] = {"name": [], "sink layer": [], "hub id": []}  # the longest last
+    columns: dict[str, list[str]] = {"name": [], "sink": [], "hub id": []}  # the longest last
     for entry in sorted(known, key=lambda entry: entry.published is None):
         columns["name"].append(entry.name)
         columns["hub id"].append(entry.hub_id)
         layers = () if entry.published is None else entry.published.layers
-        columns["sink layer"].append(", ".join(map(str, layers)) or "-")
+        columns["sink"].append(", ".join(map(str, layers)) or "-")
     print(Grid(columns).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")

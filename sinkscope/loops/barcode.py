@@ -215,10 +215,11 @@ class Barcode(Result):
     def numbers(self) -> list[Number]:
         """The share of locked heads, and the score of the strongest head beside ordinary text."""
         if self.onset is None:
-            return [Number("heads that lock onto the loop", None)]
+            return [Number("heads that lock onto the loop", None, share=True)]
         best = self.rows()[0]
-        share = Number("heads that lock onto the loop", len(self.locked) / self.score.size)
-        return [share, Number("attention of the strongest head", best["score"], best.get("control_score"))]
+        locked = Number("heads that lock onto the loop", len(self.locked) / self.score.size, share=True)
+        beside: dict[str, Any] = {"share": True, "contrast": "ordinary text"}
+        return [locked, Number("attention of the strongest head", best["score"], best.get("control_score"), **beside)]
 
 
 def draw(result: Barcode) -> go.Figure:

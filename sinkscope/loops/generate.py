@@ -13,9 +13,10 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Wording
 from sinkscope.hooks.edit.base import Event, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
@@ -34,6 +35,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
+NEWEST = 24  # letters, and tokens, of the newest words that stand beside a progress bar
 Temperature = Annotated[
     Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
     Wording(f"0, which is greedy, or a number from {COLDEST}"),
@@ -81,6 +83,7 @@ def generate(
     bos: bool | None = None,
     batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
+    progress: Progress = silent,
     **inputs: Any,
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
@@ -105,6 +108,8 @@ def generate(
         batch_size: Number of prompts that run together, padded on the left.
         on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
             that rewinds it is called once with the whole text, because pieces may be removed again.
+        progress: Called as `progress(what, done, total)` with the newest words of the first prompt of a batch, the
+            tokens written so far, and `max_new_tokens`; also under a guard that rewinds.
         inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
 
     Returns:
@@ -144,6 +149,9 @@ def generate(
         for start in range(0, len(rows), batch_size):
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
+            if progress is not silent:
+                watched = _Watched(tok, max(map(len, batch)), max_new_tokens, progress)
+                options["stopping_criteria"] = StoppingCriteriaList([watched])
             with nullcontext() if edit is None else edit.on(target) as run:
                 rewinds = run is not None and run.session is not None and Rewinder in run.session.guests
                 options["streamer"] = None
@@ -224,6 +232,19 @@ class _FiniteLogits(LogitsProcessor):
                 page="nan-weights",
             )
         return scores
+
+
+class _Watched(StoppingCriteria):
+    """Tells while a text is written how far it is, and ends nothing."""
+
+    def __init__(self, tokenizer: Any, prompt: int, most: int, progress: Progress) -> None:
+        self._tokenizer, self._prompt, self._most, self._progress = tokenizer, prompt, most, progress
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        written = input_ids[0, self._prompt :].tolist()
+        words = self._tokenizer.decode(written[-NEWEST:], skip_special_tokens=True).split()[-4:]
+        self._progress(f"writing: {' '.join(words)[-NEWEST:]}", len(written), self._most)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer(TextStreamer):

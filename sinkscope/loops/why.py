@@ -160,7 +160,11 @@ class Why(Result):
 
     def numbers(self) -> list[Number]:
         """How often the loop goes on without each thing."""
-        return [Number(f"goes on without {tried.without}", tried.goes_on, tried.control) for tried in self.tried]
+        numbers = []
+        for tried in self.tried:
+            beside: dict[str, Any] = {"share": True, "contrast": "random changes"}
+            numbers.append(Number(f"goes on without {tried.without}", tried.goes_on, tried.control, **beside))
+        return numbers
 
 
 def draw(result: Why) -> Any:

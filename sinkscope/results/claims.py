@@ -193,6 +193,20 @@ class Claim:
             left = f"{removed(self.subject)} {left} stays"
         return f"{self.said(most, called)}: {left} ({control})"
 
+    def finding(self, does: tuple[str, str], what: str, lost_of: str, most: int = NAMED) -> str:
+        """What needed parts do and what is lost without them, as a clause that begins with the parts.
+
+        Args:
+            does: The verb for one part and for several.
+            what: Its object.
+            lost_of: What is lost without them.
+            most: Parts that are named.
+        """
+        lost, control = self.beside_control(lost=True)
+        do = word_form(len(self.subject), *does)
+        without = f"{removed(self.subject)} {lost} of {lost_of} is lost ({control})"
+        return f"{in_words(self.subject, most)} {do} {what}: {without}"
+
     def beside_control(self, *, lost: bool = False) -> tuple[str, str]:
         """What is left, or lost, in per cent; and the control with its name and the same of it."""
         value, chance = self.value, self.control.value

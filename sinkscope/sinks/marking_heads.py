@@ -234,14 +234,17 @@ class MarkingHeads(Result):
         tokens = f"{self.place} in {count_of(claim.draws, 'text')}"
         if self.place == FIRST:
             tokens = count_of(claim.draws, "first token")
+        if claim.verdict == "needed":
+            return f"{claim.finding(('marks', 'mark'), tokens, 'the mark')}."
         return f"For the mark of {tokens}, {claim.phrase()}."
 
     def numbers(self) -> list[Number]:
-        """Share of the mark that is left without the marking heads."""
+        """Share of the mark that is lost without the marking heads."""
         numbers = []
         for claim in self.claims[:1]:
-            label = "mark left without the marking heads"
-            numbers.append(Number(label, claim.value, claim.control.value, claim.margin))
+            beside: dict[str, Any] = {"share": True, "contrast": claim.control.in_words(claim.subject)}
+            lost, control = 1 - claim.value, 1 - claim.control.value
+            numbers.append(Number("mark lost without the marking heads", lost, control, claim.margin, **beside))
         return numbers
 
     def details(self) -> list[str]:

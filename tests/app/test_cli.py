@@ -163,7 +163,7 @@ def test_the_command_lists_the_models_that_python_lists(typed):
 def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, typed):
     arguments = {}
 
-    def fake(model, prompt, *, on_text, **given):
+    def fake(model, prompt, *, on_text, progress, **given):
         arguments.update(given, model=model, prompt=prompt)
         on_text(0, "one ")
         on_text(0, "two")

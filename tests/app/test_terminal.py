@@ -120,11 +120,17 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
     assert status == code
     notes = [fill(line, WIDTH, break_on_hyphens=False) for line in piped.err.splitlines()]
     wanted = seen(piped.out + "\n".join(notes))
-    assert sorted(seen(shown).split("\n")) == sorted(wanted.split("\n"))
+    if name.startswith("generate"):  # the same words, of which none is broken at the edge
+        assert seen(shown).split() == (piped.out + "\n".join(notes)).split()
+        assert max(map(len, seen(shown).split("\n"))) <= WIDTH
+    else:
+        assert sorted(seen(shown).split("\n")) == sorted(wanted.split("\n"))
     if "demo" in name or name.startswith("generate"):  # what they wait for is said first, and painted over
         assert shown.startswith("Loading bundled ...") == name.startswith("generate")
     if name.startswith("generate"):
-        assert "\x1b[2K" in shown and seen(shown).startswith(seen(piped.out))  # there was a bar, and it is gone
+        assert (
+            "\x1b[2K" in shown and seen(shown).split()[:9] == piped.out.split()[:9]
+        )  # there was a bar, and it is gone
 
 
 def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
@@ -159,5 +165,5 @@ def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, cap
     words = ["find-sinks", "--text", "no", "--model", "a-model-whose-name-is-longer-than-the-whole-line-of-the-error"]
     main(words)
     status, shown = on_a_terminal(monkeypatch, words)
-    assert status == 2 and shown.startswith(f"Loading {words[-1]} ...\r")
+    assert status == 2 and shown.startswith(f"Loading {words[-1]} from the ")  # cut at the edge
     assert seen(shown) == fill(capfd.readouterr().err, WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.models.checks import tokenizer_of
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 SITES = [(1, 3), (1, 11)]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
+LOOPING = "One day, the bird sang the same song again and again:"
 BIG = 8
 
 
@@ -64,6 +69,19 @@ def test_pieces_arrive_in_order(tmp_path):
     assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
     assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
     assert [r.tokens for r in results] == [r.tokens for r in generate(model, PROMPTS, patch=patch, **settings)]
+
+
+def test_progress_tells_how_far_a_text_is_also_while_a_guard_takes_tokens_back():
+    model = load("bundled")
+    told: list[Any] = []
+    (guarded,) = generate(model, LOOPING, guard=True, max_new_tokens=120, progress=lambda *call: told.append(call))
+    counts = [done for _, done, _ in told]
+    assert min(after - before for before, after in pairwise(counts)) < -13  # more than a copy was taken back
+    assert counts[-1] == len(guarded.tokens) and {most for *_, most in told} == {120}
+    tokenizer = tokenizer_of(target_of(model))
+    for step in range(1, 6):  # before the loop
+        words = tokenizer.decode(guarded.tokens[:step]).split()
+        assert told[step - 1][0] == f"writing: {' '.join(words[-4:])[-24:]}"
 
 
 GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})

@@ -109,7 +109,7 @@ class LoopCheck(Result):
     def details(self) -> list[str]:
         """What the repetitions cost."""
         wasted = sum(record.wasted or 0 for record in self.records)
-        if not wasted:
+        if not wasted or len(self.records) == 1:  # of one record the conclusion says it
             return []
         return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
 

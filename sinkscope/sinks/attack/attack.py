@@ -130,7 +130,9 @@ class ClusterAttack(Result):
         numbers = []
         if self.clusters is not None:
             served = float(np.isfinite(self.clusters.head).mean())
-            numbers.append(Number("tokens that one head of layer 0 marks", served, self.clusters.without_heads))
+            beside: dict[str, Any] = {"share": True, "contrast": "without heads"}
+            label = "tokens that one head of layer 0 marks"
+            numbers.append(Number(label, served, self.clusters.without_heads, **beside))
         return [*numbers, *numbers_of(self.attacked)]
 
 

@@ -18,8 +18,8 @@ from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Search
-from sinkscope.results.notation import count_of, short_sentence, word_form, word_list
-from sinkscope.results.parts import POSITION, in_words, removed
+from sinkscope.results.notation import count_of, short_sentence, word_list
+from sinkscope.results.parts import POSITION
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
@@ -101,10 +101,8 @@ class Circuit(Result):
         claim = marks[0]
         if claim.verdict != "needed" or claim.subject[0] == POSITION:
             return short_sentence(f"For the spike at {claim.place}, {claim.phrase(named)}." for named in NAMED)
-        lost, control = claim.beside_control(lost=True)
-        rest = f"{claim.place}: {removed(claim.subject)} {lost} of the spike there is lost ({control})."
-        mark = word_form(len(claim.subject), "marks", "mark")
-        return short_sentence(f"{in_words(claim.subject, named)} {mark} {rest}" for named in NAMED)
+        said = ("marks", "mark"), claim.place, "the spike there"
+        return short_sentence(f"{claim.finding(*said, named)}." for named in NAMED)
 
     def numbers(self) -> list[Number]:
         """What is lost of the spike without its marks, and of the attention without what carries it."""

@@ -177,8 +177,8 @@ class FindSinks(Result):
             return [Number(label, "learned sink logits")]
         return [
             Number(label, sink.words),
-            Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin),
-            Number("mean attention of these heads to the sink", sink.attention, margin=sink.attention_margin),
+            Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin, share=True),
+            Number("mean attention of these heads to the sink", sink.attention, None, sink.attention_margin, True),
         ]
 
     def conclusion(self) -> str:

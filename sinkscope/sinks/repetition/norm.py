@@ -71,6 +71,9 @@ class NormReading(Reading):
         if not self.claims:
             return AT_ONCE
         copies, *neurons = self.claims
+        if neurons and neurons[0].verdict == "needed":
+            norm = f"the norm of {self.sweep.max_repeats} copies of a token"
+            return f"{neurons[0].finding(('makes', 'make'), norm, 'that norm')}."
         if neurons:
             return f"For the norm after {self.sweep.max_repeats} copies of a token, {neurons[0].phrase()}."
         said = self.copies("reach", f"of the norm at {self.place}")
