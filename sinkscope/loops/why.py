@@ -170,7 +170,9 @@ class Why(Result):
 def draw(result: Why) -> Any:
     """Draw how often the loop goes on without each thing, beside random changes of the same size."""
     fig = panels(["share of continuations in which the same loop goes on"])
-    names = [tried.without for tried in result.tried]
+    names: list[str] = []
+    for tried in result.tried:
+        names.append(tried.without if tried.control is not None else f"{tried.without}<br>(no control)")
     fig.add_bar(x=names, y=[tried.goes_on for tried in result.tried], name="without it", marker_color=BLUE)
     controls = [tried.control for tried in result.tried]
     fig.add_bar(x=names, y=controls, name="under random changes, the worst of 3", marker_color=GREY)

@@ -199,7 +199,7 @@ class Measurement(Generic[P, R]):
 def measurement(
     *,
     group: str,
-    figure: Callable[[Any], go.Figure] | str | None = None,
+    figure: Callable[[Any], go.Figure] | None = None,
     words: str | None = None,
     order: int = 0,
     help: str = "",
@@ -217,7 +217,7 @@ def measurement(
 
     Args:
         group: The documentation lists measurements of one group together.
-        figure: Function that draws the result; "module:function" is imported when it is needed.
+        figure: Function that draws the result. None: its class says what draws it, or nothing does.
         words: Words of the command. None: the function's name with dashes.
         order: Place in its group; 0 is the end.
         help: One line for the list of commands.
@@ -234,7 +234,8 @@ def measurement(
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
             result_class.claim((words or function.__name__).replace("_", "-").replace(" ", "-"))
-        result_class.drawing = figure
+        if figure is not None:
+            result_class.drawing = figure
         said = (words or function.__name__).replace("_", "-")
         mark = Mark(said, group, help or f"See sinkscope {said} --help.", order)
         return Measurement(function, mark, loading, edits, quick or {}, outputs, check, scan)

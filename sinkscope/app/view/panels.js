@@ -19,8 +19,9 @@ function tourSteps(data) {
 /** The parts of each step of a circuit, from the heads that mark to the heads that read. */
 function circuitSteps({ circuit, layer }) {
   const of = (role) => circuit.filter((row) => row.role === role);
-  const left = (row) => `${percent(row.left)} left without it${row.control === undefined ? "" : ` (${row.contrast}: ${percent(row.control)})`}`;
-  const part = (row, what) => ({ name: row.subject, words: [what, left(row)] });
+  const lost = (left) => percent(Math.max(0, 1 - left));
+  const without = (row) => `${lost(row.left)} lost without it${row.control === undefined ? "" : ` (${row.contrast}: ${lost(row.control)})`}`;
+  const part = (row, what) => ({ name: row.subject, words: [what, without(row)] });
   const spike = of("makes");
   const others = of("carries").filter((row) => !spike.some((made) => made.subject === row.subject));
   const marks = [...of("marks"), ...others].slice(0, 4).map((row) => part(row, row.place));

@@ -131,14 +131,14 @@ class Circuit(Result):
 
 
 def parts_of(result: Circuit) -> list[list[str]]:
-    """The parts of the circuit from the top down, each with what is left without it, as lines of HTML."""
+    """The parts of the circuit from the top down, each with what is lost without it, as lines of HTML."""
     steps: list[list[str]] = []
     for roles in ((MARKS, COPIES), ("makes", "carries")):
         named: dict[str, str] = {}
         for row in result.rows():
             if row["role"] in roles:
-                control = f"({row['contrast']}: {row['control']:.0%})"
-                words = (str(row["place"]), f"{row['left']:.0%} left without it", control)
+                lost, control = (max(0.0, 1 - row[name]) for name in ("left", "control"))
+                words = (str(row["place"]), f"{lost:.0%} lost without it", f"({row['contrast']}: {control:.0%})")
                 lines = map(html.escape, words)
                 named.setdefault(row["subject"], "<br>".join([f"<b>{html.escape(row['subject'])}</b>", *lines]))
         steps.append(list(named.values())[:MOST_PARTS])

@@ -30,7 +30,6 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unkn
     order=1,
     help="Find the layer and the neurons that make the sink.",
     scan=ScanPart(topic="Sink", full={"all_layers": True}),
-    figure="sinkscope.sinks.find.figure:draw",
     quick={"max_repeats": 64},
 )
 def find_sinks(
