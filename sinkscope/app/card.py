@@ -157,7 +157,10 @@ class SinkCard(Result):
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            rows = [asdict(change) for change in self.changes if change.changed]
+            rows: list[dict[str, Any]] = []
+            for change in self.changes:
+                if change.changed:
+                    rows.append({"what changed": change.label, "before": change.before, "after": change.after})
             parts.append(Grid(strings(rows)).html())
         before = {change.label: change.before for change in self.changes}
         parts.append('<div class="tiles">')

@@ -257,7 +257,7 @@ class MarkingHeads(Result):
         lines = [f"The mark is read at {where}."]
         lines += [f"Of all heads of a layer, {claim.phrase()}." for claim in self.claims[1:]]
         fires = int((self.activation >= PRESENT).sum())
-        return [*lines, f"{fires} of {count_of(len(self.activation), 'token')} at {self.place} fire them."]
+        return [*lines, f"{fires} of {count_of(len(self.activation), 'token')} tried at {self.place} fire them."]
 
 
 def _medians(values: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:

@@ -76,7 +76,7 @@ def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
 
 
 def test_a_saved_result_is_drawn_by_a_program_that_imports_no_more_than_results():
-    script = "import sys; from sinkscope.results.result import Result; print(len(Result.load(sys.argv[1]).figure().data))"
+    script = "import sys, sinkscope.results.result as r; print(len(r.Result.load(sys.argv[1]).figure().data))"
     sinks = next(file for file in FIGURES if file.stem == "find_sinks")
     made = subprocess.run([sys.executable, "-c", script, sinks], capture_output=True, text=True, check=True)
     assert int(made.stdout) == len(Result.load(sinks).figure().data) > 3

@@ -28,10 +28,10 @@ function circuitSteps({ circuit, layer }) {
   const copies = of("marks copies").slice(0, 3).map((row) => part(row, "a repetition"));
   const readers = of("reads");
   const steps = [
-    [copies.length ? "Heads that mark the first token, or copies of one token; and the spike that is left if each is replaced" : "Heads that mark the sink; and the spike that is left if each is replaced", [...marks, ...copies]],
-    ["Neurons that make the spike; and what is left of it if they are set to 0", spike.map((row) => part(row, row.place))],
+    [copies.length ? "Heads that mark the first token, or copies of one token; and what is lost of the spike if each is replaced" : "Heads that mark the sink; and what is lost of the spike if each is replaced", [...marks, ...copies]],
+    ["Neurons that make the spike; and what is lost of it if they are set to 0", spike.map((row) => part(row, row.place))],
     ["", spike.length ? [{ name: "spike", words: [`a large norm after layer ${layer}`] }] : []],
-    [`All ${readers.length} heads that read the sink; and the attention that is left without what they read`, readers.map((row) => ({ name: row.subject, words: [`${percent(row.left)} left`] }))],
+    [`All ${readers.length} heads that read the sink; and what is lost of this attention without the spike`, readers.map((row) => ({ name: row.subject, words: [`${lost(row.left)} lost`] }))],
   ];
   return steps.filter(([, parts]) => parts.length);
 }

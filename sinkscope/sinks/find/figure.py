@@ -9,14 +9,13 @@ import plotly.graph_objects as go
 
 from sinkscope.results.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, figure_of, panels
 from sinkscope.sinks.find.neurons import CAUSAL_DROP
-from sinkscope.sinks.find.result import FindSinks
 
 TITLES = ("Norm of the residual stream", "Heads that attend to the sink", "Norm lost by ablation")
 WIDTHS = (0.35, 0.25, 0.4)
 
 
-def draw(result: FindSinks) -> go.Figure:
-    """Norms and attention per layer, and the ablation of the neurons against the control."""
+def draw(result: Any) -> go.Figure:
+    """Norms and attention per layer of a `FindSinks`, and the ablation of the neurons against the control."""
     shown = 3 if result.neurons else 2
     fig = panels(TITLES[:shown], WIDTHS[:shown], spacing=0.06)
     _draw_norms(fig, result)
@@ -35,14 +34,14 @@ def draw(result: FindSinks) -> go.Figure:
     return figure_of(fig, result, width=500 * shown, height=480, legend=-0.36, bottom=130, barmode="group", bargap=0.25)
 
 
-def _place(result: FindSinks) -> str:
+def _place(result: Any) -> str:
     """Where the blue line is measured."""
     if result.spike is None:
         return "the first token"
     return html.escape(result.spike.place.words)
 
 
-def _draw_norms(fig: Any, result: FindSinks) -> None:
+def _draw_norms(fig: Any, result: Any) -> None:
     layers = list(range(len(result.spike_norm)))
     read = layers[: result.layers_read]
     outline = [*result.typical_high[: len(read)], *result.typical_low[: len(read)][::-1]]
@@ -61,7 +60,7 @@ def _draw_norms(fig: Any, result: FindSinks) -> None:
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
 
 
-def _draw_neurons(fig: Any, result: FindSinks) -> None:
+def _draw_neurons(fig: Any, result: Any) -> None:
     names = [str(neuron).replace(".", "<br>") for neuron in result.neurons]
     drops = [neuron.ablation_drop for neuron in result.neurons]
     controls = [neuron.control_drop for neuron in result.neurons]
