@@ -222,15 +222,6 @@ CASES = {
         "x.json",
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## find-sinks" in page, "x.md"),
-    "precision_truth": Case(
-        "--pieces 3 --out {out}",
-        lambda made: (
-            {row["kept"]: row["regained"] > 0.5 for row in made["result"]["rows"] if "x 100" in row["model"]}
-            == {"sink places": True, "first tokens": True, "sink neurons": True, "down projections": True}
-        ),
-        "precision_truth.json",
-        {"MODELS": ("first token",)},
-    ),
     "make_shape": Case(
         "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/truth.json", quick=True
     ),
