@@ -59,8 +59,3 @@ def test_an_array_of_two_jobs_scans_every_model(models, tmp_path):
         )
         assert f"{count} of {count} model" in done.stdout
     check(tmp_path / "out")
-
-
-def test_each_script_has_at_most_40_lines():
-    for name in ("on_ray.py", "on_submitit.py", "array.slurm"):
-        assert len((ROOT / "experiments/cluster" / name).read_text().splitlines()) <= 40

@@ -98,20 +98,9 @@ def cheap_at_the_interval(made: Any) -> bool:
     return row["with"] > row["without"] and row["share"] == row["steps_per_measurement"] / 500
 
 
-def comes_with_the_circuit(made: Any) -> bool:
-    """The spike is there before the first step if it was planted, and only then; both runs read the same text."""
-    planted, unplanted = made["result"]["planted"], made["result"]["unplanted"]
-    assert [row["step"] for row in planted] == [row["step"] for row in unplanted] == [0, 2, 4]
-    assert {(row["spike_layer"], row["spike_neuron"], row["spike_dim"]) for row in planted} == {(1, 338, 96)}
-    return not any("spike_neuron" in row for row in unplanted) and planted[0]["spike_ratio"] > 100
-
-
 CASES = {
     "bench_callback": Case(
         "--sizes 2x64 --rounds 1 --steps 2 --every 2 --out {out}/x.json", cheap_at_the_interval, "x.json"
-    ),
-    "sink_emerges": Case(
-        "--steps 4 --every 2 --tokens-per-step 256 --out {out}", comes_with_the_circuit, "sink_emerges.json"
     ),
     "bench_circuit": Case(
         "--only sharp --rounds 1 --out {out}/x.json",
@@ -222,15 +211,6 @@ CASES = {
         "x.json",
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## find-sinks" in page, "x.md"),
-    "precision_truth": Case(
-        "--pieces 3 --out {out}",
-        lambda made: (
-            {row["kept"]: row["regained"] > 0.5 for row in made["result"]["rows"] if "x 100" in row["model"]}
-            == {"sink places": True, "first tokens": True, "sink neurons": True, "down projections": True}
-        ),
-        "precision_truth.json",
-        {"MODELS": ("first token",)},
-    ),
     "make_shape": Case(
         "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/truth.json", quick=True
     ),

@@ -175,7 +175,7 @@ def test_make_then_eval(here, typed):
 
 def test_refusal_is_an_error_and_no_sink_is_not(here, monkeypatch, typed):
     organism("llama", 0, kind="none").save("none")
-    out, err = typed("patch make --model none --out p.json --json made.json")
+    out, err = typed("patch make --model none --out p.json --json made.json --max-repeats 8")
     Result.load("made.json").figure()
     assert "no MLP makes a norm spike" in out
     assert err == "JSON: made.json\np.json was not written: there is nothing to patch\n"

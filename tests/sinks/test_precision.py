@@ -106,7 +106,6 @@ def test_a_later_sink_is_the_answer_and_the_first_tokens_are_not(folder):
     assert sorted(result.neurons) == sites
     assert kept["sink places"].regained > 0.75 and kept["first tokens"].regained < 0.25
     assert kept["sink neurons"].regained > 0.75 and kept["sink neurons"].random < 0.25
-    assert kept["prefix"].regained < 0.25  # these tokens are sinks wherever they stand, so none absorbs them
 
 
 @pytest.mark.slow

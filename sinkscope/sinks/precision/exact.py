@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +23,8 @@ DRAWS = 3
 PLACES, NEURONS, PROJECTIONS, LAYERS = "sink places", "sink neurons", "down projections", "sink layers"
 
 
-@dataclass(frozen=True)
-class Exact:
-    """What stays exact.
-
-    Attributes:
-        fields: Fields of `Quantize`.
-        prefix: Tokens put before every text.
-    """
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    prefix: tuple[int, ...] = ()
-
-
+Exact = Mapping[str, Any]
+"""What stays exact: fields of `Quantize`."""
 Compared = Sequence[Exact]
 """What was chosen, and after it random ones of the same size."""
 
@@ -90,17 +79,6 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     for name, places in ((PLACES, there), ("first tokens", first)):
         if places.any():
             compared[name] = kept("places", [one.nonzero().tolist() for one in (places, *random)])
-    # The most common tokens of later places, as many as texts have on average; with the token that texts begin with
-    # after them, they are the prefix of Chen et al. 2024 (PrefixQuant).
-    later = there[:, 1:]
-    common, counts = ids[:, 1:][later].unique(return_counts=True)
-    order = counts.argsort(descending=True, stable=True)[: int((later.sum() / len(ids)).ceil())]
-    prefix = common[order].tolist()
-    if prefix:
-        generator = draws(setup.seed, "tokens beside the prefix")
-        tokens = torch.randint(int(target.config.vocab_size), (DRAWS, len(prefix)), generator=generator).tolist()
-        begin = {"positions": slice(0, len(prefix) + (setup.bos is not None))}
-        compared["prefix"] = [Exact(begin, tuple(one)) for one in (prefix, *tokens)]
     if sink.neurons and not experts:
         drawn = [random_sites(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
         compared[NEURONS] = kept("neurons", [sink.neurons, *drawn])
@@ -114,7 +92,7 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
 
 def kept(name: str, values: Sequence[Any]) -> Compared:
     """Values of a field of `Quantize`."""
-    return [Exact({name: value}) for value in values]
+    return [{name: value} for value in values]
 
 
 def beside_layers(setup: Setup, layers: Sequence[int]) -> list[Sequence[int]]:

@@ -27,7 +27,6 @@ from sinkscope.sinks.precision.exact import (
     NEURONS,
     PLACES,
     PROJECTIONS,
-    Exact,
     Sink,
     beside_layers,
     comparisons,
@@ -239,9 +238,8 @@ def precision(
 
     Activations, or keys and values, are rounded as `Quantize` does it, and the next tokens of held-out text are
     compared with those of the exact model. What stays exact is compared with random ones of the same size: tokens,
-    neurons of the same layers, down projections, layers. The first tokens are as many as a text has places of the sink,
-    and the prefix is that of Chen et al. 2024 (PrefixQuant). Rounded numbers are stored as before, so no memory is
-    saved here.
+    neurons of the same layers, down projections, layers. The first tokens are as many as a text has places of the sink.
+    Rounded numbers are stored as before, so no memory is saved here.
 
     Args:
         schemes: What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).
@@ -269,7 +267,7 @@ def precision(
         setup.progress(f"precision, {name}", len(costliest), len(names))
         scheme = SCHEMES[name]
         costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
-        cost = texts.rounded(scheme, Exact())
+        cost = texts.rounded(scheme, {})
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
         for what, exact in {**compared, COSTLIEST: kept("layers", beside_layers(setup, costliest[name]))}.items():
             if ACTIVATIONS in scheme or what not in (NEURONS, PROJECTIONS):
@@ -305,7 +303,5 @@ def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> K
 
 def costliest_layers(texts: Texts, scheme: dict[str, Any]) -> tuple[int, ...]:
     """The layers, the one first whose exactness leaves the smallest divergence."""
-    left = [
-        float(texts.rounded(scheme, Exact({"layers": [layer]})).kl.mean()) for layer in range(texts.target.n_layers)
-    ]
+    left = [float(texts.rounded(scheme, {"layers": [layer]}).kl.mean()) for layer in range(texts.target.n_layers)]
     return tuple(sorted(range(len(left)), key=lambda layer: left[layer]))

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 
@@ -57,15 +55,14 @@ class Texts:
         return cls(target, ids, logits_of(target, ids).log_softmax(-1))
 
     def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
-        """Read them rounded, after the prefix if there is one.
+        """Read them rounded.
 
         Args:
             scheme: Fields of `Quantize` that say what is rounded.
             exact: What stays exact.
         """
-        prefix = repeat(torch.tensor(exact.prefix, dtype=self.ids.dtype), "pos -> text pos", text=len(self.ids))
-        with Quantize(**scheme, **exact.fields).on(self.target) as run:
-            logits = logits_of(self.target, torch.cat([prefix, self.ids], 1))[:, len(exact.prefix) :]
+        with Quantize(**scheme, **exact).on(self.target) as run:
+            logits = logits_of(self.target, self.ids)
         logs = logits.log_softmax(-1)
         kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]
         return Rounded(kl.mean(1).cpu(), loss_of(logs, self.ids), sum(event.data["numbers"] for event in run.events))
