@@ -68,7 +68,8 @@ class Parts:
     @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
-        return self.hf.get_submodule(self.adapter.embed)
+        embedding: nn.Module = self.hf.get_input_embeddings()
+        return embedding
 
     @cached_property
     def layers(self) -> list[nn.Module]:
