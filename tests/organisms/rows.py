@@ -23,7 +23,6 @@ ROWS = {
         replace(
             _SANDWICH,
             model_type="gemma3",
-            base="model.language_model",
             layers="model.language_model.layers",
         ),
         replace(_SANDWICH, model_type="olmo2", mid="mlp"),
@@ -68,7 +67,6 @@ ROWS = {
         ),
         Found(
             "gpt2",
-            base="transformer",
             layers="transformer.h",
             attn="attn",
             down="mlp.c_proj",
@@ -84,7 +82,6 @@ ROWS = {
         ),
         Found(
             "gpt_neox",
-            base="gpt_neox",
             layers="gpt_neox.layers",
             attn="attention",
             down="mlp.dense_4h_to_h",
@@ -100,7 +97,6 @@ ROWS = {
         ),
         Found(
             "opt",
-            base="model.decoder",
             layers="model.decoder.layers",
             mlp="fc2",
             down="fc2",
@@ -112,7 +108,6 @@ ROWS = {
         ),
         Found(
             "falcon",
-            base="transformer",
             layers="transformer.h",
             attn="self_attention",
             down="mlp.dense_4h_to_h",
