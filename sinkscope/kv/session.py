@@ -133,8 +133,13 @@ class Session:
 
     @property
     def usage(self) -> list[Usage]:
-        """Tokens and bytes of every cache of the run."""
-        return self.states.usage()
+        """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
+        processes = self.run.target.shards.size
+        usage: list[Usage] = []
+        for one in self.states.usage():
+            logical, physical = one.logical_bytes * processes, one.physical_bytes * processes
+            usage.append(replace(one, logical_bytes=logical, physical_bytes=physical))
+        return usage
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""

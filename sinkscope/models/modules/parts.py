@@ -15,6 +15,7 @@ from sinkscope.models.adapters import PATHS, Found
 from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
+from sinkscope.models.shards import ALONE, Shards, shards_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -59,6 +60,12 @@ class Parts:
     def config(self) -> Any:
         """The text part of the configuration."""
         return self.hf.config.get_text_config()
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The processes over which the model is split."""
+        split = [parameter for parameter in self.hf.parameters() if hasattr(parameter, "device_mesh")]
+        return shards_of(split[0]) if split else ALONE
 
     @cached_property
     def base(self) -> nn.Module:
