@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
