@@ -1,4 +1,4 @@
-"""What works on a plain model, called on a model split over processes; `torchrun ... shard_kit.py FOLDER OUT USE...`."""
+"""What works on a plain model, called on models split over processes: `torchrun ... shard_kit.py OUT FOLDER...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope as ss
+from sinkscope.errors import SinkscopeError
 
 LEAST = 1e-5
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
@@ -72,7 +72,7 @@ def generated(model, **more):
 
 @use
 def trace(model, tokenizer):
-    wanted = lambda name: "hook" in name and "mlp.hook" not in name or name == "logits"  # noqa: E731
+    wanted = lambda name: ("hook" in name and "mlp.hook" not in name) or name == "logits"  # noqa: E731
     if model.config.model_type != "mixtral":
         wanted = lambda name: True  # noqa: E731
     return dict(ss.trace(model, IDS, wanted))
@@ -124,15 +124,16 @@ def quantize(model, tokenizer):
 @use
 def policies(model, tokenizer):
     out = {}
-    for name in ("streaming:12", "h2o:12", "snapkv:12", "tova:12", "pyramidkv:12", "adakv:12", "keydiff:12", "random:12"):
-        try:
-            edit = ss.policy_named(name) if hasattr(ss, "policy_named") else ss.kv.policy_named(name)
-        except Exception as error:
-            out[name] = f"unknown {error}"
-            continue
-        with edit.on(model) as run, torch.no_grad():
+    for name in ("streaming:12", "h2o:12", "snapkv:12", "tova:12", "pyramid:12"):
+        with ss.kv.policy_named(name).on(model) as run, torch.no_grad():
             out[name] = [generated(model), run.summary()]
     return out
+
+
+@use
+def adakv(model, tokenizer):
+    with ss.kv.policy_named("adakv:12").on(model), torch.no_grad():
+        return [generated(model)]
 
 
 @use
@@ -172,9 +173,11 @@ def differences(want: Any, got: Any, where: str = "") -> list[str]:
     if isinstance(want, dict) and isinstance(got, dict) and want.keys() == got.keys():
         return [line for name in want for line in differences(want[name], got[name], f"{where}.{name}")]
     if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
-        return [line for n, pair in enumerate(zip(want, got, strict=True)) for line in differences(*pair, f"{where}[{n}]")]
+        return [
+            line for n, pair in enumerate(zip(want, got, strict=True)) for line in differences(*pair, f"{where}[{n}]")
+        ]
     if isinstance(want, float) and isinstance(got, int | float):
-        if math.isnan(want) and math.isnan(got) or abs(want - got) <= LEAST * max(1, abs(want)):
+        if (math.isnan(want) and math.isnan(got)) or abs(want - got) <= LEAST * max(1, abs(want)):
             return []
     elif want == got:
         return []
@@ -190,30 +193,31 @@ def opened(folder: str, split: bool) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more).eval()
 
 
-def main(folder: str, out: str, *names: str) -> None:
+def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
+    """What is refused, or differs from one process, on each process."""
+    said: list[str] = []
+    results: list[Any] = []
+    for split in (False, True):
+        begun = time.perf_counter()
+        try:
+            results.append(plain(USES[name](opened(folder, split), tokenizer)))
+        except SinkscopeError as error:
+            said.append(f"{'split' if split else 'whole'}: {error}")
+        if os.environ.get("SHARD_TRACE"):
+            print(Path(folder).name, name, split, round(time.perf_counter() - begun, 2), file=sys.stderr)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said or differences(*results)[:4])
+    return [f"{rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]
+
+
+def main(out: str, *folders: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    report = {}
-    for name in names or USES:
-        said = []
-        results = []
-        for split in (False, True):
-            model, begun = opened(folder, split), time.perf_counter()
-            try:
-                results.append(plain(USES[name](model, tokenizer)))
-            except Exception as error:
-                if os.environ.get("SHARD_TRACE"):
-                    traceback.print_exc()
-                said.append(f"{'split' if split else 'whole'}: {type(error).__name__}: {error}")
-                results.append(None)
-            if os.environ.get("SHARD_TRACE"):
-                print(name, split, round(time.perf_counter() - begun, 2), file=sys.stderr)
-        report[name] = said or differences(*results)[:8]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, report[name])
-        report[name] = [f"{rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]
+    report: dict[str, dict[str, list[str]]] = {}
+    for folder in folders:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        report[Path(folder).name] = {name: compared(folder, name, tokenizer) for name in USES}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -135,12 +134,7 @@ class Session:
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
-        processes = self.run.target.shards.size
-        usage: list[Usage] = []
-        for one in self.states.usage():
-            logical, physical = one.logical_bytes * processes, one.physical_bytes * processes
-            usage.append(replace(one, logical_bytes=logical, physical_bytes=physical))
-        return usage
+        return self.states.usage(self.run.target.n_kv_heads if self.run.target.shards.size > 1 else None)
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""

@@ -1,14 +1,13 @@
 """Tensors of which every process holds a part, where transformers has split a model's weights over processes.
 
 Numbers of neurons and heads are those of the whole model everywhere; the last step alone turns them into local ones.
-What a hook sees is judged by its width: the part of this process, or the whole where a module gathers. Every method is a
-no-operation in a model that is not split, and otherwise the same call on all processes.
+What a hook sees is judged by its width: the part of this process, or the whole where a module gathers. In a model that
+is not split every method does nothing; otherwise all processes make the same calls.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.processes import world_size
 
 
 class Axis(NamedTuple):
@@ -66,12 +66,12 @@ class Shards:
         low, high, _ = self.axis(size)
         if self.size == 1 or width != high - low:
             raise UnsupportedError(
-                f"a process of {self.size} holds {width} of {size} columns, where {high - low} were expected: the model "
-                "is split in a way that is not served; load it with device_map"
+                f"a process of {self.size} holds {width} of {size} columns, where {high - low} were expected: this "
+                "split is not served; load the model with device_map"
             )
         return True
 
-    def gather(self, tensor: Shaped[Tensor, "..."], size: int, dim: int = -1) -> Shaped[Tensor, "..."]:
+    def gather(self, tensor: Shaped[Tensor, ...], size: int, dim: int = -1) -> Shaped[Tensor, ...]:
         """The whole of a tensor of which every process may hold a part along a dimension, which is then this large."""
         width = tensor.shape[dim]
         if not self.is_part(width, size):
@@ -83,23 +83,21 @@ class Shards:
         dist.all_gather(parts, padded, group=self._group)
         return torch.cat(parts)[:size].movedim(0, dim)
 
-    def part(self, whole: Shaped[Tensor, "..."], width: int) -> Shaped[Tensor, "..."]:
+    def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
         """The columns of a whole tensor that a process holds where it holds this many."""
         size = whole.shape[-1]
         if not self.is_part(width, size):
             return whole
         return whole.narrow(-1, self.axis(size).low, width)
 
-    def sum(self, tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    def sum(self, tensor: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
         """The sum over processes."""
         if self.size > 1:
             tensor = tensor.detach().clone().contiguous()
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def columns(
-        self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int
-    ) -> Shaped[Tensor, "*n column"]:
+    def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
         """Columns of a tensor of which every process holds some: one sum brings them to all."""
         if not self.is_part(part.shape[-1], size):
             return part[..., list(numbers)]
@@ -193,11 +191,16 @@ def check_no_gradient(seen: Tensor) -> None:
         )
 
 
-def world_size() -> int:
-    """Number of processes that torchrun started together; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def check_divides(config: Any, name: str) -> None:
+    """Refuse to split a model over processes among which its heads cannot be shared out.
 
-
-def is_first() -> bool:
-    """Whether this is the process that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
+    Raises:
+        SinkscopeError: They cannot.
+    """
+    text, count = config.get_text_config(), world_size()
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, what, None) or count
+        if heads % count:
+            raise SinkscopeError(
+                f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"
+            )

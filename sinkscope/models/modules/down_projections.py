@@ -58,7 +58,7 @@ def input_columns(
     width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
     weight = getattr(module, "weight", None)
-    if hasattr(weight, "device_mesh"):
+    if weight is not None and hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
         return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
     weight = plain_weight(module)

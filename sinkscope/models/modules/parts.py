@@ -245,6 +245,11 @@ class Parts:
             UnsupportedError: Their weights are not plain tensors.
         """
         experts = experts_of(self.sub(layer, self.adapter.experts or ""))
+        if experts is None and self.shards.size > 1:
+            raise UnsupportedError(
+                f"the experts of {self.name} are split over processes, where their neurons are not served: load it in "
+                "one process (device_map= spreads it over devices)"
+            )
         if experts is None:
             raise UnsupportedError(
                 f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
