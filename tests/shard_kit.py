@@ -1,4 +1,4 @@
-"""What works on a plain model, called on models split over processes: `torchrun ... shard_kit.py OUT FOLDER...`."""
+"""What works on a plain model, called on models split over processes: `torchrun ... shard_kit.py OUT FOLDER:USE,USE...`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,11 @@ def ids_list():
 
 
 @use
+def unequal_seeds(model, tokenizer):
+    ss.generate(model, ids_list(), tokenizer=tokenizer, seed=dist.get_rank(), temperature=1.0, max_new_tokens=2)
+
+
+@use
 def serve(model, tokenizer):
     with ss.LoopServe(budget=16).on(model) as run, torch.no_grad():
         return [generated(model), run.summary()]
@@ -215,9 +220,11 @@ def main(out: str, *folders: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     report: dict[str, dict[str, list[str]]] = {}
-    for folder in folders:
+    for words in folders:
+        folder, _, names = words.partition(":")
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        report[Path(folder).name] = {name: compared(folder, name, tokenizer) for name in USES}
+        wanted = names.split(",") if names else USES
+        report[Path(folder).name] = {name: compared(folder, name, tokenizer) for name in wanted}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(report))
     dist.destroy_process_group()
