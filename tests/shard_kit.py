@@ -1,4 +1,4 @@
-"""What works on a plain model, called on models split over processes: `torchrun ... shard_kit.py OUT FOLDER:USE,USE...`."""
+"""What works on a plain model, called on split models: `torchrun ... shard_kit.py OUT FOLDER:USE,USE...`."""
 
 from __future__ import annotations
 
