@@ -147,6 +147,31 @@ def ids_list():
 
 
 @use
+def patch_make(model, tokenizer):
+    return ss.patch_make(model, tokenizer=tokenizer)
+
+
+@use
+def precision(model, tokenizer):
+    return ss.precision(model, tokenizer=tokenizer)
+
+
+@use
+def why(model, tokenizer):
+    return ss.why(model, ids=IDS[0].tolist() * 4, tokenizer=tokenizer)
+
+
+@use
+def distance(model, tokenizer):
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="distance")
+
+
+@use
+def probability(model, tokenizer):
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="probability")
+
+
+@use
 def unequal_seeds(model, tokenizer):
     ss.generate(model, ids_list(), tokenizer=tokenizer, seed=dist.get_rank(), temperature=1.0, max_new_tokens=2)
 

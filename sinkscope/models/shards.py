@@ -18,7 +18,6 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.processes import world_size
 
 
 class Axis(NamedTuple):
@@ -191,15 +190,14 @@ def check_no_gradient(seen: Tensor) -> None:
         )
 
 
-def check_divides(config: Any, name: str) -> None:
+def check_divides(config: Any, name: str, count: int) -> None:
     """Refuse to split a model over processes among which its heads cannot be shared out.
 
     Raises:
         SinkscopeError: They cannot.
     """
-    text, count = config.get_text_config(), world_size()
     for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, what, None) or count
+        heads = getattr(config.get_text_config(), what, None) or count
         if heads % count:
             raise SinkscopeError(
                 f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"

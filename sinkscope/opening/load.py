@@ -108,7 +108,7 @@ def load(
         if is_split:
             from transformers.distributed import DistributedConfig  # transformers from 5.19
 
-            check_divides(config, name)
+            check_divides(config, name, world_size())
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
         hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
         origin = files.commit or fingerprint(folder / (gguf or ""))

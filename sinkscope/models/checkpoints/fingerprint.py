@@ -18,7 +18,7 @@ from sinkscope.models.shards import local, shards_of
 _FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
 _PLACES = 256  # places of a file without a list of tensors that are read for it
-_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")  # fields of a configuration
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 
 
 def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:

@@ -15,7 +15,7 @@ from sinkscope.models.adapters import PATHS, Found
 from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
-from sinkscope.models.shards import ALONE, Shards, shards_of
+from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -63,9 +63,17 @@ class Parts:
 
     @cached_property
     def shards(self) -> Shards:
-        """The processes over which the model is split."""
-        split = [parameter for parameter in self.hf.parameters() if hasattr(parameter, "device_mesh")]
-        return shards_of(split[0]) if split else ALONE
+        """The processes over which the model is split.
+
+        Raises:
+            SinkscopeError: They cannot share its heads.
+        """
+        for parameter in self.hf.parameters():
+            if hasattr(parameter, "device_mesh"):
+                shards = shards_of(parameter)
+                check_divides(self.hf.config, self.name, shards.size)
+                return shards
+        return ALONE
 
     @cached_property
     def base(self) -> nn.Module:
