@@ -152,13 +152,8 @@ def patch_make(model, tokenizer):
 
 
 @use
-def precision(model, tokenizer):
-    return ss.precision(model, tokenizer=tokenizer)
-
-
-@use
 def why(model, tokenizer):
-    return ss.why(model, ids=IDS[0].tolist() * 4, tokenizer=tokenizer)
+    return ss.why(model, IDS[0].tolist(), max_new_tokens=60, tokenizer=tokenizer)
 
 
 @use

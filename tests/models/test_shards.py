@@ -25,8 +25,6 @@ from sinkscope.models.shards import ALONE, Shards, check_divides
 ROOT = Path(__file__).parents[2]
 READINGS = "find_sinks,heads,circuit,repeat,barcode,lines,trace"
 EDITS = "ablate,patch,quantize,policies,guard,serve"
-    "find_sinks,heads,circuit,repeat,barcode,lines,ablate,trace,patch,quantize,policies,adakv,guard,serve,unequal_seeds"
-)
 DENSE = "ablate,trace,policies,guard,serve"
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -90,7 +88,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
     calls = f"{READINGS},{EDITS}"
     llama, qwen3, mistral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mistral"))
-    report = compared(tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack", f"{mistral}:{calls}")
+    report = compared(tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mistral}:{calls}")
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 
 
