@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from click.shell_completion import CompletionItem
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
+from sinkscope.files.processes import is_first
 from sinkscope.files.provenance import documentation_address, documented_at
 from sinkscope.results.console import drop, note
 
@@ -102,6 +104,9 @@ def command_line() -> click.Group:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
     )
     return version(program)
+
+
+SAME_ERROR = 2  # seconds in which torchrun ends a process that fails as the first one does
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,6 +199,8 @@ def _refuse_broken_words(words: Sequence[str]) -> None:
 
 
 def _print_error(message: str, code: int = 2) -> int:
+    if not is_first():
+        time.sleep(SAME_ERROR)
     note(f"error: {one_line(message)}")
     return code
 
@@ -221,4 +228,6 @@ def _prepare_streams() -> bool:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait in a loop take half of the processor's time
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not is_first():  # what is said is the same in all processes
+        sys.stdout = open(os.devnull, "w")
     return "stdout" in closed

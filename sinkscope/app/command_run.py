@@ -12,6 +12,7 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
+from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, emit, note, print_result
 from sinkscope.results.options import Outline, Output, Parameter
@@ -121,6 +122,10 @@ class CommandRun:
         for name in (*RESULT_OPTIONS, *self.outputs):
             if self.outline.returns_result and values.get(name) is not None:
                 files[name] = values.pop(name)
+        if world_size() > 1 and values.get("out") is not None:
+            raise SinkscopeError("--out is written by one process: run this command without torchrun")
+        if not is_first():
+            files = {}
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
             self.parameters[name].check(value)

@@ -10,10 +10,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import Share
 from sinkscope.kv.policy import LayerMoment, rank_from_top
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.row_budgets import LayerBudget
+from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 
 
@@ -39,6 +41,19 @@ class AdaKV(SnapKV):
     floor: Share = 0.2
 
     KEEPS_BUDGET: ClassVar[bool] = False
+
+    def watch(self, session: Session, key: int) -> None:
+        """Ask for the latest queries.
+
+        Raises:
+            UnsupportedError: The model is split over processes, which hold some of the heads each.
+        """
+        if session.run.target.shards.size > 1:
+            raise UnsupportedError(
+                "AdaKV compares all heads of a layer, which are split over processes here: use SnapKV, or load the "
+                "model with device_map"
+            )
+        super().watch(session, key)
 
     def select(
         self,

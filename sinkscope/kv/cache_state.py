@@ -105,9 +105,9 @@ class CacheStates:
         """The caches that live."""
         return list(self._states)
 
-    def usage(self) -> list[Usage]:
-        """Tokens and bytes of every cache, also of those that are gone."""
-        return [meter.usage() for meter in self._meters if meter.calls]
+    def usage(self, kv_heads: int | None = None) -> list[Usage]:
+        """Tokens and bytes of every cache, also of those that are gone; `kv_heads` as for `Meter.usage`."""
+        return [meter.usage(kv_heads) for meter in self._meters if meter.calls]
 
 
 class CurrentCall(threading.local):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sinkscope.files.records import Natural, check_values
@@ -11,6 +12,8 @@ from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.session import Session
 from sinkscope.models.checks import attending_layers
+from sinkscope.models.target import Target
+from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Observe(Intervention):
         fn: Called with `AttentionRows`, one chunk of queries at a time.
         layers: Layers to watch. None watches all.
         last: How many of the last queries of each call to watch. None watches all.
+
+    Of a model that is split over processes, the rows of all heads are shown in each.
 
     Example:
         >>> seen = []
@@ -42,8 +47,11 @@ class Observe(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Watch."""
         layers = None if self.layers is None else attending_layers(run.target, self.layers)
-        Session.of(run).watch(self._show, layers, self.last)
+        Session.of(run).watch(partial(self._show, run.target), layers, self.last)
 
-    def _show(self, rows: AttentionRows) -> None:
-        _ = rows.pos  # as it is now, because the function may keep the rows
+    def _show(self, target: Target, rows: AttentionRows) -> None:
+        pos = rows.pos  # as it is now, because the function may keep the rows
+        if target.shards.size > 1:
+            view = View(target.shards.gather(pos, target.n_kv_heads, 1), rows.query_pos)
+            rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), view=view)
         self.fn(rows)

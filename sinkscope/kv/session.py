@@ -133,8 +133,8 @@ class Session:
 
     @property
     def usage(self) -> list[Usage]:
-        """Tokens and bytes of every cache of the run."""
-        return self.states.usage()
+        """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
+        return self.states.usage(self.run.target.n_kv_heads if self.run.target.shards.size > 1 else None)
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -12,6 +13,7 @@ from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
+from sinkscope.models.target import Target
 
 
 @register_policy("tova")
@@ -33,11 +35,11 @@ class TOVA(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""
-        session.watch(self._note, last=1)
+        session.watch(partial(self._note, session.run.target), last=1)
 
-    def _note(self, rows: AttentionRows) -> None:
+    def _note(self, target: Target, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
-            newest = self.group(rows.probs[:, :, -1:], 1)
+            newest = self.group(target.shards.gather(rows.probs[:, :, -1:], target.n_heads, 1), 1)
             rows.kv.numbers["tova"] = newest.expand(-1, rows.kv.keys.shape[1], -1)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:

@@ -73,6 +73,7 @@ class Meter:
     _read: TokenCount = field(default_factory=TokenCount)
     _largest: Tensor | int = 0  # bytes of the cached tokens of all rows, times the number of layers
     _slot_bytes: list[int] = field(default_factory=list)
+    _heads: int = 1  # kv heads of a layer that are here
 
     def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
         """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
@@ -86,6 +87,7 @@ class Meter:
         self.read_tokens = max(self.read_tokens, first.seen)
         if not self._slot_bytes:
             self._slot_bytes = [_slot_bytes(kv) for kv in layers]
+            self._heads = first.keys.shape[1]
         held: Tensor | int = 0
         read: Tensor | int = 0
         allocated = 0
@@ -109,9 +111,10 @@ class Meter:
         of_all_rows = rows * held if isinstance(held, int) else held.double().sum()
         self._largest = _larger(self._largest, of_all_rows * sum(self._slot_bytes))
 
-    def usage(self) -> Usage:
-        """The totals so far; there was a call."""
+    def usage(self, kv_heads: int | None = None) -> Usage:
+        """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
         layers = len(self._slot_bytes)
+        processes = 1 if kv_heads is None else kv_heads // self._heads
         read: list[float] = []
         if self._read.calls:
             read = self._by_row(self._read.total, self._read.calls)
@@ -119,8 +122,8 @@ class Meter:
             calls=self.calls,
             mean_tokens=self._by_row(self._held.total, self._held.calls),
             peak_tokens=self._by_row(self._held.peak, 1),
-            logical_bytes=round(float(self._largest) / layers),
-            physical_bytes=self.physical_bytes,
+            logical_bytes=round(float(self._largest) / layers) * processes,
+            physical_bytes=self.physical_bytes * processes,
             read_tokens=self.read_tokens,
             mean_read=read,
             in_parts=self.in_parts,

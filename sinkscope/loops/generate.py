@@ -143,6 +143,7 @@ def generate(
         options["temperature"] = temperature
     options = decoding(target, **options)
     options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
+    target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
     results: list[Generated] = []
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -145,6 +145,7 @@ class Setup:
             pieces = texts if start is not None else WITHOUT_BOS * texts
             ids = text_rows(target.tokenizer, content, pieces, length, start)
         source = (model, options)
+        target.shards.agree("model, text or seed", target.name, target.config.to_dict(), ids.tolist(), seed)
         return cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sinkscope.models.modules.experts import Args, Kwargs
+from sinkscope.models.shards import cut, gathered
 
 Hook = tuple[nn.Module, str, Any]
 """A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""
@@ -30,25 +31,31 @@ def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwarg
 def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
     """A forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others."""
 
-    def hook(_module: object, args: Args, kwargs: Kwargs) -> Any:
-        new = fn(hidden_of(args, kwargs))
+    def hook(module: object, args: Args, kwargs: Kwargs) -> Any:
+        seen = hidden_of(args, kwargs)
+        new = fn(gathered(module, seen, "in_features"))
         if new is None:
             return None
-        return with_hidden(args, kwargs, new)
+        return with_hidden(args, kwargs, cut(module, new, seen))
 
     return hook
 
 
 def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
     """A forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
-    return lambda _module, _args, _kwargs, output: fn(output)
+
+    def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
+        return cut(module, fn(gathered(module, output, "out_features")), output)
+
+    return hook
 
 
 def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
     """A forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others."""
 
-    def hook(_module: object, _args: object, _kwargs: object, output: Any) -> Any:
-        new = fn(first_tensor(output))
+    def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
+        seen = first_tensor(output)
+        new = cut(module, fn(gathered(module, seen, "out_features")), seen)
         if new is None or not isinstance(output, tuple | list):
             return new
         return type(output)([new, *output[1:]])

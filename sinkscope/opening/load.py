@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.processes import world_size
 from sinkscope.models.checkpoints.checkpoint import local_files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import locate
@@ -29,6 +30,7 @@ from sinkscope.models.loading.config import (
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
 from sinkscope.models.modules.stack import DRAFT
+from sinkscope.models.shards import check_divides
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import target_of
@@ -61,7 +63,8 @@ def load(
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.
         dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
-        device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU.
+        device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU; under
+            torchrun, transformers splits a plain model over the processes by tensor parallelism.
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
@@ -84,7 +87,8 @@ def load(
         return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
-    if device_map is None:
+    is_split = world_size() > 1 and device_map is None and device is None and backend in (None, "hf")
+    if device_map is None and not is_split:
         place = parse_device(device)
         if place.type != "cpu":
             device_map = {"": place}
@@ -101,6 +105,11 @@ def load(
         config = read_config(name, folder, gguf=gguf, layers=layers, trust_remote_code=trust_remote_code)
         if tokenizer is None:
             tokenizer = read_tokenizer(name, folder, gguf=gguf, trust_remote_code=trust_remote_code)
+        if is_split:
+            from transformers.distributed import DistributedConfig  # transformers from 5.19
+
+            check_divides(config, name, world_size())
+            options["distributed_config"] = DistributedConfig(tp_size=world_size())
         hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
         origin = files.commit or fingerprint(folder / (gguf or ""))
         if source.kind == "hub":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.files.processes import world_size
 from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.hub import hub_folder
@@ -49,6 +50,7 @@ def open_target(
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(target_of(model, tokenizer), needed)
     source = locate(model, revision)
+    whole = whole or world_size() > 1
     if not (whole or is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
         try:
             with quiet(), loading_errors(source):

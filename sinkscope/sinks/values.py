@@ -126,6 +126,8 @@ def _read(target: Target, ids: TokenRows, there: Tensor, other: Tensor, typical:
     found: dict[int, Tensor] = {}
 
     def take(layer: int, value: Tensor, rows: Tensor) -> None:
+        value = target.shards.gather(value, target.n_kv_heads, 1)
+        rows = target.shards.gather(rows, target.n_heads, 1)
         written = per_query_head(value, target.n_heads).float().cpu() @ ways[layer]
         control = _shares(rows.cpu(), written, beside, typical)[:1]
         found[layer] = torch.cat([_shares(rows.cpu(), written, there, typical), control])

@@ -64,6 +64,7 @@ def visible_rows(
         layer = call.layer
 
         def tell(first: int, rows: Tensor) -> None:
+            rows = target.shards.gather(rows, target.n_heads, 1)
             observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
 
         if layer in wanted:

@@ -61,9 +61,9 @@ def as_a_pipeline(model, mesh):
 
 
 SPLITS = {
-    f"tensor parallelism ({DOWN}.weight is a DTensor)": by_tensor_parallelism,
+    f"something else than transformers ({DOWN}.weight is a DTensor)": by_tensor_parallelism,
     "FSDP2": by_fsdp,
-    "tensor parallelism": of_an_old_transformers,
+    "tensor parallelism of transformers before 5.19, which does not say who holds what": of_an_old_transformers,
     "pipeline parallelism": as_a_pipeline,
 }
 DOORS: dict[str, Callable] = {
@@ -80,7 +80,7 @@ def test_a_model_split_over_processes_is_refused_at_every_door(mesh, split):
     model = copy.deepcopy(model)
     SPLITS[split](model, mesh)
     for door in DOORS.values():
-        with refused("is split over processes by ", (f" by {split}, and", "load the whole model")):
+        with refused("is split over processes by ", (f" by {split}, which", "device_map= spreads it")):
             door(model, tokenizer)
 
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, read_header, weight_files
 from sinkscope.models.loading.config import read_checkpoint_json
 from sinkscope.models.modules.linear import brought
+from sinkscope.models.shards import local, shards_of
 
 _FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
 _PLACES = 256  # places of a file without a list of tensors that are read for it
-_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")  # fields of a configuration
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 
 
 def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
@@ -84,6 +85,9 @@ def _parameter_digest(parameter: Tensor, share: int) -> str:
     """Digest of the middle of a parameter; empty if its weights are elsewhere."""
     if parameter.is_meta:
         return ""
+    shards = shards_of(parameter)
+    if shards.size > 1:
+        return " ".join(shards.all(_parameter_digest(local(parameter), share)))
     if hasattr(parameter, "__tensor_flatten__"):  # quantised: it is made of tensors
         quantised: Any = parameter
         names, _ = quantised.__tensor_flatten__()

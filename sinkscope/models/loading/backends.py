@@ -24,6 +24,12 @@ _SPLITTING = {
     "PipelineIdentityLayer": "pipeline parallelism",
 }
 """Classes of modules that are there only if a model is split."""
+_STYLES = (
+    *("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"),
+    *("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts"),
+    *("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate"),
+)
+"""Styles of tensor parallelism after which a hook sees the columns of a process, or the whole."""
 
 
 def unwrap(model: object) -> tuple[nn.Module, Kind]:
@@ -35,25 +41,43 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
     """
     hf, kind = _inside(model)
     split = _split_by(hf)
+    if split is None and kind != "hf" and any(hasattr(parameter, "device_mesh") for parameter in hf.parameters()):
+        split = f"tensor parallelism inside a {type(model).__name__} (a plain Hugging Face model is served)"
     if split is not None:
         raise UnsupportedError(
-            f"this {type(hf).__name__} is split over processes by {split}, and sinkscope would see only the part of "
-            "this process: load the whole model in one process"
+            f"this {type(hf).__name__} is split over processes by {split}, which is not served: load it in one process "
+            "(device_map= spreads it over devices), or let transformers split it by tensor parallelism alone"
         )
     return hf, kind
 
 
 def _split_by(hf: nn.Module) -> str | None:
-    """By what a model is split over processes; None if it is whole."""
+    """By what a model is split over processes; None if it is whole, or split in a way that is served."""
     for module in hf.modules():
         for cls in type(module).__mro__:
             if cls.__name__ in _SPLITTING:
                 return _SPLITTING[cls.__name__]
+    settings = getattr(hf.config, "distributed_config", None)
     for name, parameter in hf.named_parameters():
         if hasattr(parameter, "device_mesh"):
-            return f"tensor parallelism ({name} is a DTensor)"
-    if (getattr(hf, "tp_size", None) or 1) > 1:  # transformers below 5.19 keeps plain tensors
-        return "tensor parallelism"
+            return _split_otherwise(hf, settings, name)
+    if (getattr(hf, "tp_size", None) or 1) > 1:
+        return "tensor parallelism of transformers before 5.19, which does not say who holds what"
+    return None
+
+
+def _split_otherwise(hf: Any, settings: Any, name: str) -> str | None:
+    """What about the split of a model is not served, if one of its weights is split."""
+    if settings is None:
+        return f"something else than transformers ({name} is a DTensor)"
+    if settings.dp_size > 1:
+        return "FSDP2"
+    if settings.ep_size > 1:
+        return "expert parallelism"
+    for part, style in hf.tp_plan.items():
+        is_linear = style == "packed_colwise" and "experts" not in part
+        if style not in _STYLES or is_linear:
+            return f"tensor parallelism in the style {style!r} ({part})"
     return None
 
 

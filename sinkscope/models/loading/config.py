@@ -14,6 +14,7 @@ import torch
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
 from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside, check_generation
+from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHORT = {  # beside the names that torch has, such as "half"
@@ -323,7 +324,8 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
     Raises:
         SinkscopeError: A parameter does; the message names the first.
     """
-    for name, tensor in hf.named_parameters():
+    for name, parameter in hf.named_parameters():
+        tensor = local(parameter)
         if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
             continue
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sinkscope.models.modules.linear import input_width, is_transposed, plain_weight
 from sinkscope.models.modules.parts import Parts
 from sinkscope.models.norms import norms_of
+from sinkscope.models.shards import local, shards_of
 
 _TYPICAL = 1024  # neurons among which a typical one is looked for
 
@@ -56,6 +57,10 @@ def input_columns(
     """
     width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
+    weight = getattr(module, "weight", None)
+    if weight is not None and hasattr(weight, "device_mesh"):
+        shards = shards_of(weight)
+        return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
     weight = plain_weight(module)
     if weight is not None:
         return weight[chosen] if is_transposed(module) else weight[:, chosen].T

@@ -16,6 +16,7 @@ from sinkscope.models.adapters import PATHS, Found
 from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
+from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -60,6 +61,20 @@ class Parts:
     def config(self) -> Any:
         """The text part of the configuration."""
         return self.hf.config.get_text_config()
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The processes over which the model is split.
+
+        Raises:
+            SinkscopeError: They cannot share its heads.
+        """
+        for parameter in self.hf.parameters():
+            if hasattr(parameter, "device_mesh"):
+                shards = shards_of(parameter)
+                check_divides(self.hf.config, self.name, shards.size)
+                return shards
+        return ALONE
 
     @cached_property
     def base(self) -> nn.Module:
@@ -247,6 +262,11 @@ class Parts:
             UnsupportedError: Their weights are not plain tensors.
         """
         experts = experts_of(self.sub(layer, self.adapter.experts or ""))
+        if experts is None and self.shards.size > 1:
+            raise UnsupportedError(
+                f"the experts of {self.name} are split over processes, where their neurons are not served: load it in "
+                "one process (device_map= spreads it over devices)"
+            )
         if experts is None:
             raise UnsupportedError(
                 f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "

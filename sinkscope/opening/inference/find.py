@@ -51,8 +51,8 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     known = _KNOWN.get(key)
     if known is not None and known.row is row:
         return known.adapter
-    is_callable = not (target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False))
-    if not is_callable:
+    is_split = target.shards.size > 1
+    if is_split or target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
     with evaluating(target.hf):
@@ -109,7 +109,7 @@ def prove(target: Target, *, every_layer: bool = True) -> None:
     Raises:
         UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    if target.is_elsewhere:
+    if target.is_elsewhere or target.shards.size > 1:  # the small model of its configuration was proved
         return
     report = probe(target, every_layer=every_layer)
     problem, adapter, key = report.problem, target.adapter, _key(target.hf)

@@ -18,6 +18,7 @@ _TOKENS = 64  # in its vocabulary
 def sample_of(hf: Any) -> Any:
     """A random model of a model's configuration, in float32: the first layer of each kind and those before it."""
     config = copy.deepcopy(hf.config)
+    config.distributed_config = None  # it is whole in every process
     text = config.get_text_config()
     kinds = first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
     cut_depth(text, max(*kinds, 1) + 1)  # at least two

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.sites import Site, resolve
+from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron, Parts
 
@@ -121,7 +122,7 @@ def key_bias(target: Target, layer: int) -> tuple[Site, Float[Tensor, "head d_he
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        return site, site.cut(bias.detach())
+        return site, site.cut(shards_of(bias).gather(local(bias).detach(), len(bias), 0))
     return None
 
 

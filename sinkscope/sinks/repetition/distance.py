@@ -162,6 +162,11 @@ def attention_outputs(
         rows: The sequences, whose positions come one after the other.
         layers: The layers.
     """
+    if target.shards.size > 1:
+        raise UnsupportedError(
+            f"distances call the output projections of {target.name} by themselves, which are split over processes: "
+            "load it in one process (device_map= spreads it over devices)"
+        )
     sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
     mixed = trace(target, rows, sites, lambda z: z.flatten(0, 1))
     written = []

@@ -1,0 +1,204 @@
+"""Tensors of which every process holds a part, where transformers has split a model's weights over processes.
+
+Numbers of neurons and heads are those of the whole model everywhere; the last step alone turns them into local ones.
+What a hook sees is judged by its width: the part of this process, or the whole where a module gathers. In a model that
+is not split every method does nothing; otherwise all processes make the same calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+
+
+class Axis(NamedTuple):
+    """What this process holds of one dimension of a tensor: from `low` up to `high`, of `size`."""
+
+    low: int
+    high: int
+    size: int
+
+    def here(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The numbers that are here: their places in `numbers`, and where they are in the part."""
+        places = [place for place, number in enumerate(numbers) if self.low <= number < self.high]
+        return places, [numbers[place] - self.low for place in places]
+
+
+class Shards:
+    """The processes among which a weight is split.
+
+    Args:
+        mesh: The device mesh of the weight; None if it is not split.
+    """
+
+    def __init__(self, mesh: Any = None) -> None:
+        self._mesh = mesh
+        self.size = 1 if mesh is None else int(mesh.size())
+        self.rank = 0 if mesh is None else int(mesh.get_local_rank())
+
+    @cached_property
+    def _group(self) -> Any:
+        return self._mesh.get_group()
+
+    def axis(self, size: int) -> Axis:
+        """The part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
+        each = -(-size // self.size)
+        return Axis(min(self.rank * each, size), min((self.rank + 1) * each, size), size)
+
+    def is_part(self, width: int, size: int) -> bool:
+        """Whether a dimension of this width is the part that is here, and not the whole.
+
+        Raises:
+            UnsupportedError: It is neither.
+        """
+        if width == size:
+            return False
+        low, high, _ = self.axis(size)
+        if self.size == 1 or width != high - low:
+            raise UnsupportedError(
+                f"a process of {self.size} holds {width} of {size} columns, where {high - low} were expected: this "
+                "split is not served; load the model with device_map"
+            )
+        return True
+
+    def gather(self, tensor: Shaped[Tensor, ...], size: int, dim: int = -1) -> Shaped[Tensor, ...]:
+        """The whole of a tensor of which every process may hold a part along a dimension, which is then this large."""
+        width = tensor.shape[dim]
+        if not self.is_part(width, size):
+            return tensor
+        mine = tensor.detach().movedim(dim, 0)
+        padded = mine.new_zeros(-(-size // self.size), *mine.shape[1:])  # parts may differ by their last columns
+        padded[:width] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return torch.cat(parts)[:size].movedim(0, dim)
+
+    def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
+        """The columns of a whole tensor that a process holds where it holds this many."""
+        size = whole.shape[-1]
+        if not self.is_part(width, size):
+            return whole
+        return whole.narrow(-1, self.axis(size).low, width)
+
+    def sum(self, tensor: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
+        """The sum over processes."""
+        if self.size > 1:
+            tensor = tensor.detach().clone().contiguous()
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
+        """Columns of a tensor of which every process holds some: one sum brings them to all."""
+        if not self.is_part(part.shape[-1], size):
+            return part[..., list(numbers)]
+        places, local = self.axis(size).here(numbers)
+        found = part.new_zeros(*part.shape[:-1], len(numbers))
+        found[..., places] = part.detach()[..., local]
+        return self.sum(found)
+
+    def all(self, value: Any) -> list[Any]:
+        """What every process gives, in their order; any small object."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def agree(self, what: str, *plan: object) -> None:
+        """Refuse to go on, on all processes, if they were given different things to do.
+
+        Args:
+            what: What is compared, for the error.
+            plan: Objects whose text says all that matters.
+
+        Raises:
+            SinkscopeError: The processes differ.
+        """
+        if self.size == 1:
+            return
+        digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+        first, *others = self.all(digest)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise SinkscopeError(
+                    f"processes 0 and {rank} of {self.size} have a different {what}: give all of them the same model, "
+                    "texts, settings and seeds"
+                )
+
+
+ALONE = Shards()
+"""Of what is not split."""
+
+
+def shards_of(weight: Any) -> Shards:
+    """Among whom a weight is split."""
+    mesh = getattr(weight, "device_mesh", None)
+    return ALONE if mesh is None else Shards(mesh)
+
+
+def local(weight: Any) -> Any:
+    """The part of a weight that is here; the weight itself if it is not split."""
+    return weight.to_local() if hasattr(weight, "device_mesh") else weight
+
+
+def gathered(module: Any, tensor: Any, side: str) -> Any:
+    """What a module reads or gives, whole.
+
+    Args:
+        module: The module.
+        tensor: What a hook sees.
+        side: "in_features" before the module, "out_features" after it.
+    """
+    shards = shards_of(getattr(module, "weight", None))
+    size = getattr(module, side, None)
+    if shards.size == 1 or size is None or not isinstance(tensor, Tensor):
+        return tensor
+    return shards.gather(tensor, size)
+
+
+def cut(module: Any, whole: Any, seen: Any) -> Any:
+    """What replaces the tensor that a hook saw: the columns that are here of a whole one.
+
+    Raises:
+        UnsupportedError: A gradient would have to pass through the edit.
+    """
+    if not isinstance(seen, Tensor) or not isinstance(whole, Tensor) or whole.shape[-1] == seen.shape[-1]:
+        return whole
+    check_no_gradient(seen)
+    return shards_of(module.weight).part(whole, seen.shape[-1])
+
+
+def check_no_gradient(seen: Tensor) -> None:
+    """Refuse an edit of a part through which a gradient would have to pass.
+
+    Raises:
+        UnsupportedError: It would.
+    """
+    if seen.requires_grad:
+        raise UnsupportedError(
+            "no gradient passes through an edit of a model that is split over processes: call it under "
+            "torch.no_grad(), or load it with device_map"
+        )
+
+
+def check_divides(config: Any, name: str, count: int) -> None:
+    """Refuse to split a model over processes among which its heads cannot be shared out.
+
+    Raises:
+        SinkscopeError: They cannot.
+    """
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config.get_text_config(), what, None) or count
+        if heads % count:
+            raise SinkscopeError(
+                f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"
+            )

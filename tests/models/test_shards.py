@@ -1,0 +1,142 @@
+"""Models that transformers splits over processes: each call gives what one process gives, or is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from covering import slow
+from hypothesis import given
+from hypothesis import strategies as st
+from organisms import organism
+from organisms.decoders import byte_tokenizer
+from refusals import refused
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sinkscope.models.shards import ALONE, Shards, check_divides
+
+ROOT = Path(__file__).parents[2]
+READINGS = "find_sinks,heads,circuit,repeat,barcode,lines,trace"
+EDITS = "ablate,patch,quantize,policies,guard,serve"
+DENSE = "ablate,trace,policies,guard,serve"
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def started(*words: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """A program under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *words]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def compared(out: Path, *folders: str) -> dict[str, dict[str, list[str]]]:
+    """What differs, or is refused, of each use of each model."""
+    made = started(str(ROOT / "tests/shard_kit.py"), str(out), *folders)
+    assert made.returncode == 0, made.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def planted(family: str, folder: Path) -> str:
+    made = organism(family)
+    made.model.save_pretrained(folder / family)
+    made.tokenizer.save_pretrained(folder / family)
+    return str(folder / family)
+
+
+def random(family: str, folder: Path, **sizes: Any) -> str:
+    torch.manual_seed(3)
+    tokenizer = byte_tokenizer()
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **SIZES, **sizes)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / family)
+    tokenizer.save_pretrained(folder / family)
+    return str(folder / family)
+
+
+def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path):
+    qwen3 = planted("qwen3", tmp_path)
+    phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
+    mixtral = random("mixtral", tmp_path, intermediate_size=64, num_local_experts=4)
+    report = compared(
+        tmp_path / "a.json",
+        f"{qwen3}:{READINGS},{EDITS},adakv,unequal_seeds",
+        f"{phi3}:{DENSE}",
+        f"{mixtral}:find_sinks,trace,guard",
+    )
+    seeds, adakv = (report["qwen3"].pop(name) for name in ("unequal_seeds", "adakv"))
+    experts = report["mixtral"].pop("find_sinks")
+    for lines, words in (
+        (seeds, "processes 0 and 1 of 2 have a different prompt, temperature or seed"),
+        (adakv, "AdaKV compares all heads of a layer, which are split over processes here"),
+        (experts, "the experts of mixtral are split over processes, where their neurons are not served"),
+    ):
+        assert [line.split(": ", 1)[0] for line in lines] == ["0", "1"] and all(words in line for line in lines)
+    assert [line for uses in report.values() for said in uses.values() for line in said] == []
+
+
+@slow
+def test_an_attack_and_larger_models_are_equal_too(tmp_path):
+    calls = f"{READINGS},{EDITS}"
+    llama, qwen3, mistral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mistral"))
+    report = compared(tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mistral}:{calls}")
+    assert [line for uses in report.values() for said in uses.values() for line in said] == []
+
+
+def test_a_command_under_torchrun_prints_and_writes_once_what_one_process_writes(tmp_path):
+    folder = planted("qwen3", tmp_path)
+    files = [tmp_path / "split.json", tmp_path / "whole.json"]
+    words = ["sinkscope", "find-sinks", "--model", folder, "--json"]
+    split = started("-m", *words, str(files[0]))
+    assert split.returncode == 0 and split.stdout.count("Conclusion: ") == 1 and split.stderr.count("JSON: ") == 1
+    whole = subprocess.run([sys.executable, "-m", *words, str(files[1])], capture_output=True, text=True, check=True)
+    assert whole.stdout.splitlines()[-1] == split.stdout.splitlines()[-1]
+    first, second = (json.loads(file.read_text())["result"] for file in files)
+    assert first["spike_norm"] == pytest.approx(second["spike_norm"], rel=1e-5)
+    assert first["neurons"] == second["neurons"] and len(first["neurons"]) > 1
+
+
+def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
+    folder = planted("qwen3", tmp_path)  # of 6 heads and 2 kv heads
+    failed = started("-m", "sinkscope", "find-sinks", "--model", folder, processes=3)
+    assert failed.returncode != 0 and failed.stdout == ""
+    assert failed.stderr.count("error: 3 processes cannot share the 2 heads (num_key_value_heads)") == 1
+
+
+def test_heads_must_divide():
+    config = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2)
+    config.get_text_config = lambda: config
+    check_divides(config, "m", 2)
+    with refused(r"4 processes cannot share the 6 heads \(num_attention_heads\) of m"):
+        check_divides(config, "m", 4)
+
+
+@given(size=st.integers(1, 50), count=st.integers(1, 8))
+def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
+    chunks = torch.arange(size).chunk(count)
+    for rank in range(count):
+        shards = Shards()
+        shards.size, shards.rank = count, rank
+        low, high, _ = shards.axis(size)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(low, high)) == expected
+        numbers = list(range(0, size, 3))
+        places, local = shards.axis(size).here(numbers)
+        assert [numbers[place] for place in places] == [low + one for one in local]
+
+
+def test_alone_all_is_whole():
+    tensor = torch.randn(2, 6)
+    assert ALONE.gather(tensor, 6) is tensor and ALONE.sum(tensor) is tensor and ALONE.all(3) == [3]
+    assert torch.equal(ALONE.columns(tensor, [4, 1], 6), tensor[:, [4, 1]])
+    with refused("a process of 1 holds 6 of 8 columns"):
+        ALONE.gather(tensor, 8)

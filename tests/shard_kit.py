@@ -1,0 +1,254 @@
+"""What works on a plain model, called on split models: `torchrun ... shard_kit.py OUT FOLDER:USE,USE...`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError
+
+LEAST = 1e-5
+IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
+USES: dict[str, Callable[[Any, Any], Any]] = {}
+
+
+def use(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    USES[fn.__name__] = fn
+    return fn
+
+
+@use
+def find_sinks(model, tokenizer):
+    return ss.find_sinks(model, tokenizer=tokenizer)
+
+
+@use
+def ablate(model, tokenizer):
+    last = model.config.intermediate_size - 1
+    out = []
+    sites = [(1, 0), (1, 31), (1, 32), (2, last)]
+    if model.config.model_type == "mixtral":
+        sites = [(1, 2, 0), (1, 0, 31), (1, 2, 32), (2, 1, last)]
+    for edit in (
+        ss.Ablate(sites=sites),
+        ss.Ablate(sites=sites, site="up", value="mean"),
+        ss.Ablate(heads=[(1, 0), (1, 3), (2, 1)], value=0.5),
+        ss.Add(torch.linspace(-1, 1, model.config.hidden_size), "blocks.1.hook_resid_post"),
+    ):
+        with edit.on(model) as run, torch.no_grad():
+            out.append(model(IDS).logits)
+            out.append(generated(model))
+        out.append(run.to_frame().to_dict("list"))
+    return out
+
+
+def generated(model, **more):
+    ids = torch.cat([IDS, IDS.flip(1)])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **more,
+    )
+    return torch.stack(made.logits)
+
+
+@use
+def trace(model, tokenizer):
+    wanted = lambda name: ("hook" in name and "mlp.hook" not in name) or name == "logits"  # noqa: E731
+    if model.config.model_type != "mixtral":
+        wanted = lambda name: True  # noqa: E731
+    return dict(ss.trace(model, IDS, wanted))
+
+
+@use
+def heads(model, tokenizer):
+    return ss.heads(model, tokenizer=tokenizer, count=6)
+
+
+@use
+def circuit(model, tokenizer):
+    return ss.circuit(model, tokenizer=tokenizer)
+
+
+@use
+def repeat(model, tokenizer):
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, ablate=True)
+
+
+@use
+def attack(model, tokenizer):
+    return ss.attack(model, tokenizer=tokenizer)
+
+
+@use
+def barcode(model, tokenizer):
+    return ss.barcode(model, ids=IDS[0].tolist() * 3, tokenizer=tokenizer)
+
+
+@use
+def lines(model, tokenizer):
+    return ss.lines(model, tokenizer=tokenizer)
+
+
+@use
+def patch(model, tokenizer):
+    made = ss.SinkPatch(sites=[(1, 0), (1, 31), (1, 32)])
+    with made.on(model) as run, torch.no_grad():
+        return [model(IDS.repeat(1, 2)).logits, generated(model), run.to_frame().to_dict("list")]
+
+
+@use
+def quantize(model, tokenizer):
+    with ss.Quantize(kv=4).on(model), torch.no_grad():
+        return [model(IDS).logits, generated(model)]
+
+
+@use
+def policies(model, tokenizer):
+    out = {}
+    for name in ("streaming:12", "h2o:12", "snapkv:12", "tova:12", "pyramid:12"):
+        with ss.kv.policy_named(name).on(model) as run, torch.no_grad():
+            out[name] = [generated(model), run.summary()]
+    return out
+
+
+@use
+def adakv(model, tokenizer):
+    with ss.kv.policy_named("adakv:12").on(model), torch.no_grad():
+        return [generated(model)]
+
+
+@use
+def guard(model, tokenizer):
+    made = ss.generate(model, ids_list(), tokenizer=tokenizer, guard=True, max_new_tokens=60)
+    return [[one.tokens, [event.kind for event in one.events]] for one in made]
+
+
+def ids_list():
+    return [IDS[0].tolist()]
+
+
+@use
+def patch_make(model, tokenizer):
+    return ss.patch_make(model, tokenizer=tokenizer)
+
+
+@use
+def why(model, tokenizer):
+    return ss.why(model, IDS[0].tolist(), max_new_tokens=60, tokenizer=tokenizer)
+
+
+@use
+def distance(model, tokenizer):
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="distance")
+
+
+@use
+def probability(model, tokenizer):
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="probability")
+
+
+@use
+def unequal_seeds(model, tokenizer):
+    ss.generate(model, ids_list(), tokenizer=tokenizer, seed=dist.get_rank(), temperature=1.0, max_new_tokens=2)
+
+
+@use
+def serve(model, tokenizer):
+    with ss.LoopServe(budget=16).on(model) as run, torch.no_grad():
+        return [generated(model), run.summary()]
+
+
+def plain(value: Any) -> Any:
+    """What a use gives, as lists and numbers."""
+    if isinstance(value, Tensor):
+        return value.detach().float().tolist()
+    if hasattr(value, "to_json"):
+        whole = json.loads(value.to_json())
+        return {name: whole[name] for name in ("result", "settings")}
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+def differences(want: Any, got: Any, where: str = "") -> list[str]:
+    """Where two results differ by more than the rounding of sums in another order."""
+    if isinstance(want, dict) and isinstance(got, dict) and want.keys() == got.keys():
+        return [line for name in want for line in differences(want[name], got[name], f"{where}.{name}")]
+    if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
+        return [
+            line for n, pair in enumerate(zip(want, got, strict=True)) for line in differences(*pair, f"{where}[{n}]")
+        ]
+    if isinstance(want, float) and isinstance(got, int | float):
+        if (math.isnan(want) and math.isnan(got)) or abs(want - got) <= LEAST * max(1, abs(want)):
+            return []
+    elif want == got:
+        return []
+    return [f"{where}: {str(want)[:120]} became {str(got)[:120]}"]
+
+
+def opened(folder: str, split: bool) -> Any:
+    more: dict[str, Any] = {}
+    if split:
+        from transformers.distributed import DistributedConfig
+
+        more["distributed_config"] = DistributedConfig(tp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more).eval()
+
+
+def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
+    """What is refused, or differs from one process, on each process."""
+    said: list[str] = []
+    results: list[Any] = []
+    for split in (False, True):
+        begun = time.perf_counter()
+        try:
+            results.append(plain(USES[name](opened(folder, split), tokenizer)))
+        except SinkscopeError as error:
+            said.append(f"{'split' if split else 'whole'}: {error}")
+        if os.environ.get("SHARD_TRACE"):
+            print(Path(folder).name, name, split, round(time.perf_counter() - begun, 2), file=sys.stderr)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said or differences(*results)[:4])
+    return [f"{rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]
+
+
+def main(out: str, *folders: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    report: dict[str, dict[str, list[str]]] = {}
+    for words in folders:
+        folder, _, names = words.partition(":")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        wanted = names.split(",") if names else USES
+        report[Path(folder).name] = {name: compared(folder, name, tokenizer) for name in wanted}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
