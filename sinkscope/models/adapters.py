@@ -57,6 +57,8 @@ class Adapter:
 class Found(Adapter):
     """A row, with what passes over a few tokens show of the model; nobody writes these fields."""
 
+    base: str = "model"  # the module that maps ids to the last hidden state
+    embed: str = "model.embed_tokens"
     fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
     qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface

@@ -34,10 +34,10 @@ def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> 
             "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load"
         )
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
-    target = replace(target, adapter=adapter_of(target))
-    if not hasattr(hf, target.adapter.layers.partition(".")[0]) or target.base is hf:
+    adapter = adapter_of(target)
+    if not adapter.base or not hasattr(hf, adapter.base.partition(".")[0]):
         raise UnsupportedError(
             f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM",
             page="not-causal-lm",
         )
-    return target
+    return replace(target, adapter=adapter)

@@ -23,7 +23,9 @@ ROWS = {
         replace(
             _SANDWICH,
             model_type="gemma3",
+            base="model.language_model",
             layers="model.language_model.layers",
+            embed="model.language_model.embed_tokens",
         ),
         replace(_SANDWICH, model_type="olmo2", mid="mlp"),
         *(replace(_LLAMA, model_type=t, experts="mlp.experts") for t in ("mixtral", "qwen3_moe")),
@@ -67,7 +69,9 @@ ROWS = {
         ),
         Found(
             "gpt2",
+            base="transformer",
             layers="transformer.h",
+            embed="transformer.wte",
             attn="attn",
             down="mlp.c_proj",
             up="mlp.c_fc",
@@ -82,7 +86,9 @@ ROWS = {
         ),
         Found(
             "gpt_neox",
+            base="gpt_neox",
             layers="gpt_neox.layers",
+            embed="gpt_neox.embed_in",
             attn="attention",
             down="mlp.dense_4h_to_h",
             up="mlp.dense_h_to_4h",
@@ -97,7 +103,9 @@ ROWS = {
         ),
         Found(
             "opt",
+            base="model.decoder",
             layers="model.decoder.layers",
+            embed="model.decoder.embed_tokens",
             mlp="fc2",
             down="fc2",
             up="fc1",
@@ -108,7 +116,9 @@ ROWS = {
         ),
         Found(
             "falcon",
+            base="transformer",
             layers="transformer.h",
+            embed="transformer.word_embeddings",
             attn="self_attention",
             down="mlp.dense_4h_to_h",
             up="mlp.dense_h_to_4h",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -78,21 +77,13 @@ class Parts:
 
     @cached_property
     def base(self) -> nn.Module:
-        """The module from ids to the last hidden state: the innermost one around the layers that takes token ids.
-
-        Every way of calling the model goes through it.
-        """
-        path = self.adapter.layers
-        while path and "input_ids" not in signature(self.hf.get_submodule(path).forward).parameters:
-            path = path.rpartition(".")[0]
-        base: nn.Module = self.hf.get_submodule(path)
-        return base
+        """The module from ids to the last hidden state; every way of calling the model goes through it."""
+        return self.hf.get_submodule(self.adapter.base)
 
     @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
-        embedding: nn.Module = self.hf.get_input_embeddings()
-        return embedding
+        return self.hf.get_submodule(self.adapter.embed)
 
     @cached_property
     def layers(self) -> list[nn.Module]:

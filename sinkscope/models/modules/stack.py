@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ def stack_of(hf: nn.Module) -> str:
     if row is not None:
         return row.layers
     try:
-        return stack_path(hf)
+        return stack_path(hf, {module: name for name, module in hf.named_modules()})
     except NotInferredError as error:
         raise not_inferred(replace(DRAFT, model_type=model.config.model_type, layers="..."), error) from None
 
@@ -48,18 +49,16 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
     )
 
 
-def stack_path(model: Any) -> str:
+def stack_path(model: Any, names: dict[nn.Module, str]) -> str:
     """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
     Raises:
         NotInferredError: There is none.
     """
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    names = dict[nn.Module, str]()
     sizes = dict[nn.ModuleList, int]()
-    for name, module in model.named_modules():
+    for module in names:
         if isinstance(module, nn.ModuleList) and len(module) and depth in (None, len(module)):
-            names[module] = name
             sizes[module] = sum(parameter.numel() for parameter in module.parameters())
     if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
         running = list[nn.Module]()  # image towers do not
@@ -70,6 +69,14 @@ def stack_path(model: Any) -> str:
     if not sizes:
         raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
     return names[max(sizes, key=lambda stack: sizes[stack])]
+
+
+def base_path(model: Any, stack: str) -> str:
+    """Path of the innermost module around the layers that takes token ids."""
+    base = stack
+    while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
+        base = base.rpartition(".")[0]
+    return base
 
 
 def first_of_kinds(target: Target) -> list[int]:

@@ -60,8 +60,8 @@ def common_adapter(target: Target, kinds: list[Kind]) -> Found:
         raise NotInferredError("no MLP was found in its layers")
     layer = max(kinds[-1].number, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
-    around = next(module for module in target.hf.modules() if target.embedding in module.children())
-    settings["absolute_positions"] = any(hasattr(around, name) for name in POSITIONS)
+    embeddings = target.hf.get_submodule(target.adapter.embed.rpartition(".")[0])
+    settings["absolute_positions"] = any(hasattr(embeddings, name) for name in POSITIONS)
     return replace(target.adapter, **settings)
 
 
