@@ -31,7 +31,7 @@ function circuitSteps({ circuit, layer }) {
     [copies.length ? "Heads that mark the first token, or copies of one token; and what is lost of the spike if each is replaced" : "Heads that mark the sink; and what is lost of the spike if each is replaced", [...marks, ...copies]],
     ["Neurons that make the spike; and what is lost of it if they are set to 0", spike.map((row) => part(row, row.place))],
     ["", spike.length ? [{ name: "spike", words: [`a large norm after layer ${layer}`] }] : []],
-    [`All ${readers.length} heads that read the sink; and what is lost of this attention without the spike`, readers.map((row) => ({ name: row.subject, words: [`${lost(row.left)} lost`] }))],
+    [`All ${readers.length} heads that read the sink; and what is lost of this attention, over many texts, without the spike`, readers.map((row) => ({ name: row.subject, words: [`${lost(row.left)} lost`] }))],
   ];
   return steps.filter(([, parts]) => parts.length);
 }
