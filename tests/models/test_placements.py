@@ -1,0 +1,193 @@
+"""Each call, wherever accelerate keeps the weights, beside the whole model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.kv.registry import policies
+
+BUNDLED = Path(ss.__file__).parent / "models/bundled"
+IDS = torch.tensor([[0, *range(40, 75)], [0, *[51] * 35]])
+TOLERANCE = 1e-5
+LAYERS = 6
+SITES = ["blocks.*.hook_resid_post", "blocks.1.mlp.hook_post", "logits"]
+
+
+@cache
+def saved() -> tuple[TemporaryDirectory[str], Path]:
+    """The model of the package in a folder of its own; it is removed with the first value."""
+    kept = TemporaryDirectory(prefix="sinkscope-scale-")
+    shutil.copytree(BUNDLED, Path(kept.name) / "m")
+    return kept, Path(kept.name) / "m"
+
+
+def whole() -> Any:
+    return ss.load(saved()[1])
+
+
+def one_device() -> Any:
+    return ss.load(saved()[1], device_map={"": "cpu"})
+
+
+def on_disk() -> Any:
+    """The embedding, the unembedding, and every layer but the first on disk, that of the sink among them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = saved()[1]
+    places = {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(LAYERS)}
+    places |= {"model.embed_tokens": "disk", "lm_head": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, device_map=places, offload_folder=folder.parent / "offload", dtype=torch.float32
+    )
+    model.tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.model.layers[LAYERS - 1].mlp.down_proj.weight.is_meta
+    return model
+
+
+def offloaded() -> Any:
+    from accelerate import cpu_offload
+
+    model = cpu_offload(whole(), execution_device=torch.device("cpu"))
+    assert model.model.layers[0].mlp.down_proj.weight.is_meta
+    return model
+
+
+WHOLE = "whole"
+PLACEMENTS: dict[str, Callable[[], Any]] = {
+    WHOLE: whole,
+    "`device_map`, one device": one_device,
+    "`device_map`, parts on disk": on_disk,
+    "`cpu_offload`": offloaded,
+}
+ACCELERATE = list(PLACEMENTS)[1:4]
+MEASURED = ("find_sinks", "heads", "circuit", "repeat", "attack", "patch make", "barcode", "lines")
+
+
+@torch.no_grad()
+def under(edit: Intervention, model: Any) -> Any:
+    """Logits of a prefill and of two more tokens under an edit, as on the CPU."""
+    with edit.on(model):
+        start = model(IDS, use_cache=True)
+        parts = [start.logits]
+        for at in (3, 4):  # one by one: policies act at a generated token
+            parts.append(model(IDS[:, at : at + 1], past_key_values=start.past_key_values, use_cache=True).logits)
+    return torch.cat(parts, 1)
+
+
+def tokens(model: Any, **settings: Any) -> Any:
+    return [made.tokens for made in ss.generate(model, "the sea and the sea and", max_new_tokens=24, **settings)]
+
+
+def read(measure: Callable[..., Any], model: Any, **settings: Any) -> Any:
+    return measure(model, **settings).to_dict()["result"]
+
+
+def calls() -> dict[str, partial[Any]]:
+    ramp = torch.linspace(-1, 1, 192)
+    edits: dict[str, Intervention] = {
+        "Ablate, neurons": ss.Ablate(layer=1, neurons=[338, 11]),
+        "Ablate, heads": ss.Ablate(heads=[(1, 2)]),
+        "Add": ss.Add(ramp, "blocks.1.hook_resid_post"),
+        "SinkPatch": ss.SinkPatch(layer=1, neurons=[338, 11]),
+        "Quantize": ss.Quantize(activations=8, kv=8, scale="tensor", neurons=["L1.N338"], positions="first"),
+        "LoopServe": ss.LoopServe(12),
+        "Full": ss.kv.Full(),
+    }
+    for name, policy in policies().items():
+        if policy.__module__.startswith("sinkscope.") and name != "full":
+            edits[f"policy {name}"] = ss.kv.make_policy(name, budget=12)
+    found: dict[str, partial[Any]] = {
+        "find_sinks": partial(read, ss.find_sinks, max_repeats=64),
+        "heads": partial(read, ss.heads, count=2),
+        "circuit": partial(read, ss.circuit, max_repeats=64),
+        "repeat": partial(read, ss.repeat, max_repeats=24, ablate=True),
+        "attack": partial(read, ss.attack, lengths=[4], sequences=4, prefix=""),
+        "patch make": partial(read, ss.patch_make, max_repeats=300, pieces=2, length=16),
+        "barcode": partial(read, ss.barcode, max_new_tokens=24, layers=[0]),
+        "lines": partial(read, ss.lines, count=2, length=48, layers=[1]),
+        "trace": partial(ss.trace, tokens=IDS, sites=SITES),
+        "generate": tokens,
+        "LoopGuard": partial(tokens, guard=ss.LoopGuard()),
+    }
+    for name, edit in edits.items():
+        found[name] = partial(under, edit)
+    return found
+
+
+def numbers(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Every number and word of a result, with where it stands."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().numpy()
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from numbers(part, f"{at}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from numbers(part, f"{at}[{index}]")
+    else:
+        yield at, value
+
+
+def same(found: Any, wanted: Any) -> str:
+    """Where a result first differs; empty if it does not."""
+    left, right = dict(numbers(found)), dict(numbers(wanted))
+    if left.keys() != right.keys():
+        return f"has other fields: {sorted(left.keys() ^ right.keys())[:3]}"
+    for at, value in right.items():
+        if isinstance(value, np.ndarray | float) and isinstance(left[at], np.ndarray | float | int):
+            near = np.shape(left[at]) == np.shape(value)
+            near = near and np.allclose(left[at], value, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        else:
+            near = left[at] == value
+        if not near:
+            return f"{at}: {left[at]} instead of {value}"
+    return ""
+
+
+def outcome(call: Callable[[Any], Any], model: Any, wanted: Any) -> str:
+    """Equal, refused, or what is wrong."""
+    try:
+        return same(call(model), wanted) or "equal"
+    except SinkscopeError as error:
+        assert "\n" not in str(error)
+        return "refused"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@cache
+def model_at(place: str) -> Any:
+    return PLACEMENTS[place]()
+
+
+@pytest.mark.parametrize("place", ACCELERATE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in MEASURED else ()) for name in calls()]
+)
+def test_a_call_gives_the_numbers_of_the_whole_model(name, place):
+    call = calls()[name]
+    assert outcome(call, model_at(place), call(model_at(WHOLE))) == "equal"
+
+
+def test_a_small_difference_is_seen():
+    """The comparison itself."""
+    model = whole()
+    call = calls()["Ablate, neurons"]
+    wanted = call(model)
+    with torch.no_grad():
+        model.model.layers[LAYERS - 1].mlp.down_proj.weight[0].mul_(1.01)
+    assert outcome(call, model, wanted) not in ("equal", "refused")
+    assert same({"a": [1.0, "b"]}, {"a": [1.0, "c"]}) and same({"a": 1.0}, {"b": 1.0})
+    assert same({"a": 1.0 + 1e-7}, {"a": 1.0}) == "" and same({"a": 1.001}, {"a": 1.0})
