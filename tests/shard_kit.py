@@ -100,7 +100,12 @@ def attack(model, tokenizer):
 
 @use
 def barcode(model, tokenizer):
-    return ss.barcode(model, ids=IDS[0].tolist() * 3, tokenizer=tokenizer)
+    bars = ss.barcode(model, ids=IDS[0].tolist() * 3, tokenizer=tokenizer)
+    pictures = [
+        bars.attention / 200,
+        bars.control_attention / 200,
+    ]  # in thousandths: the last one may be rounded otherwise
+    return [bars.score, bars.mass, bars.control_score, bars.shown, *pictures]
 
 
 @use
@@ -110,7 +115,10 @@ def lines(model, tokenizer):
 
 @use
 def patch(model, tokenizer):
-    made = ss.SinkPatch(sites=[(1, 0), (1, 31), (1, 32)])
+    sites = [(1, 0), (1, 31), (1, 32)]
+    if model.config.model_type == "mixtral":
+        sites = [(1, 2, 0), (1, 0, 31), (1, 2, 32)]
+    made = ss.SinkPatch(sites=sites)
     with made.on(model) as run, torch.no_grad():
         return [model(IDS.repeat(1, 2)).logits, generated(model), run.to_frame().to_dict("list")]
 

@@ -66,19 +66,17 @@ def random(family: str, folder: Path, **sizes: Any) -> str:
 def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path):
     qwen3 = planted("qwen3", tmp_path)
     phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
-    mixtral = random("mixtral", tmp_path, intermediate_size=64, num_local_experts=4)
+    mixtral = planted("mixtral", tmp_path)
     report = compared(
         tmp_path / "a.json",
         f"{qwen3}:{READINGS},{EDITS},adakv,unequal_seeds",
         f"{phi3}:{DENSE}",
-        f"{mixtral}:find_sinks,trace,guard",
+        f"{mixtral}:find_sinks,patch,trace,guard",
     )
     seeds, adakv = (report["qwen3"].pop(name) for name in ("unequal_seeds", "adakv"))
-    experts = report["mixtral"].pop("find_sinks")
     for lines, words in (
         (seeds, "processes 0 and 1 of 2 have a different prompt, temperature or seed"),
         (adakv, "AdaKV compares all heads of a layer, which are split over processes here"),
-        (experts, "the experts of mixtral are split over processes, where their neurons are not served"),
     ):
         assert [line.split(": ", 1)[0] for line in lines] == ["0", "1"] and all(words in line for line in lines)
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
@@ -87,9 +85,9 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
 @slow
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
     calls = f"{READINGS},{EDITS}"
-    llama, qwen3, mistral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mistral"))
+    llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
     report = compared(
-        tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mistral}:{calls}"
+        tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mixtral}:{calls}"
     )
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 

@@ -15,6 +15,7 @@ from sinkscope.models.adapters import PATHS, Found
 from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
+from sinkscope.models.modules.split_experts import SplitExperts
 from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
@@ -252,11 +253,14 @@ class Parts:
         Raises:
             UnsupportedError: Their weights are not plain tensors.
         """
-        experts = experts_of(self.sub(layer, self.adapter.experts or ""))
+        module: Any = self.sub(layer, self.adapter.experts or "")
+        experts = experts_of(module)
+        if experts is None and self.shards.size > 1 and hasattr(module, "gate_up_proj"):
+            experts = SplitExperts(module) if SplitExperts(module).is_plain else None
         if experts is None and self.shards.size > 1:
             raise UnsupportedError(
-                f"the experts of {self.name} are split over processes, where their neurons are not served: load it in "
-                "one process (device_map= spreads it over devices)"
+                f"the experts of {self.name} are split over processes, and their layout is not served there: load it "
+                "in one process (device_map= spreads it over devices)"
             )
         if experts is None:
             raise UnsupportedError(
