@@ -34,6 +34,16 @@ function titleOf(panel, titles) {
   return [ofColumn, ofRow].filter(Boolean).map((one) => one.text).join(", ");
 }
 
+// A title in lines of so many letters, broken between words.
+function broken(text, letters) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    if (lines.at(-1) && `${lines.at(-1)} ${word}`.length > letters) lines.push(word);
+    else lines.push(`${lines.pop()} ${word}`.trim());
+  }
+  return lines.join("<br>");
+}
+
 function arranged(home, width) {
   const panels = panelsOf(home);
   const perRow = new Set(panels.map((one) => one.at[0].toFixed(2))).size;
@@ -66,6 +76,10 @@ function arranged(home, width) {
   }
   if (home.legend && home.legend.y < 0) {
     layout.legend.y = (home.legend.y * inside - more) / (layout.height - margin.t - layout.margin.b);
+  }
+  for (const one of layout.annotations || []) {
+    if (dark.matches && one.bgcolor) one.bgcolor = "#24272c"; // its letters are light then
+    if (width < 600 && one.xref === "paper" && !one.textangle) one.text = broken(one.text, width / 9);
   }
   if (width < 600) Object.assign(layout.margin, { l: 52, r: 12 });
   return layout;
