@@ -25,7 +25,7 @@ function circuitSteps({ circuit, layer }) {
   const spike = of("makes");
   const others = of("carries").filter((row) => !spike.some((made) => made.subject === row.subject));
   const marks = [...of("marks"), ...others].slice(0, 4).map((row) => part(row, row.place));
-  const copies = of("marks copies").slice(0, 3).map((row) => part(row, "a repetition"));
+  const copies = of("marks copies").slice(0, 3).map((row) => part(row, "many copies of a token"));
   const readers = of("reads");
   const steps = [
     [copies.length ? "Heads that mark the first token, or copies of one token; and what is lost of the spike if each is replaced" : "Heads that mark the sink; and what is lost of the spike if each is replaced", [...marks, ...copies]],

@@ -123,7 +123,7 @@ class Heads {
     const { reading, now, token, head: chosen, data } = this.view;
     const [, heads, length] = reading.received.shape;
     const stored = new Set(now.heads.map((head) => head.join()));
-    this.title.textContent = `Mean attention to token ${token}, ${quoted(now.tokens[token])}; one row for each layer. A click shows a head's rows.`;
+    this.title.textContent = `Mean attention to token ${token}, ${quoted(now.tokens[token])}; one row for each layer.${data.marks.length ? " Orange: heads that mark a token, so that the sink's neurons fire there." : ""} A click shows a head's rows.`;
     this.grid.querySelectorAll(".head").forEach((button, place) => {
       const head = [Math.floor(place / heads), place % heads];
       const value = reading.attention[place * length + token];
