@@ -109,6 +109,9 @@ class SinkCallback(TrainerCallback):
         try:
             if trainer.is_deepspeed_enabled:
                 raise UnsupportedError("the model is split over processes by DeepSpeed")
+            if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
+                # all processes would have to measure, and this one alone would wait for them
+                raise UnsupportedError("the model is split over processes by tensor parallelism")
             with undisturbed(trainer.model), trainer.accelerator.autocast():
                 numbers = read_sinks(Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening))
         except Exception as error:

@@ -341,13 +341,17 @@ def split_by_fsdp(trainer):
     mlp.__class__ = type("FSDPModule", (type(mlp),), {})
 
 
-@pytest.mark.parametrize("split", [split_by_deepspeed, split_by_fsdp])
+def split_by_tensor_parallelism(trainer):
+    next(trainer.model.parameters()).device_mesh = "a mesh"
+
+
+@pytest.mark.parametrize("split", [split_by_deepspeed, split_by_fsdp, split_by_tensor_parallelism])
 def test_a_model_that_is_split_over_processes_is_not_measured(split, tmp_path):
     trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
     callback = ss.SinkCallback()
     callback.attach(trainer)
     split(trainer)
-    with pytest.warns(SinkscopeWarning, match="split over processes by (DeepSpeed|FSDP)"):
+    with pytest.warns(SinkscopeWarning, match="split over processes by (DeepSpeed|FSDP|tensor parallelism)"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     assert not recorder.rows
 
