@@ -64,8 +64,8 @@ full, {part} in part, and {refused} are refused in one line.{wrong} For a type t
 ## Models that are split, moved or quantised
 
 - A model that transformers has **split over processes** by tensor parallelism is [served](scale.md), a call on all
-  processes. FSDP, pipeline and expert parallelism are refused; a `DistributedDataParallel` holds the whole model and can
-  be given.
+  processes. FSDP, pipeline and expert parallelism are refused; a `DistributedDataParallel` holds the whole model and
+  can be given.
 - Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
 - Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
   a `quantization_config`, tensors without a place, and adapters (LoRA) are [refused](errors/index.md).
