@@ -201,6 +201,7 @@ def _refuse_broken_words(words: Sequence[str]) -> None:
 def _print_error(message: str, code: int = 2) -> int:
     if not is_first():
         time.sleep(SAME_ERROR)
+        sys.stderr = sys.__stderr__ or sys.stderr
     note(f"error: {one_line(message)}")
     return code
 
@@ -229,5 +230,5 @@ def _prepare_streams() -> bool:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not is_first():  # what is said is the same in all processes
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     return "stdout" in closed

@@ -122,21 +122,16 @@ class CommandRun:
         for name in (*RESULT_OPTIONS, *self.outputs):
             if self.outline.returns_result and values.get(name) is not None:
                 files[name] = values.pop(name)
-        if world_size() > 1 and values.get("out") is not None:
-            raise SinkscopeError("--out is written by one process: run this command without torchrun")
-        if not is_first():
-            files = {}
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
             self.parameters[name].check(value)
+            if world_size() > 1 and self.parameters[name].option.writes:
+                flag = self.parameters[name].flag
+                raise SinkscopeError(f"{flag} {value} is written by one process: run this command without torchrun")
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                model = arguments.get("model", "bundled")
-                where = ""
-                if isinstance(model, str) and model != "bundled" and not Path(model).exists():
-                    where = " from the cache or huggingface.co"
-                progress.wait(f"Loading {_shown(model)}{where} ...")
+                progress.wait(_loading(arguments.get("model", "bundled")))
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -149,7 +144,7 @@ class CommandRun:
             result = self._result(arguments, backend, progress)
         if result is not None and self.outline.returns_result:
             try:
-                self._deliver(result, files, force, explain)
+                self._deliver(result, files if is_first() else {}, force, explain)
             except BrokenPipeError:  # the reader has gone; the status is still said
                 if not result.exit_code:
                     raise
@@ -243,6 +238,14 @@ class CommandRun:
             write_png(result.figure(), path, kind=result.kind, force=force)
         if path != "-":
             note(f"{FILE_WORDS[name]}: {path}")
+
+
+def _loading(model: Any) -> str:
+    """What is said while a model is loaded, with where one comes from that is no folder."""
+    where = ""
+    if isinstance(model, str) and model != "bundled" and not Path(model).exists():
+        where = " from the cache or huggingface.co"
+    return f"Loading {_shown(model)}{where} ..."
 
 
 def _shown(value: Any) -> str:

@@ -99,7 +99,7 @@ def print_generated(
         seed=seed,
         bos=bos,
         on_text=show,
-        progress=progress,
+        progress=progress if guard and rewind is not False else silent,  # other text is shown as it comes
     )
     end_bar(progress)  # of an answer without text
     print()

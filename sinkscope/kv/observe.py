@@ -52,6 +52,10 @@ class Observe(Intervention):
     def _show(self, target: Target, rows: AttentionRows) -> None:
         pos = rows.pos  # as it is now, because the function may keep the rows
         if target.shards.size > 1:
-            view = View(target.shards.gather(pos, target.n_kv_heads, 1), rows.query_pos)
+            view = rows.view or View(pos, rows.query_pos)
+            hidden = view.hidden
+            if hidden is not None:
+                hidden = target.shards.gather(hidden, target.n_kv_heads, 1)
+            view = replace(view, pos=target.shards.gather(pos, target.n_kv_heads, 1), hidden=hidden)
             rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), view=view)
         self.fn(rows)

@@ -242,9 +242,9 @@ class _Watched(StoppingCriteria):
         self._tokenizer, self._prompt, self._most, self._progress = tokenizer, prompt, most, progress
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        written = input_ids[0, self._prompt :].tolist()
-        words = self._tokenizer.decode(written[-NEWEST:], skip_special_tokens=True).split()[-4:]
-        self._progress(f"writing: {' '.join(words)[-NEWEST:]}", len(written), self._most)
+        newest = input_ids[0, self._prompt :][-NEWEST:].tolist()
+        words = self._tokenizer.decode(newest, skip_special_tokens=True).split()[-4:]
+        self._progress(f"writing: {' '.join(words)[-NEWEST:]}", input_ids.shape[1] - self._prompt, self._most)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

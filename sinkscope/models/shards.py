@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 
 
 class Axis(NamedTuple):
-    """What this process holds of one dimension of a tensor: from `low` up to `high`, of `size`."""
+    """What this process holds of one dimension of a tensor: from `low` up to `high`."""
 
     low: int
     high: int
-    size: int
 
     def here(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """The numbers that are here: their places in `numbers`, and where they are in the part."""
@@ -52,7 +51,7 @@ class Shards:
     def axis(self, size: int) -> Axis:
         """The part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
         each = -(-size // self.size)
-        return Axis(min(self.rank * each, size), min((self.rank + 1) * each, size), size)
+        return Axis(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
     def is_part(self, width: int, size: int) -> bool:
         """Whether a dimension of this width is the part that is here, and not the whole.
@@ -62,7 +61,7 @@ class Shards:
         """
         if width == size:
             return False
-        low, high, _ = self.axis(size)
+        low, high = self.axis(size)
         if self.size == 1 or width != high - low:
             raise UnsupportedError(
                 f"a process of {self.size} holds {width} of {size} columns, where {high - low} were expected: this "
@@ -145,6 +144,14 @@ def shards_of(weight: Any) -> Shards:
     return ALONE if mesh is None else Shards(mesh)
 
 
+def split_weight(model: nn.Module) -> tuple[str, Any] | None:
+    """Name and value of the first weight of a model that is split over processes; None if there is none."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            return name, parameter
+    return None
+
+
 def local(weight: Any) -> Any:
     """The part of a weight that is here; the weight itself if it is not split."""
     return weight.to_local() if hasattr(weight, "device_mesh") else weight
@@ -173,21 +180,12 @@ def cut(module: Any, whole: Any, seen: Any) -> Any:
     """
     if not isinstance(seen, Tensor) or not isinstance(whole, Tensor) or whole.shape[-1] == seen.shape[-1]:
         return whole
-    check_no_gradient(seen)
-    return shards_of(module.weight).part(whole, seen.shape[-1])
-
-
-def check_no_gradient(seen: Tensor) -> None:
-    """Refuse an edit of a part through which a gradient would have to pass.
-
-    Raises:
-        UnsupportedError: It would.
-    """
     if seen.requires_grad:
         raise UnsupportedError(
             "no gradient passes through an edit of a model that is split over processes: call it under "
             "torch.no_grad(), or load it with device_map"
         )
+    return shards_of(module.weight).part(whole, seen.shape[-1])
 
 
 def check_divides(config: Any, name: str, count: int) -> None:

@@ -53,6 +53,12 @@ class Number:
     contrast: str = "control"
 
 
+def lost_without(label: str, claim: Claim, margin: float | None = None) -> Number:
+    """What is lost without the parts of a claim, beside its nearest control."""
+    lost, control = 1 - claim.value, 1 - claim.control.value
+    return Number(label, lost, control, margin, share=True, contrast=claim.control.in_words(claim.subject))
+
+
 def numbers_of(claims: Sequence[Claim]) -> list[Number]:
     """The value of each claim beside its nearest control; of claims about the same outcome and kind, the first."""
     numbers: dict[str, Number] = {}

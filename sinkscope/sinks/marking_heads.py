@@ -30,6 +30,7 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
 from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
@@ -240,12 +241,8 @@ class MarkingHeads(Result):
 
     def numbers(self) -> list[Number]:
         """Share of the mark that is lost without the marking heads."""
-        numbers = []
-        for claim in self.claims[:1]:
-            beside: dict[str, Any] = {"share": True, "contrast": claim.control.in_words(claim.subject)}
-            lost, control = 1 - claim.value, 1 - claim.control.value
-            numbers.append(Number("mark lost without the marking heads", lost, control, claim.margin, **beside))
-        return numbers
+        label = "mark lost without the marking heads"
+        return [lost_without(label, claim, claim.margin) for claim in self.claims[:1]]
 
     def details(self) -> list[str]:
         """The layer, the neurons, and the tokens that fire them."""

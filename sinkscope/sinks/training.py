@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.measure import Setup
+from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
@@ -109,7 +110,7 @@ class SinkCallback(TrainerCallback):
         try:
             if trainer.is_deepspeed_enabled:
                 raise UnsupportedError("the model is split over processes by DeepSpeed")
-            if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
+            if split_weight(trainer.model) is not None:
                 # all processes would have to measure, and this one alone would wait for them
                 raise UnsupportedError("the model is split over processes by tensor parallelism")
             with undisturbed(trainer.model), trainer.accelerator.autocast():

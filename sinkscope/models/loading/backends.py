@@ -12,6 +12,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.parts import Kind
+from sinkscope.models.shards import split_weight
 from sinkscope.models.target import Target
 
 Backend = Literal["bridge", "hf", "nnsight"]
@@ -41,7 +42,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
     """
     hf, kind = _inside(model)
     split = _split_by(hf)
-    if split is None and kind != "hf" and any(hasattr(parameter, "device_mesh") for parameter in hf.parameters()):
+    if split is None and kind != "hf" and split_weight(hf) is not None:
         split = f"tensor parallelism inside a {type(model).__name__} (a plain Hugging Face model is served)"
     if split is not None:
         raise UnsupportedError(
@@ -57,10 +58,9 @@ def _split_by(hf: nn.Module) -> str | None:
         for cls in type(module).__mro__:
             if cls.__name__ in _SPLITTING:
                 return _SPLITTING[cls.__name__]
-    settings = getattr(hf.config, "distributed_config", None)
-    for name, parameter in hf.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            return _split_otherwise(hf, settings, name)
+    found = split_weight(hf)
+    if found is not None:
+        return _split_otherwise(hf, getattr(hf.config, "distributed_config", None), found[0])
     if (getattr(hf, "tp_size", None) or 1) > 1:
         return "tensor parallelism of transformers before 5.19, which does not say who holds what"
     return None

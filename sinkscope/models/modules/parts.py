@@ -15,8 +15,7 @@ from sinkscope.models.adapters import PATHS, Found
 from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
-from sinkscope.models.modules.split_experts import SplitExperts
-from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of
+from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -69,12 +68,12 @@ class Parts:
         Raises:
             SinkscopeError: They cannot share its heads.
         """
-        for parameter in self.hf.parameters():
-            if hasattr(parameter, "device_mesh"):
-                shards = shards_of(parameter)
-                check_divides(self.hf.config, self.name, shards.size)
-                return shards
-        return ALONE
+        found = split_weight(self.hf)
+        if found is None:
+            return ALONE
+        shards = shards_of(found[1])
+        check_divides(self.hf.config, self.name, shards.size)
+        return shards
 
     @cached_property
     def base(self) -> nn.Module:
@@ -253,10 +252,7 @@ class Parts:
         Raises:
             UnsupportedError: Their weights are not plain tensors.
         """
-        module: Any = self.sub(layer, self.adapter.experts or "")
-        experts = experts_of(module)
-        if experts is None and self.shards.size > 1 and hasattr(module, "gate_up_proj"):
-            experts = SplitExperts(module) if SplitExperts(module).is_plain else None
+        experts = experts_of(self.sub(layer, self.adapter.experts or ""))
         if experts is None and self.shards.size > 1:
             raise UnsupportedError(
                 f"the experts of {self.name} are split over processes, and their layout is not served there: load it "

@@ -20,6 +20,7 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Search
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import POSITION
+from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
@@ -113,8 +114,7 @@ class Circuit(Result):
         }
         for role, name in names.items():
             for claim in self.of(role)[:1]:
-                contrast = claim.control.in_words(claim.subject)
-                numbers.append(Number(name, 1 - claim.value, 1 - claim.control.value, share=True, contrast=contrast))
+                numbers.append(lost_without(name, claim))
         return numbers
 
     def details(self) -> list[str]:
