@@ -237,7 +237,7 @@ def _refuse_remote(*_: Any) -> None:
     """Stands in a model of nnsight where it makes what sends a trace."""
     raise UnsupportedError(
         "a remote trace leaves this intervention behind, because its hooks are on this machine: trace without "
-        "remote=, or write the edit with nnsight's own operations (docs/interventions.md)"
+        "remote=, or send it with sinkscope.remote(model).trace(tokens, sites, edit)"
     )
 
 

@@ -8,12 +8,12 @@ from dataclasses import InitVar, dataclass
 from typing import ClassVar, Literal, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
+from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
     PAGE,
@@ -197,3 +197,12 @@ class Ablate(NeuronEdit):
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
         return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
+
+    def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula:
+        """The number, or the mean of the row where there is one."""
+        chosen = chosen_positions(index, self.positions)
+        if self.value != "mean":
+            return Formula(chosen, 0.0, None, torch.tensor(0.0 if self.value == "zero" else float(self.value)))
+        is_later = index > 0
+        count = is_later.sum(1, keepdim=True)
+        return Formula(chosen & (count > 0), 0.0, is_later / count.clamp(min=1), torch.tensor(0.0))

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -79,6 +79,22 @@ class Values:
         self.log(kind, where, {what: counts[:, None]}, site=site)
 
 
+class Formula(NamedTuple):
+    """New values at the chosen positions: `keep` times the old ones, plus a sum of the row's, plus a vector.
+
+    Attributes:
+        chosen: Where values are changed.
+        keep: The factor of the old value.
+        shares: The share of each position of the row in the sum; None without a sum.
+        vector: What is added, a number for each column or one for all.
+    """
+
+    chosen: Bool[Tensor, "batch pos"]
+    keep: float
+    shares: Float[Tensor, "batch pos"] | None
+    vector: Float[Tensor, "*d"]
+
+
 class PlacedEdit(Intervention):
     """Gives new values to what passes some places."""
 
@@ -92,6 +108,15 @@ class PlacedEdit(Intervention):
     @abstractmethod
     def edited(self, values: Values) -> Float[Tensor, "batch pos *d"] | None:
         """The values that replace `values.old`; None leaves them unchanged."""
+
+    def formula(self, of: Any, index: Int[Tensor, "batch pos"]) -> Formula | None:
+        """The new values of one whole pass, if they follow from those of their place alone; None if they do not.
+
+        Args:
+            of: What the values are values of.
+            index: True position of each token in its row; -1 at padding.
+        """
+        return None
 
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the modules beside which the values pass."""

@@ -26,19 +26,23 @@ class Place(NamedTuple):
         module: The module beside which they pass.
         when: "pre" if they enter it, "post" if they leave it.
         around: Makes a torch hook with kwargs of an edit of the values.
+        numbers: The columns that are edited; None if all are.
     """
 
     module: nn.Module
     when: str
     around: Callable[[Edit], Callable[..., Any]]
+    numbers: list[int] | None = None
 
     def hook(self, edit: Edit) -> Hook:
         """The hook by which an edit acts here."""
+        if self.numbers is not None:
+            edit = _columns(self.numbers, edit)
         return self.module, self.when, self.around(edit)
 
     def columns(self, numbers: list[int]) -> Place:
         """Some columns of what passes here."""
-        return self._replace(around=lambda edit: self.around(_columns(numbers, edit)))
+        return self._replace(numbers=numbers)
 
     def part(self, cut: Callable[[Tensor], Tensor]) -> Place:
         """What `cut` shows, as a view, of what passes here."""

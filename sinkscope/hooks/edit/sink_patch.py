@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import BaseModel, Field
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit
-from sinkscope.hooks.edit.placed import Values
-from sinkscope.hooks.edit.sites import NeuronSite, SiteLike, Where, site_of
+from sinkscope.hooks.edit.placed import Formula, Values
+from sinkscope.hooks.edit.sites import NeuronGroup, NeuronSite, SiteLike, Where, site_of
 from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 
@@ -204,10 +204,23 @@ class SinkPatch(NeuronEdit):
             neutral = torch.full_like(values.old, float(self.value))
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _calibrated_values(self, values: Values) -> Float[Tensor, " neuron"]:
+    def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula | None:
+        """The neutral value; None for a second value that may have to be replaced by a calibrated one."""
+        later = index > 0
+        if self.value == "calibrated":
+            return Formula(later, 0.0, None, torch.tensor(self._calibrated(of)))
+        if self.value != "second":
+            return Formula(later, 0.0, None, torch.tensor(float(self.value)))
+        if self.calibrated:
+            return None
+        return Formula(later, 0.0, (index == 1).float(), torch.tensor(0.0))
+
+    def _calibrated(self, of: NeuronGroup) -> list[float]:
         """The calibrated value of each neuron; NaN where there is none."""
-        numbers = [self.calibrated.get(site, torch.nan) for site in values.of.sites]
-        return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
+        return [self.calibrated.get(site, torch.nan) for site in of.sites]
+
+    def _calibrated_values(self, values: Values) -> Float[Tensor, " neuron"]:
+        return torch.tensor(self._calibrated(values.of), device=values.old.device, dtype=values.old.dtype)
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
+from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place, beside
 from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
@@ -114,3 +115,7 @@ class Add(PlacedEdit):
         chosen = chosen_positions(index, self.positions)
         values.log_rows(self.KIND, of.site, "positions", chosen.sum(1), index.masked_fill(~chosen, -1).amax(1))
         return torch.where(chosen[..., None], old + of.vector(old).to(old.dtype), old)
+
+    def formula(self, of: _Added, index: Int[Tensor, "batch pos"]) -> Formula:
+        """The vector beside the old value."""
+        return Formula(chosen_positions(index, self.positions), 1.0, None, of.vector(torch.empty(0)))

@@ -1,0 +1,214 @@
+"""Edits and sites of a model that runs on a server of nnsight (NDIF), where sinkscope is not installed.
+
+What is sent is one block of plain torch operations: an edit travels as columns, positions and numbers, a site as the
+module whose input or output it is. What cannot be written so is refused by name before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.placed import PlacedEdit
+from sinkscope.hooks.edit.positions import Tracker
+from sinkscope.hooks.trace.run import Trace
+from sinkscope.hooks.trace.sites import Pattern, Site, resolve
+from sinkscope.models.hooks import on_hidden, on_input, on_output
+from sinkscope.models.inputs import Ids, read_inputs
+from sinkscope.models.loading.config import first_line
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+
+Where = bool | Literal["local"]
+
+
+@dataclass
+class _Stop:
+    """A module at which the pass is edited, read, or both."""
+
+    module: nn.Module
+    side: str  # "pre": what enters it, "post": what leaves it
+    edits: list[Any]
+    reads: list[Site]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A model of nnsight whose passes run on a server. Made by `sinkscope.remote`.
+
+    Attributes:
+        target: The model; its weights may be on the meta device, as they are if it was made by name.
+        where: What nnsight is given as `remote=`.
+    """
+
+    target: Target
+    where: Where
+
+    def trace(
+        self,
+        tokens: Any,
+        sites: Pattern | Sequence[Pattern],
+        edit: Intervention | None = None,
+        *,
+        attention_mask: Any = None,
+        bos: bool | None = None,
+    ) -> Trace:
+        """Run the model once on the server, edited, and return each site's tensor `[batch pos ...]` on the CPU.
+
+        Args:
+            tokens: Texts, or ids `[batch pos]`, as `sinkscope.trace` takes them.
+            sites: Names or patterns of sites, as `sinkscope.trace` takes them, but those of attention rows.
+            edit: `Ablate`, `SinkPatch` or `Add`, or several joined by `|`. None edits nothing.
+            attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`. nnsight counts positions from each row's
+                first real token.
+            bos: Whether texts begin with BOS. By default the tokenizer decides.
+
+        Raises:
+            SinkscopeError: Tokens, a site, a neuron or a head are not this model's.
+            UnsupportedError: A site or an edit cannot be sent.
+        """
+        target = self.target
+        rows = read_inputs(target, tokens, {"attention_mask": attention_mask}, bos=bos)
+        wanted = resolve(target, sites)
+        stops = self._stops(wanted, edit, rows.ids, rows.mask)
+        given = self._sent([stops[key] for key in self._order(stops)], rows.ids, rows.mask)
+        found: dict[str, Tensor] = {}
+        for stop in stops.values():
+            for site in stop.reads:
+                found[site.name] = _shaped(site, given[stop.module, stop.side], rows.ids.shape)
+        return Trace({site.name: found[site.name] for site in wanted})
+
+    def _stops(self, wanted: list[Site], edit: Intervention | None, ids: Ids, mask: Ids | None) -> dict[Any, _Stop]:
+        """Where the pass is edited and read, by module and side."""
+        stops: dict[Any, _Stop] = {}
+        index = Tracker(self.target).begin(ids, mask=mask).index
+        for part in () if edit is None else edit.parts:
+            if not isinstance(part, PlacedEdit):
+                raise _cannot_travel(f"{type(part).__name__} acts on the cache or on every token that is generated")
+            for place, of in part.places_in(self.target):
+                if place.around not in (on_input, on_output, on_hidden):
+                    raise _cannot_travel(f"{type(part).__name__} computes more than new values for columns (experts)")
+                formula = part.formula(of, index)
+                if formula is None:
+                    raise _cannot_travel(f"{part!r} decides by what it measures")
+                stop = stops.setdefault((place.module, place.when), _Stop(place.module, place.when, [], []))
+                stop.edits.append((place.numbers, *formula))
+        for site in wanted:
+            if site.module is None:
+                raise _cannot_travel(f"no module returns the rows of {site.name!r}")
+            stop = stops.setdefault((site.module, site.when), _Stop(site.module, site.when, [], []))
+            stop.reads.append(site)
+        return stops
+
+    @torch.no_grad()
+    def _order(self, stops: dict[Any, _Stop]) -> list[Any]:
+        """The keys of the stops in the order of a pass, which the model tells without its weights."""
+        target = self.target
+        seen: list[Any] = []
+        hooks: list[Any] = []
+        for module, side in stops:
+            hooks.append((module, side, lambda *_, key=(module, side): seen.append(key)))
+        device, mask = target.device, None
+        if target.is_empty:
+            device, mask = torch.device("meta"), torch.zeros(1, 1, 2, 2, device="meta")  # others' values are looked at
+        try:
+            with target.hooks(*hooks):
+                ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+                target.hf(input_ids=ids, attention_mask=mask, use_cache=False)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{target.name} does not run without its weights ({first_line(error)}), so the order of its modules is "
+                "not known: make it with dispatch=True"
+            ) from None
+        return list(dict.fromkeys(seen))
+
+    def _sent(self, stops: list[_Stop], ids: Ids, mask: Ids | None) -> dict[Any, Tensor]:
+        """What was read at each stop, by module and side. The block is source code that the server runs."""
+        paths = {module: path for path, module in self.target.hf.named_modules()}
+        plan = [(paths[stop.module], stop.side, stop.edits, bool(stop.reads)) for stop in stops]
+        model, batch, where = self.target.model, len(ids), self.where
+        save = import_module("nnsight").save
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        read: Any = None
+        with torch.no_grad():
+            with model.trace(**inputs, remote=where):
+                read = []
+                for path, side, edits, is_read in plan:
+                    module = model.get(path) if path else model
+                    whole = module.input if side == "pre" else module.output
+                    value = whole if isinstance(whole, torch.Tensor) else whole[0]
+                    if edits:
+                        new = value.clone().reshape(batch, -1, value.shape[-1])
+                        for numbers, chosen, keep, shares, vector in edits:
+                            columns = list(range(new.shape[-1])) if numbers is None else numbers
+                            old = new[..., columns]
+                            made = keep * old + vector.to(old)
+                            if shares is not None:
+                                made = made + torch.einsum("bp,bpd->bd", shares.to(old), old)[:, None]
+                            new[..., columns] = torch.where(chosen.to(old.device)[..., None], made, old)
+                        value = new.reshape(value.shape)
+                        if side == "pre":
+                            module.input = value
+                        elif isinstance(whole, torch.Tensor):
+                            module.output = value
+                        else:
+                            module.output = (value, *whole[1:])
+                    if is_read:
+                        read.append(value.detach().cpu())
+                read = save(read)
+        keys = [(stop.module, stop.side) for stop in stops if stop.reads]
+        return dict(zip(keys, read, strict=True))
+
+
+def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remote:
+    """A model of nnsight on a server: `.trace(tokens, sites, edit)` runs it there.
+
+    Args:
+        model: A `TransformersModel` or `LanguageModel` of nnsight. One that is made by name is not loaded here.
+        where: True sends to the server that nnsight is configured for; "local" runs here what would be sent, without
+            sinkscope, as nnsight simulates a server; False runs it here.
+        tokenizer: Tokenizer for texts, if the model carries none.
+
+    Raises:
+        SinkscopeError: It is no model of nnsight.
+
+    Example:
+        >>> import nnsight
+        >>> model = nnsight.LanguageModel("meta-llama/Llama-2-7b-hf")  # doctest: +SKIP
+        >>> edit = Ablate(neurons="L1.N7890")  # doctest: +SKIP
+        >>> remote(model).trace("A text", "logits", edit)["logits"]  # doctest: +SKIP
+    """
+    target = target_of(model, tokenizer, loads=False)
+    if target.kind != "nnsight":
+        raise SinkscopeError(
+            f"{type(model).__name__} is no model of nnsight, which sends it to a server: make it with "
+            "nnsight.LanguageModel(name)"
+        )
+    return Remote(target, where)
+
+
+def _shaped(site: Site, value: Tensor, shape: torch.Size) -> Tensor:
+    """What a site shows of the hidden states at its module."""
+    if site.name in ("ln_final", "logits"):  # the block has taken them out of what the model returns
+        site = replace(site, cut=lambda tensor: tensor)
+    tensor = site.cut(value)
+    if tensor.shape[:2] != shape:  # OPT runs batch and position together
+        tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
+    return tensor
+
+
+def _cannot_travel(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"this cannot be sent to a server: {reason}; load the model here, or send Ablate, SinkPatch or Add and the "
+        "sites of modules (docs/interventions.md)"
+    )
