@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sinkscope.models.modules.experts import Args, Kwargs
-from sinkscope.models.shards import cut, gathered
+from sinkscope.models.shards import cut, cut_columns, gathered, gathered_columns
 
 Hook = tuple[nn.Module, str, Any]
 """A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""
@@ -28,26 +29,66 @@ def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwarg
     return args, {**kwargs, "hidden_states": hidden}
 
 
-def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """A forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others."""
+def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
+    """A forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others.
+
+    Args:
+        fn: The function.
+        columns: The columns that it sees and returns; None for all.
+    """
+    numbers = beside(torch.tensor(columns or []))
 
     def hook(module: object, args: Args, kwargs: Kwargs) -> Any:
         seen = hidden_of(args, kwargs)
-        new = fn(gathered(module, seen, "in_features"))
+        if columns is None:
+            new = cut(module, fn(gathered(module, seen, "in_features")), seen)
+        else:
+            new = _with_columns(module, seen, "in_features", columns, numbers(seen), fn)
         if new is None:
             return None
-        return with_hidden(args, kwargs, cut(module, new, seen))
+        return with_hidden(args, kwargs, new)
 
     return hook
 
 
-def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
+def on_output(fn: Callable[[Any], Any], columns: list[int] | None = None) -> Callable[..., Any]:
+    """A forward hook with kwargs: `fn` sees what a module returns, and may return something else.
+
+    Args:
+        fn: The function.
+        columns: The columns that it sees and returns; None for all.
+    """
+    numbers = beside(torch.tensor(columns or []))
 
     def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
+        if columns is not None:
+            return _with_columns(module, output, "out_features", columns, numbers(output), fn)
         return cut(module, fn(gathered(module, output, "out_features")), output)
 
     return hook
+
+
+def _with_columns(module: Any, seen: Tensor, side: str, columns: list[int], numbers: Tensor, fn: Any) -> Tensor | None:
+    """A copy of a tensor with new columns, because others may need the caller's tensor, and so does autograd."""
+    whole = gathered_columns(module, seen, side, columns)
+    if whole is not None:
+        return cut_columns(module, fn(whole), seen, side, columns)
+    new = fn(seen[..., numbers])
+    if new is None:
+        return None
+    return seen.index_copy(-1, numbers, new.to(seen.dtype))
+
+
+def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Gives a tensor on the device of another one; it is moved once, not in every call."""
+
+    def there(other: Tensor) -> Tensor:
+        nonlocal tensor
+        if tensor.device != other.device:
+            tensor = tensor.to(other.device)
+        return tensor
+
+    return there
 
 
 def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:

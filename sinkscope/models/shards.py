@@ -172,20 +172,44 @@ def gathered(module: Any, tensor: Any, side: str) -> Any:
     return shards.gather(tensor, size)
 
 
-def cut(module: Any, whole: Any, seen: Any) -> Any:
-    """What replaces the tensor that a hook saw: the columns that are here of a whole one.
+def gathered_columns(module: Any, part: Tensor, side: str, columns: list[int]) -> Tensor | None:
+    """Some columns of what a module reads or gives, by one sum; None if the process holds all."""
+    shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
+    if shards.size == 1 or size is None or not shards.is_part(part.shape[-1], size):
+        return None
+    return shards.columns(part, columns, size)
 
-    Raises:
-        UnsupportedError: A gradient would have to pass through the edit.
-    """
+
+def cut_columns(module: Any, new: Tensor | None, part: Tensor, side: str, columns: list[int]) -> Tensor | None:
+    """A part of a tensor with those of the new columns that are here."""
+    if new is None:
+        return None
+    _check_no_gradient(part)
+    places, here = shards_of(module.weight).axis(getattr(module, side)).here(columns)
+    changed = part.clone()
+    changed[..., here] = new[..., places].to(part.dtype)
+    return changed
+
+
+def cut(module: Any, whole: Any, seen: Any) -> Any:
+    """What replaces the tensor that a hook saw: the columns that are here of a whole one."""
     if not isinstance(seen, Tensor) or not isinstance(whole, Tensor) or whole.shape[-1] == seen.shape[-1]:
         return whole
+    _check_no_gradient(seen)
+    return shards_of(module.weight).part(whole, seen.shape[-1])
+
+
+def _check_no_gradient(seen: Tensor) -> None:
+    """Refuse an edit through which a gradient would have to pass.
+
+    Raises:
+        UnsupportedError: It would.
+    """
     if seen.requires_grad:
         raise UnsupportedError(
             "no gradient passes through an edit of a model that is split over processes: call it under "
             "torch.no_grad(), or load it with device_map"
         )
-    return shards_of(module.weight).part(whole, seen.shape[-1])
 
 
 def check_divides(config: Any, name: str, count: int) -> None:

@@ -20,7 +20,12 @@ VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
 
 @contextmanager
 def attention_rows(
-    target: Target, observer: RowObserver, *, layers: list[int] | None = None, rows_per_chunk: int = 256
+    target: Target,
+    observer: RowObserver,
+    *,
+    layers: list[int] | None = None,
+    rows_per_chunk: int = 256,
+    whole: bool = True,
 ) -> Iterator[None]:
     """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
@@ -31,6 +36,8 @@ def attention_rows(
             cache: under a cache policy only the ones it keeps, so a key's index is not its position.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
+        whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
+            holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
 
     A TransformerBridge itself builds whole query x key matrices, which are passed on in one piece.
     """
@@ -38,13 +45,18 @@ def attention_rows(
     def rows_only(layer: int, first: int, rows: Tensor, _visible: Callable[[], Tensor]) -> None:
         observer(layer, first, rows)
 
-    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk):
+    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk, whole=whole):
         yield
 
 
 @contextmanager
 def visible_rows(
-    target: Target, observer: VisibleRowObserver, *, layers: list[int] | None = None, rows_per_chunk: int = 256
+    target: Target,
+    observer: VisibleRowObserver,
+    *,
+    layers: list[int] | None = None,
+    rows_per_chunk: int = 256,
+    whole: bool = True,
 ) -> Iterator[None]:
     """As `attention_rows`, and the observer is also told which keys the queries see.
 
@@ -54,6 +66,7 @@ def visible_rows(
             the mask shows. Of a TransformerBridge it is where some head has attention.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time.
+        whole: Whether the rows of all heads are shown.
     """
     wanted = layers
     if wanted is None:
@@ -64,7 +77,8 @@ def visible_rows(
         layer = call.layer
 
         def tell(first: int, rows: Tensor) -> None:
-            rows = target.shards.gather(rows, target.n_heads, 1)
+            if whole:
+                rows = target.shards.gather(rows, target.n_heads, 1)
             observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
 
         if layer in wanted:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -31,18 +30,16 @@ class Place(NamedTuple):
 
     module: nn.Module
     when: str
-    around: Callable[[Edit], Callable[..., Any]]
+    around: Callable[..., Callable[..., Any]]
     numbers: list[int] | None = None
 
     def hook(self, edit: Edit) -> Hook:
         """The hook by which an edit acts here."""
-        if self.numbers is not None:
-            edit = _columns(self.numbers, edit)
         return self.module, self.when, self.around(edit)
 
     def columns(self, numbers: list[int]) -> Place:
         """Some columns of what passes here."""
-        return self._replace(numbers=numbers)
+        return self._replace(around=partial(self.around, columns=numbers), numbers=numbers)
 
     def part(self, cut: Callable[[Tensor], Tensor]) -> Place:
         """What `cut` shows, as a view, of what passes here."""
@@ -91,30 +88,3 @@ def neurons_place(target: Target, layer: int, expert: int | None, neurons: list[
     elif target.adapter.fused_gate_up:
         first = target.width(layer)
     return Place(module, "post", on_output).columns([first + neuron for neuron in neurons])
-
-
-def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """Gives a tensor on the device of another one; it is moved once, not in every call."""
-
-    def there(other: Tensor) -> Tensor:
-        nonlocal tensor
-        if tensor.device != other.device:
-            tensor = tensor.to(other.device)
-        return tensor
-
-    return there
-
-
-def _columns(numbers: list[int], edit: Edit) -> Edit:
-    """An edit of whole tensors that gives new values to some columns."""
-    index = beside(torch.tensor(numbers))
-
-    def edited(tensor: Tensor) -> Tensor | None:
-        columns = index(tensor)
-        new = edit(tensor[..., columns])
-        # A copy, because others may need the caller's tensor, and so does autograd.
-        if new is None:
-            return None
-        return tensor.index_copy(-1, columns, new.to(tensor.dtype))
-
-    return edited

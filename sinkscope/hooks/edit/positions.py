@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit.places import beside
 from sinkscope.models.call_cache import tokens_in
+from sinkscope.models.hooks import beside
 from sinkscope.models.target import Target
 from sinkscope.tap.rows import shown
 

@@ -15,10 +15,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place, beside
+from sinkscope.hooks.edit.places import Place
 from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
-from sinkscope.models.hooks import on_hidden, on_input
+from sinkscope.models.hooks import beside, on_hidden, on_input
 from sinkscope.models.target import Target
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")

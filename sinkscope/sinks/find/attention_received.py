@@ -97,15 +97,15 @@ class AttentionReceived:
         hooks = []
         for layer in range(depth):
             hooks.append((target.layers[layer], "post", on_output(partial(take_norms, layer))))
-        read = partial(self._read, texts, target.adapter.learned_sinks)
-        rows = visible_rows(target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1])
+        read = partial(self._read, texts, target)
+        rows = visible_rows(target, read, layers=list(range(depth)), rows_per_chunk=self.ids.shape[1], whole=False)
         with target.hooks(*hooks), rows:
             yield
 
     def _read(
         self,
         texts: slice,
-        learned_sinks: bool,
+        target: Target,
         layer: int,
         _first: int,
         probs: Float[Tensor, "text head query key"],
@@ -122,11 +122,13 @@ class AttentionReceived:
         self.windows[layer] = window
         if window is None or window >= NARROWEST:
             far = sees & (distance >= apart) & (seen >= LEAST_SEEN)
-            self.received[layer, :, texts] = self._share(probs, sees)
-            self.lasting[layer, :, texts] = self._share(probs >= LIFT / (seen + 1), far, LEAST_SEEN)
-        if learned_sinks:
+            shares = self._share(probs, sees), self._share(probs >= LIFT / (seen + 1), far, LEAST_SEEN)
+            self.received[layer, :, texts], self.lasting[layer, :, texts] = (
+                target.shards.gather(share, target.n_heads, 0).cpu() for share in shares
+            )
+        if target.adapter.learned_sinks:
             to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
-            self.learned[layer, :, texts] = (1 - to_tokens).cpu()
+            self.learned[layer, :, texts] = target.shards.gather(1 - to_tokens, target.n_heads, 0).cpu()
 
     def _share(
         self, rows: Shaped[Tensor, "text head query key"], where: Bool[Tensor, "query key"], least: int = 1
@@ -134,7 +136,7 @@ class AttentionReceived:
         """The mean over some queries; 0 of fewer than so many."""
         total, number = reduce(rows * where, "text head query key -> head text key", "sum"), where.sum(0)
         share = total / number.clamp(min=1) * (number >= least)
-        return share[..., : self.received.shape[-1]].float().cpu()
+        return share[..., : self.received.shape[-1]].float()
 
     # --- what was read ---
 

@@ -120,7 +120,8 @@ class Rows:
             hooks.append((self.target.layers[layer], "post", on_output(partial(self._layer_done, layer))))
         listening = nullcontext()
         if self.trial.attention and last >= self.trial.behind:
-            listening = visible_rows(self.target, self._attention_read, layers=list(range(self.trial.behind, last + 1)))
+            attending = list(range(self.trial.behind, last + 1))
+            listening = visible_rows(self.target, self._attention_read, layers=attending, whole=False)
         ids = repeat(self.trial.ids, "text pos -> (edit text) pos", edit=len(self.edits))
         with listening, self.target.hooks(*hooks):
             self.target.forward(ids, upto=last, start=self._next)
@@ -147,8 +148,9 @@ class Rows:
         later = queries > rearrange(keys.int().argmax(1).cpu(), "row -> row 1")
         sees = visible().expand(self.count, -1, -1, -1)[:, 0]  # one that sees the position may give it exactly nothing
         later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
-        given = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query").cpu()
-        self.received[:, layer] += (given * rearrange(later, "row query -> row 1 query")).sum(-1)
+        given = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query")
+        received = (given * rearrange(later.to(given.device), "row query -> row 1 query")).sum(-1)
+        self.received[:, layer] += self.target.shards.gather(received, self.target.n_heads, 1).cpu()
         self.seeing[:, layer] += later.sum(1)
 
     # --- hooks ---

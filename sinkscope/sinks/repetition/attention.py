@@ -155,10 +155,10 @@ def attention_from(
 
         def add(layer: int, start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
             late = probs[:, :, max(0, begin - start) :]
-            given = einsum(late, kinds.to(late.device), "row head query key, row key kind -> row kind")
-            total[:, :, layer] += given.cpu() / probs.shape[1]
+            given = einsum(late, kinds.to(late.device), "row head query key, row key kind -> row head kind")
+            total[:, :, layer] += target.shards.gather(given, target.n_heads, 1).mean(1).cpu()
 
-        with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE):
+        with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE, whole=False):
             target.forward(rows)
         received.append(total)
     return torch.cat(received)
