@@ -53,7 +53,8 @@ def figure_of(picture: Path) -> Any:
     data = read_json(picture.with_suffix(".json"))
     if data["kind"] in known_kinds():
         return Result.load(picture.with_suffix(".json")).figure()
-    return import_module(data["provenance"]["argv"][2]).figure(data)
+    argv = data["provenance"]["argv"]
+    return import_module(argv[argv.index("-m") + 1]).figure(data)
 
 
 def draw_again(picture: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
+from sinkscope.files.processes import world_size
 from sinkscope.files.provenance import provenance
 
 Row = dict[str, Any]
@@ -45,7 +46,10 @@ def record(
         bos=True,
         seed=seed,
     )
-    made = replace(made, argv=("python", "-m", *_module(), *map(pathless, sys.argv[1:])))
+    starter = ["python"]
+    if world_size() > 1:
+        starter = ["torchrun", "--standalone", "--nproc-per-node", str(world_size())]
+    made = replace(made, argv=(*starter, "-m", *_module(), *map(pathless, sys.argv[1:])))
     envelope = {
         "schema": 1,
         "kind": kind,

@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope as ss
+from sinkscope.bench import run_bench
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.shards import split_weight
 
 LEAST = 1e-5
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
@@ -177,6 +179,30 @@ def probability(model, tokenizer):
 @use
 def unequal_seeds(model, tokenizer):
     ss.generate(model, ids_list(), tokenizer=tokenizer, seed=dist.get_rank(), temperature=1.0, max_new_tokens=2)
+
+
+@use
+def unequal_settings(model, tokenizer):
+    ss.heads(model, tokenizer=tokenizer, count=4 + dist.get_rank())
+
+
+@use
+def alone(model, tokenizer):
+    """What is for one process."""
+    if split_weight(model) is None:
+        return
+    said = []
+    for call in (
+        lambda: run_bench(model, "text", ["full"], tokenizer=tokenizer),
+        lambda: ss.scan(model, tokenizer=tokenizer),
+        lambda: ss.view(model, tokenizer=tokenizer),
+        lambda: ss.reproduce(model, tokenizer=tokenizer),
+    ):
+        try:
+            call()
+        except SinkscopeError as error:
+            said.append(str(error))
+    raise SinkscopeError(" | ".join(said))
 
 
 @use

@@ -125,9 +125,8 @@ class CommandRun:
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
             self.parameters[name].check(value)
-            if world_size() > 1 and self.parameters[name].option.writes:
-                flag = self.parameters[name].flag
-                raise SinkscopeError(f"{flag} {value} is written by one process: run this command without torchrun")
+        if world_size() > 1:
+            self._check_processes(arguments)
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
@@ -152,6 +151,15 @@ class CommandRun:
                 note(f"{what}: {path}")
             if result.exit_code:
                 raise click.exceptions.Exit(result.exit_code)
+
+    def _check_processes(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse, under torchrun, what one process does: commands that do not measure one model, folders of results."""
+        if not self.command.measures and self.command.words != "generate":
+            raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
+        for name, value in arguments.items():
+            if self.parameters[name].option.writes:
+                flag = self.parameters[name].flag
+                raise SinkscopeError(f"{flag} {value} is written by one process: run this command without torchrun")
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""

@@ -311,6 +311,7 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
 def _opened(model: object, quick: bool, options: dict[str, Any]) -> Setup:
     """The model: in memory where its weights fit, else read layer by layer."""
     setup = Setup.open(model, **options)
+    setup.target.shards.check_alone("scan")
     if setup.target.resident or weight_bytes(setup.target) > _memory_limit(setup.target, quick):
         return setup
     return Setup.open(model, **options, loading="whole")

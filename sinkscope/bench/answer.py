@@ -60,6 +60,7 @@ class BenchModel:
         if isinstance(model, partial):
             model = model()
         target = target_of(model, tokenizer)
+        target.shards.check_alone("bench")
         tokenizer_of(target)
         ends, pad = ends_and_pad(target)
         return cls(target, fingerprint_of(target), ends, pad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -172,6 +173,8 @@ class Measurement(Generic[P, R]):
             self.check(**{one.name: arguments.get(one.name, one.default) for one in self.parameters})
 
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
+        plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
+        setup.target.shards.agree("setting", self.function.__name__, plan)
         with noted_decoding() as decoding:
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {

@@ -145,7 +145,8 @@ class Setup:
             pieces = texts if start is not None else WITHOUT_BOS * texts
             ids = text_rows(target.tokenizer, content, pieces, length, start)
         source = (model, options)
-        target.shards.agree("model, text or seed", target.name, target.config.to_dict(), ids.tolist(), seed)
+        config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
+        target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
         return cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
 
     @property

@@ -133,6 +133,17 @@ class Shards:
                     "texts, settings and seeds"
                 )
 
+    def check_alone(self, what: str) -> None:
+        """Refuse what one process does with a model that is split over several.
+
+        Raises:
+            UnsupportedError: The model is split.
+        """
+        if self.size > 1:
+            raise UnsupportedError(
+                f"{what} is for a model in one process, and this one is split over {self.size}: load it with device_map"
+            )
+
 
 ALONE = Shards()
 """Of what is not split."""

@@ -25,6 +25,7 @@ from sinkscope.models.shards import ALONE, Shards, check_divides
 ROOT = Path(__file__).parents[2]
 READINGS = "find_sinks,heads,circuit,repeat,barcode,lines,trace"
 EDITS = "ablate,patch,quantize,policies,guard,serve"
+REFUSED = "adakv,unequal_seeds,unequal_settings,alone"
 DENSE = "ablate,trace,policies,guard,serve"
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -69,16 +70,20 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
     mixtral = planted("mixtral", tmp_path)
     report = compared(
         tmp_path / "a.json",
-        f"{qwen3}:{READINGS},{EDITS},adakv,unequal_seeds",
+        f"{qwen3}:{READINGS},{EDITS},{REFUSED}",
         f"{phi3}:{DENSE}",
         f"{mixtral}:find_sinks,patch,trace,guard",
     )
-    seeds, adakv = (report["qwen3"].pop(name) for name in ("unequal_seeds", "adakv"))
+    adakv, seeds, settings, alone = (report["qwen3"].pop(name) for name in REFUSED.split(","))
     for lines, words in (
+        (settings, "processes 0 and 1 of 2 have a different setting"),
         (seeds, "processes 0 and 1 of 2 have a different prompt, temperature or seed"),
         (adakv, "AdaKV compares all heads of a layer, which are split over processes here"),
     ):
         assert [line.split(": ", 1)[0] for line in lines] == ["0", "1"] and all(words in line for line in lines)
+    for line in alone:
+        parts = line.split(" | ")
+        assert len(parts) == 4 and all("is for a model in one process" in part for part in parts), line
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 
 
@@ -113,6 +118,22 @@ def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder, processes=3)
     assert failed.returncode != 0 and failed.stdout == ""
     assert failed.stderr.count("error: 3 processes cannot share the 2 heads (num_key_value_heads)") == 1
+
+
+@slow
+def test_a_process_that_is_killed_ends_the_others(tmp_path):
+    """The process is killed before its first word with the other one."""
+    program = tmp_path / "dies.py"
+    program.write_text(
+        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.shards import Shards\n"
+        "if os.environ['RANK'] == '1':\n    Shards.agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    out = tmp_path / "sinks.json"
+    failed = started(str(program), "find-sinks", "--model", planted("qwen3", tmp_path), "--json", str(out))
+    assert failed.returncode != 0 and failed.stdout == "" and not out.exists()
+    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in failed.stderr
+    assert "nobody foresaw" not in failed.stderr
 
 
 def test_heads_must_divide():

@@ -35,6 +35,7 @@ class ModelSink:
     def open(cls, model: object = None, **options: Any) -> ModelSink:
         """Open a model as `Setup.open` does, whole, and find the layer that makes its sink."""
         setup = Setup.open(model, **options, loading="whole")
+        setup.target.shards.check_alone("view")
         return cls(setup, scan_layers(setup.target, setup.ids, whole=True))
 
     def measure_sinks(self) -> FindSinks:

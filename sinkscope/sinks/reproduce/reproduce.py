@@ -144,6 +144,7 @@ def reproduce(
             listed += [Compared.of(one, beside) for one in beside]
         return Reproduction(records=tuple(listed), on_disk=tuple(on_disk))
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
+    opened.target.shards.check_alone("reproduce")
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
     scan = scan_layers(setup.target, setup.ids, whole=True)
     first = SinkContext(setup.target, setup.ids, scan, setup.seed)
