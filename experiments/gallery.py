@@ -27,7 +27,7 @@ hide: [toc]
 
 # Gallery
 
-A heading leads to the page that explains how to read the picture, and the command below made it. The model is the one in
+A heading leads to the page that explains the picture, and the command below made it. The model is the one in
 the package, unless the command names another. Files and folders in a command are outputs of earlier commands. On the
 site, a click on a picture opens it as an interactive figure. In a clone, `sinkscope report figures` makes one page of
 all results ([report](report.md)), and `python -m experiments.gallery` makes this page.
