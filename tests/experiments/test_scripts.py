@@ -191,7 +191,7 @@ CASES = {
         lambda made: {row["model"] for row in made["result"]["model"]} == {"lines", "half", "flat"},
         "x.json",
     ),
-    "gallery": Case("--out {out}/x.md", lambda page: "## find-sinks" in page, "x.md"),
+    "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
     "make_shape": Case(
         "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/truth.json", quick=True
     ),
