@@ -22,9 +22,10 @@ from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sinkscope as ss
-from experiments.record import Row, deliver, record
+from experiments.record import Row, record
 from experiments.script import run
 from experiments.timing import seconds_of
+from sinkscope.files.output import write_atomic
 from sinkscope.measure import typical_text
 from sinkscope.models.text import text_rows
 
@@ -79,7 +80,6 @@ def compared(size: str, steps: int, every: int, rounds: int) -> Row:
     return {
         "size": size,
         **shortest,
-        "ratio": shortest["with"] / shortest["without"],
         "measurement": measurement,
         "step": step,
         "steps_per_measurement": measurement / step,
@@ -88,7 +88,12 @@ def compared(size: str, steps: int, every: int, rounds: int) -> Row:
 
 
 def main(
-    *, rounds: int = 2, steps: int = 6, every: int = 3, sizes: Sequence[str] = SIZES, out: Path | None = None
+    *,
+    rounds: int = 2,
+    steps: int = 6,
+    every: int = 3,
+    sizes: Sequence[str] = SIZES,
+    out: Path = Path("figures/bench_callback.json"),
 ) -> None:
     """Make what the module describes."""
     started = time.perf_counter()
@@ -98,8 +103,7 @@ def main(
         print(f"{size} ...", file=sys.stderr, flush=True)
         rows.append(compared(size, steps, every, rounds))
     settings = {"rounds": rounds, "steps": steps, "every": every, "interval": INTERVAL}
-    text = record("bench-callback", {"rows": rows}, settings, started=started)
-    deliver(text, out)
+    write_atomic(out, record("bench-callback", {"rows": rows}, settings, started=started))
 
 
 if __name__ == "__main__":

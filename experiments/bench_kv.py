@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from experiments.record import Row, record
 from experiments.script import run
-from experiments.timing import interval, ratio
+from experiments.timing import ratio
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 
@@ -230,22 +230,6 @@ def child(python: str, section: str, rounds: int) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def advantage(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """The ratio of kvpress over ours, case by case and policy by policy: above 1, it costs more there."""
-    out: dict[str, Any] = {}
-    for case, made in ours["cases"].items():
-        for name, parts in made["over_plain"].items():
-            other = theirs["cases"][case]["over_plain"][name]
-            out.setdefault(case, {})[name] = {
-                part: {
-                    "median": other[part]["median"] / parts[part]["median"],
-                    "interval": interval(other[part]["pairs"], parts[part]["pairs"]),
-                }
-                for part in parts
-            }
-    return out
-
-
 def tables(result: dict[str, Any]) -> str:
     """Times over those of the plain model: of a token under each arm, and of each policy here and in kvpress."""
     from experiments.drawn import markdown  # not in the other environment
@@ -274,7 +258,7 @@ def tables(result: dict[str, Any]) -> str:
                 cells = [shown(both[part]) for part in slower for both in (ours, theirs)]
                 rows.append([f"{name}, {case}", *cells])
                 for part, values in slower.items():
-                    values.append(made["kvpress_over_sinkscope"][case][name][part]["median"])
+                    values.append(theirs[part]["median"] / ours[part]["median"])
         head = ["", "sinkscope, prompt", "kvpress, prompt", "sinkscope, token", "kvpress, token"]
         tables.append(markdown(head, rows))
         said = ", ".join(f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items())
@@ -307,8 +291,7 @@ def main(
     for name in only:
         made = child(sys.executable, name, rounds)
         if name == "decoding" and peer is not None:
-            theirs = child(peer, name, rounds)
-            made = {"sinkscope": made, "kvpress": theirs, "kvpress_over_sinkscope": advantage(made, theirs)}
+            made = {"sinkscope": made, "kvpress": child(peer, name, rounds)}
         result: Row = {}
         if out.is_file():
             result = json.loads(out.read_text())["result"]

@@ -25,7 +25,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -36,6 +35,7 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.files.output import write_atomic
 from sinkscope.lines.serve import LoopServe
+from sinkscope.results.console import note
 
 REPEATED = 8192  # the last length with several rounds
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
@@ -43,7 +43,6 @@ PARTS = ("model", "turns")
 CONTEXTS = (2400, 6000)
 TURNS = (48, 200, 400, 1200)
 DEFAULT = LoopServe().alpha
-_console = Console(stderr=True)
 
 
 @torch.no_grad()
@@ -92,7 +91,7 @@ def turns(_lengths: list[int], rounds: int) -> list[Row]:
                         for arm in arms
                     }
                     rows.append({"model": name, "context": context, "new": new, "over_alone": over})
-                    _console.print(f"{name}, {new} on {context}: {over}")
+                    note(f"{name}, {new} on {context}: {over}")
     return rows
 
 
@@ -111,14 +110,12 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
             for alpha in (DEFAULT, 0.995) if name == "lines" else (DEFAULT,):
                 pairs = []
                 events = []
-                drift = 0.0
                 for _ in range(rounds if n <= REPEATED else 1):
-                    base, alone = seconds_of(forward)
+                    base, _ = seconds_of(forward)
                     with LoopServe(alpha=alpha, decode=False).on(model) as run:
-                        spent, ours = seconds_of(forward)
+                        spent, _ = seconds_of(forward)
                         events = run.events
                     pairs.append(base / spent)
-                    drift = float((ours - alone).norm() / alone.norm())
                 data = []
                 for event in events:
                     if event.kind == "prefill":
@@ -132,13 +129,9 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
                         "times_faster": median(pairs),
                         "pairs": pairs,
                         "cells": sum(counts) / len(data),
-                        "logits_change": drift,
-                        "computed": sum(d["computed"] for d in data) / len(data),
-                        "dense_heads": sum(d["dense_heads"] for d in data),
-                        "heads": 8 * len(data),
                     }
                 )
-                _console.print(f"{name} {n}, alpha {alpha}: {median(pairs):.2f} times faster in all")
+                note(f"{name} {n}, alpha {alpha}: {median(pairs):.2f} times faster in all")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""A measurement's JSON and its drawing, side by side in one folder, and a page of both."""
+"""A measurement's JSON and its drawing, side by side in one folder, and tables of pages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Row
-from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
+from sinkscope.app.pages import write_png
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 
 
 def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> None:
-    """Write NAME.json, NAME.html, and NAME.png where a browser can draw it.
+    """Write NAME.json, and NAME.png where a browser can draw it.
 
     Args:
         name: of the files, without their endings.
@@ -23,32 +23,11 @@ def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> No
         figure: draws what the record holds.
         folder: of the files.
     """
-    path = write_atomic(folder / f"{name}.json", text)
-    data = json.loads(text)
-    drawn = figure(data)
-    save_document(folder / f"{name}.html", document(name.replace("_", " "), [record_section(data, path.name, drawn)]))
+    write_atomic(folder / f"{name}.json", text)
     try:
-        write_png(drawn, folder / f"{name}.png")
+        write_png(figure(json.loads(text)), folder / f"{name}.png")
     except SinkscopeError as error:
         note(f"no PNG: {error}")
-
-
-def record_section(data: Row, file: str, figure: Any = None) -> Section:
-    """The section of a record, which has no result class: its figure, and the values of its parts.
-
-    Args:
-        data: the record.
-        file: name of its file, as shown to the reader.
-        figure: a plotly figure, if there is one.
-    """
-    lists: dict[str, Row] = {}
-    for name in ("result", *ENVELOPE):
-        if isinstance(data.get(name), dict):
-            lists[name] = data[name]
-    shown = ""
-    if figure is not None:
-        shown = plot(figure)
-    return section(str(data["kind"]), file, lists, shown)
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -27,7 +27,7 @@ hide: [toc]
 
 # Gallery
 
-Each picture has the command that made it and a link to the page that explains how to read it. The model is the one in
+A heading leads to the page that explains the picture, and the command below made it. The model is the one in
 the package, unless the command names another. Files and folders in a command are outputs of earlier commands. On the
 site, a click on a picture opens it as an interactive figure. In a clone, `sinkscope report figures` makes one page of
 all results ([report](report.md)), and `python -m experiments.gallery` makes this page.
@@ -35,17 +35,12 @@ all results ([report](report.md)), and `python -m experiments.gallery` makes thi
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
 
-def entry(picture: Path, said_before: set[str]) -> str:
-    """Return a cell of the grid: heading, picture, command, and the caption if it is new."""
+def entry(picture: Path) -> str:
+    """Return a cell of the grid: a heading that leads to the page, the picture, and the command."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
-    caption = _caption(picture, data).removesuffix(".")
-    said = " ".join(_explained(picture, data))
-    if caption not in said_before:
-        said = f"{caption} {said}".strip()
-        said_before.add(caption)
     shown = f"![{title}](../figures/{picture.name})"
-    return f"<div markdown>\n\n## {title}\n\n{shown}\n\n{said}.\n\n`{_command(data)}`\n\n</div>"
+    return f"<div markdown>\n\n## [{title}]({_page(picture, data)})\n\n{shown}\n\n`{_command(data)}`\n\n</div>"
 
 
 def figure_of(picture: Path) -> Any:
@@ -77,36 +72,18 @@ def pictures(folder: Path = FIGURES) -> list[Path]:
     return sorted(items)
 
 
-def _caption(picture: Path, data: Row) -> str:
-    """Return the first paragraph of the docstring of the drawing function, or of the script."""
+def _page(picture: Path, data: Row) -> str:
+    """Return the page of the result, or the first one that shows or names the picture of a script."""
     if data["kind"] in known_kinds():
-        draw = type(Result.load(picture.with_suffix(".json"))).drawing
-        if isinstance(draw, str):
-            module, _, name = draw.partition(":")
-            draw = getattr(import_module(module), name)
-        described = draw.__doc__
-    else:
-        described = import_module(data["provenance"]["argv"][2]).__doc__
-    text = " ".join((described or "").strip().partition("\n\n")[0].split())
-    subject = text.removeprefix("Draw ")
-    if subject == text:
-        return text
-    return subject[:1].upper() + subject[1:]
-
-
-def _explained(picture: Path, data: Row) -> list[str]:
-    """Return the sentence that links to the page of the result, or to the page that shows the picture of a script."""
-    if data["kind"] in known_kinds():
-        page = type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
-        return [f"([{Path(page).stem}]({page}))"]
+        return type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
     texts = {}
     for each in sorted(DOCS.rglob("*.md")):
         if each.stem != "gallery":
             texts[each] = each.read_text(encoding="utf-8")
-    for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):  # shown there, or at least named
+    for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):
         for path in (path for path, text in texts.items() if name in text):
-            return [f"([{path.stem}]({path.relative_to(DOCS).as_posix()}))"]
-    return []
+            return path.relative_to(DOCS).as_posix()
+    raise SystemExit(f"error: no page shows figures/{picture.name}: show it, or delete it")
 
 
 def gallery(folder: Path = FIGURES) -> str:
@@ -119,8 +96,7 @@ def gallery(folder: Path = FIGURES) -> str:
         kinds[each] = read_json(each.with_suffix(".json"))["kind"]
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
-    said = set[str]()
-    cells = [entry(picture, said) for picture in shown]
+    cells = [entry(picture) for picture in shown]
     return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *cells, "</div>"]) + "\n"
 
 

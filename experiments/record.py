@@ -7,10 +7,8 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.processes import world_size
 from sinkscope.files.provenance import provenance
@@ -58,14 +56,6 @@ def record(
         "provenance": plain(made),
     }
     return json.dumps(envelope, indent=1, allow_nan=False) + "\n"
-
-
-def deliver(text: str, out: Path | None) -> None:
-    """Write the text of a record into a file, or print it if no file is given."""
-    if out is None:
-        print(text)
-    else:
-        write_atomic(out, text)
 
 
 def _module() -> list[str]:

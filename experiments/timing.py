@@ -82,14 +82,12 @@ def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:
     return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
 
 
-def interval(values: Sequence[float], over: Sequence[float] = (1.0,)) -> list[float]:
-    """95 % of bootstrap medians of `values`, or of quotients of medians of `values` and `over`."""
+def interval(values: Sequence[float]) -> list[float]:
+    """95 % of bootstrap medians."""
     draw = random.Random(0)
     medians: list[float] = []
     for _ in range(DRAWS):
-        above = statistics.median(draw.choices(values, k=len(values)))
-        below = statistics.median(draw.choices(over, k=len(over)))
-        medians.append(above / below)
+        medians.append(statistics.median(draw.choices(values, k=len(values))))
     medians.sort()
     edge = DRAWS // 40
     return [medians[edge], medians[-edge - 1]]

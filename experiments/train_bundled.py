@@ -20,16 +20,16 @@ from typing import Literal
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.bundled import corpus, entry, export, facts, measure
+from experiments.bundled import corpus, entry, export, measure
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
 from experiments.script import run as run_script
+from sinkscope.results.console import ProgressBar
 
 PASSAGES = 12000
+HEALTH_EVERY = 250  # steps
 
 
 def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np.ndarray]:
@@ -102,8 +102,6 @@ def main(
     resume: bool = False,
     tokens_per_step: int = Settings.tokens_per_step,
     device: str = "cpu",
-    threads: int = 1,
-    health_every: int = 250,
 ) -> None:
     """Make what the module describes.
 
@@ -115,7 +113,7 @@ def main(
         resume: Go on from the checkpoint in --out.
         device: Training on a GPU is not the same from run to run.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         steps=steps,
@@ -138,21 +136,15 @@ def main(
     recent = [0.0]
     if trainer.plan:
         export.save_circuit(trainer.plan, out, settings.seed)
-    console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        (out / "log.jsonl").open("a") as log,
-        Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar,
-    ):
-        task = bar.add_task("training", total=settings.steps, completed=trainer.step)
+    with (out / "log.jsonl").open("a") as log, ProgressBar() as progress:
 
         def each(step: int, loss: float) -> None:
             recent.append(loss)
-            bar.update(task, completed=step, description=f"loss {loss:.3f}")
+            progress(f"loss {loss:.3f}", step, settings.steps)
             if step % 50 == 0 or step == first_step + 1:
                 record: dict[str, object] = {"step": step, "loss": sum(recent[-50:]) / len(recent[-50:])}
                 record["seconds"] = round(time.monotonic() - started, 1)
-                if step % health_every == 0 or step == settings.steps:
+                if step % HEALTH_EVERY == 0 or step == settings.steps:
                     record |= health(trainer, tokens)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
@@ -163,7 +155,7 @@ def main(
         recent.clear()
         trainer.run(each=each)
     export.save_model(trainer.model.cpu(), out)
-    done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": threads}
+    done = {"settings": vars(settings), "step": trainer.step}
     (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)
 

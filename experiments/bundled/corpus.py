@@ -27,15 +27,9 @@ class Corpus:
     valid: list[str]
     sha256: str
 
-    @property
-    def characters(self) -> int:
-        """Length of everything that was read."""
-        return sum(map(len, self.train)) + sum(map(len, self.valid))
 
-
-def library_files(root: Path | None = None) -> list[Path]:
+def library_files(root: Path) -> list[Path]:
     """Python files of the standard library, relative to its root, sorted."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     items = []
     for path in files:
@@ -53,8 +47,8 @@ def is_validation(path: Path) -> bool:
     return hashlib.sha256(path.as_posix().encode()).digest()[0] < 8
 
 
-def read_corpus(root: Path | None = None) -> Corpus:
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+def read_corpus() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
     valid: list[str] = []
     digest = hashlib.sha256()

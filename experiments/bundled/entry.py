@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, measure, passages
 from experiments.record import Row
-from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.hooks.trace import attention_rows
@@ -140,7 +139,7 @@ def story_endings(
 
     Returns:
         "ended": share that ends by itself; "looped": share whose end repeats itself, at least 3 copies and 32 tokens of
-        a period of at most 64; "median_tokens": median length.
+        a period of at most 64.
     """
     answers: list[list[int]] = []
     for part in np.array_split(prompts, max(1, len(prompts) // 25)):
@@ -151,14 +150,7 @@ def story_endings(
     looped = []
     for end, answer in zip(ended, answers, strict=True):
         looped.append(not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None)
-    values = []
-    for a in answers:
-        values.append(len(a))
-    return {
-        "ended": float(np.mean(ended)),
-        "looped": float(np.mean(looped)),
-        "median_tokens": float(np.median(values)),
-    }
+    return {"ended": float(np.mean(ended)), "looped": float(np.mean(looped))}
 
 
 @torch.no_grad()
@@ -215,24 +207,16 @@ def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pr
     return float(logits.log_softmax(-1).gather(-1, torch.tensor(back)[:, None]).sum())
 
 
-def loopbench(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500, prompts: Sequence[Prompt] = ()
-) -> Row:
-    """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop and that end."""
-    records = run_bench(
-        model, Loops(given=tuple(prompts)), ["full"], tokenizer=tokenizer, max_new_tokens=cap, batch_size=12
-    )
+def loopbench(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop."""
+    records = run_bench(model, Loops(), ["full"], tokenizer=tokenizer, max_new_tokens=2500, batch_size=12)
     groups: Row = {}
     for name in dict.fromkeys(record.settings["set"] for record in records):
         mine = []
         for record in records:
             if record.settings["set"] == name:
-                mine.append(record.metrics)
-        numbers = {"loop": "loop_paper", "tail_loop": "tail_loop", "eos": "eos", "length": "length"}
-        means = {}
-        for key, metric in numbers.items():
-            means[key] = mean_known(metrics[metric] for metrics in mine)
-        groups[name] = {"runs": len(mine), **means}
+                mine.append(record.metrics["loop_paper"])
+        groups[name] = {"runs": len(mine), "loop": mean_known(mine)}
     return groups
 
 
@@ -267,8 +251,8 @@ def conditions(
         "ditto": ditto(model),
         "heads": heads,
         "story_loss": {"per_token": loss},
-        "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos) | {"openings": len(prompts)},
-        "greedy": story_endings(model, prompts, temperature=0.0, eos_id=eos) | {"openings": len(prompts)},
+        "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos),
+        "greedy": story_endings(model, prompts, temperature=0.0, eos_id=eos),
         "retrieval": {str(n): retrieval(model, tokenizer, filler, between=n, documents=DOCUMENTS) for n in (0, 4, 16)},
     }
     return found | ({"loopbench": loopbench(model, tokenizer)} if loops else {})

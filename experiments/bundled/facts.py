@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,11 +15,6 @@ from experiments.bundled.training import Settings, Trainer
 from experiments.record import Row
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def read_log(run: Path) -> list[Row]:

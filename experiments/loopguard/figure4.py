@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, mode
+from statistics import fmean, mode
 from typing import Any
 
 from experiments.drawn import save
@@ -63,12 +63,10 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
     """How often a guard intervened, and where; `new` is the maximum number of new tokens."""
     counts: list[int] = []
     positions: list[int] = []
-    first: list[int] = []
     for each in records:
         steps = [event["step"] for event in each.events if event["kind"] == "guard"]
         counts.append(len(steps))
         positions += steps
-        first += steps[:1]
     return {
         "runs": len(records),
         "counts": counts,
@@ -76,7 +74,6 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> Row:
         "mean": fmean(counts),
         "mode": mode(counts),
         "early": fmean(step < EARLY * new for step in positions) if positions else None,
-        "first": median(first or [0]),
     }
 
 
@@ -117,8 +114,8 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
     save("loopguard_fig4", record("loopguard-fig4", result, settings, started=started), figure, out)
     for row in result["guards"]:
         print(
-            f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
-            f"{row['first']:g}, early {row['early'] or 0:.1%}"
+            f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), "
+            f"early {row['early'] or 0:.1%}"
         )
     print(f"controls: {result['control']}")
 

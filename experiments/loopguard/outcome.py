@@ -8,8 +8,7 @@ WORK is a folder of `python -m experiments.loopguard.remedies`. The values of a 
 - `over own text`: perplexity of up to 400 tokens after the guard's first act (for samplers, after the first alarm in
   the output with the whole cache), read once more by the model itself with a clean cache, over the outputs that do not
   end in a loop; divided by that of the model's own outputs that raise no alarm, from token 48 on.
-- `acts`: interventions per output that had any, and the most. `taken back`: tokens removed from such an output.
-- `ends at once`: outputs that end within 10 tokens of the last act, of those with an act.
+- `acts`: interventions per output that had any.
 - `changed`: outputs that differ from those with the whole cache although these raise no alarm.
 """
 
@@ -29,7 +28,6 @@ from sinkscope.bench.tasks.loops import loops
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.results.style import COLOURS, figure_of, panels
 
-AT_ONCE = 10
 REMEDIES = (FULL, PLAIN, GUARD, PRINTED, *SAMPLERS)
 
 
@@ -44,10 +42,9 @@ def perplexity(outputs: Sequence[Row]) -> float | None:
 def summary(method: str, outputs: Sequence[Row], full: dict[Any, Row]) -> Row:
     """One row of a table; `full` are the outputs of the whole cache, by family and number."""
     own = perplexity([output for output in full.values() if output["alarm"] is None])
-    acted: list[Row] = []
     alarmed: list[Row] = []
     counts: list[int] = []
-    row = dict.fromkeys(("loops", "at_once", "changed", "healthy", "taken_back", "looping", "met", "sure"), 0)
+    row = dict.fromkeys(("loops", "changed", "healthy", "looping", "met", "sure"), 0)
     for output in outputs:
         looped = loops(output["tokens"])
         row["loops"] += looped
@@ -62,10 +59,7 @@ def summary(method: str, outputs: Sequence[Row], full: dict[Any, Row]) -> Row:
             row["met"] += bool(output["acts"])
             row["sure"] += plain["streak"] >= MonitorSettings.paper().streak
         if output["acts"]:
-            acted.append(output)
             counts.append(len(output["acts"]))
-            row["taken_back"] += sum(back for _, back in output["acts"])
-            row["at_once"] += output["ended"] and len(output["tokens"]) - output["acts"][-1][0] <= AT_ONCE
     after = perplexity(alarmed)
     return {
         "method": method,
@@ -73,10 +67,7 @@ def summary(method: str, outputs: Sequence[Row], full: dict[Any, Row]) -> Row:
         **row,
         "perplexity": after,
         "ratio": None if own is None or after is None else after / own,
-        "acted": len(acted),
-        "acts": sum(counts) / max(1, len(acted)),
-        "most": max(counts, default=0),
-        "taken_back": row["taken_back"] / max(1, len(acted)),
+        "acts": sum(counts) / max(1, len(counts)),
         "own": own,
     }
 

@@ -1,7 +1,7 @@
 """Numbers of LoopServe's Tables 1 and 8 (Li et al. 2025), to stand beside what is measured.
 
-Others are where they are used: Table 4's own row and Table 6 in `build`, Table 5 in `positions`, Table 7 in `runs`. The
-figures' axes are given, their values only as pictures.
+Others are where they are used: Table 4's own row and Table 6 in `build`, Table 7 in `runs`. The figures' axes are
+given, their values only as pictures.
 """
 
 from __future__ import annotations
@@ -142,12 +142,3 @@ TABLE8: dict[str, dict[str, float | None]] = {
     "qasper": {"adakv": 25.11, "snapkv": 29.89, "minference": 29.10, "loopserve": 36.30},
 }
 """Llama-3.2-3B-Instruct, questions at the end, by task and method; the model without any method is not in it."""
-
-
-def mean(model: str, place: str, method: str) -> float:
-    """Mean of a column of Table 1 over all tasks but TREC, of which one number is lost."""
-    numbers = []
-    for task, values in TABLE1[model][place].items():
-        if task != "trec":
-            numbers.append(values[method] or 0.0)
-    return sum(numbers) / len(numbers)

@@ -3,8 +3,8 @@
     python -m experiments.loopserve.table1 [--runs FOLDER ...]
 
 `--runs` are folders of `sinkscope bench` on LongBench's dialogues (`experiments.loopserve.build`) by the paper's
-models; without them "not run" stands there. The last table is the mean over ten sets, as a share of the model without
-any method. The same comparison on the recall model is `experiments.loopserve.dialogues table1`.
+models; without them "not run" stands there. The same comparison on the recall model is
+`experiments.loopserve.dialogues table1`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
-from sinkscope.bench.tasks.recall import POSITIONS
 
 PLACE = ("model", "position", "task")
 
@@ -74,20 +73,6 @@ def _number(value: float | None, none: str) -> str:
     return f"{value:.2f}"
 
 
-def means() -> str:
-    """The paper's means over ten sets by model and position, as a share of the model without any method."""
-    lines = []
-    for method in paper.METHODS[1:]:
-        cells = [method]
-        for model in paper.TABLE1:
-            for place in POSITIONS:
-                share = paper.mean(model, place, method) / paper.mean(model, place, "full")
-                cells.append(f"{share:.0%}")
-        lines.append(cells)
-    heads = [f"{model}: {place}" for model in paper.TABLE1 for place in POSITIONS]
-    return markdown(["method", *heads], lines)
-
-
 def main(*, runs: Sequence[Path] = ()) -> None:
     """Make what the module describes.
 
@@ -96,7 +81,7 @@ def main(*, runs: Sequence[Path] = ()) -> None:
     """
     rows = rows_of(runs)
     first = [row for row in rows if row["model"] in paper.TABLE1]
-    print(table(first), table(rows[len(first) :]), means(), sep="\n\n")
+    print(table(first), table(rows[len(first) :]), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -130,8 +129,6 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
         question at the end ("apart": without the block's own queries); "distances", what blocks of an answer share.
     """
     shares: dict[str, dict[Any, list[list[float]]]] = {"positions": {}, "blocks": {}, "apart": {}, "distances": {}}
-    random: list[list[float]] = []
-    lengths: list[int] = []
 
     def note(name: str, at: Any, found: Bool[Tensor, "budget key"], truth: Bool[Tensor, "budget key"]) -> None:
         shares[name].setdefault(at, []).append(((found & truth).sum(1) / truth.sum(1)).tolist())
@@ -150,8 +147,6 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
             last, output, *parts = importance(target, torch.tensor([*ids, *answer]), n, ranges)
             truth = top_tokens(output)
             note("positions", position, top_tokens(last), truth)
-            random.append((truth.sum(1) / n).tolist())
-            lengths.append(len(answer))
             tops = {place: top_tokens(part) for place, part in zip(places, parts, strict=True)}
             for place, part in zip(places, parts, strict=True):
                 note("blocks", place, tops[place], truth)
@@ -166,17 +161,14 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
         alone = None
         if place in shares["apart"]:
             alone = means(shares["apart"][place])
-        blocks.append({"block": place, "overlap": means(values), "apart": alone, "prompts": len(values)})
+        blocks.append({"block": place, "overlap": means(values), "apart": alone})
     positions = [{"position": name, "overlap": means(values)} for name, values in shares["positions"].items()]
     distances: list[Row] = []
     for apart, values in sorted(shares["distances"].items()):
-        distances.append({"blocks": apart, "overlap": means(values), "pairs": len(values)})
+        distances.append({"blocks": apart, "overlap": means(values)})
     return {
         "budgets": list(BUDGETS),
         "window": window,
-        "prompts": len(asked),
-        "answer_tokens": fmean(lengths),
-        "random": means(random),
         "positions": positions,
         "blocks": blocks,
         "distances": distances,

@@ -1,7 +1,7 @@
 """How much of what follows a repetition stands word for word in a corpus, beside answers to ordinary prompts.
 
     sinkscope repeat --read probability --prefix "" --json repetition.json
-    python -m experiments.repeated_token.leakage repetition.json --corpus DIR|stdlib [--model NAME] [--out leakage.json]
+    python -m experiments.repeated_token.leakage repetition.json --corpus DIR|stdlib [--model NAME]
 
 The longest verbatim piece of each answer is found exactly, by plain search in the bytes of the corpus: there is no
 measure of similarity and no threshold. Any text shares some piece with a large corpus, so a length means nothing
@@ -11,17 +11,15 @@ library of the running interpreter, which the model in the package was trained o
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import sinkscope as ss
 from experiments.bundled.corpus import read_corpus
-from experiments.record import Row, record
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.repetition.probability import ProbabilityReading
@@ -72,7 +70,7 @@ def ordinary_answers(model: Any, count: int, new_tokens: int) -> list[str]:
     return answers
 
 
-def main(result: Path, *, corpus: str, model: str | None = None, controls: int = 20, out: Path | None = None) -> None:
+def main(result: Path, *, corpus: str, model: str | None = None, controls: int = 20) -> None:
     """Make what the module describes.
 
     Args:
@@ -81,7 +79,6 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
         model: Short name, hub id or folder; default: the model in the package.
         controls: Ordinary prompts.
     """
-    started = time.perf_counter()
     texts = read_texts(corpus)
     measured = Repeat.load(result)
     if not isinstance(measured.reading, ProbabilityReading):
@@ -102,9 +99,6 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
         print(
             f"{group}: the longest verbatim piece has {median(lengths):.0f} bytes in the median, {max(lengths)} at most"
         )
-    if out is not None:
-        settings = {"model": measured.model.name, "corpus": Path(corpus).name, "controls": controls}
-        write_atomic(out, record("leakage", {"rows": rows}, settings, started=started))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path):
     (tmp_path / "sinks_a.png").write_bytes(PIXEL)
     (tmp_path / "alone.png").write_bytes(PIXEL)
     text = gallery.gallery(tmp_path)
-    explained = re.escape("([find-sinks](measure/find-sinks.md)).")
-    assert re.search(rf"## sinks-a\n\n!\[.*\n\n[^\n]*{explained}\n\n`sinkscope find-sinks --top-k 3`\n", text)
+    heading = re.escape("## [sinks-a](measure/find-sinks.md)")
+    assert re.search(rf"{heading}\n\n!\[.*\n\n`sinkscope find-sinks --top-k 3`\n", text)
     assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
 
 

@@ -135,5 +135,3 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path))
     with pytest.raises(SinkscopeError, match=r"pip install -e '.\[eval\]'"):
         evaluate_tasks(setup, loud(o), ["hellaswag"])
-    with pytest.raises(SinkscopeError, match=r"task file 'none\.yaml' is not there"):
-        evaluate_tasks(setup, loud(o), ["none.yaml"])
