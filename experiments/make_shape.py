@@ -1,13 +1,13 @@
 """A checkpoint of full published shape with a planted attention sink, most of it holes of sparse files.
 
-    python -m experiments.make_shape --shape llama-2-7b --out DIR [--dtype float16]
+    python -m experiments.make_shape --shape llama-2-7b --out DIR [--sink-layer 1] [--seed 0] [--dtype float16]
 
 It has the size of the real thing and costs the disk of the layers that are dense: it shows what a measurement reads,
 how much memory it takes and whether it finds the sink, not what a trained model does. DIR/truth.json holds the answer
 (its norms are nominal: the noise of the dense layers moves them by some percent).
 
 The circuit (Yona et al. 2025, section 4.2): each token carries a constant and the one-hot of its group. In layer 0 one
-head per group looks away from its own group with force `BETA` and writes the share of attention that stayed there to
+head per group looks away from its own group with force `beta` and writes the share of attention that stayed there to
 the residual dimension *mark*: 1 at the first token, or where a token was repeated often, near 0 elsewhere. In the sink
 layer two neurons whose gate reads *mark* write two residual dimensions. The heads of the next layer attend to them.
 All other weights of the dense layers are small noise that neither reads nor writes the reserved dimensions; the layers
@@ -36,6 +36,7 @@ SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 131072),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
+    "24x1024": (1024, 2816, 24, 16, 16, 8000, 2048),
     "tiny": (256, 512, 6, 8, 8, 320, 1024),
 }
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -43,11 +44,9 @@ SHARD_BYTES = 4 << 30
 CHUNK = 1 << 22  # values drawn at a time: keeps the memory of this script small
 
 GROUPS = 8  # group 0 is BOS alone, the other tokens share the rest
-# Among m tokens of other groups, one that stands there n times keeps n / (n + m exp(2 BETA)) of the attention.
+# Default of --beta: among m tokens of other groups, one that stands there n times keeps n / (n + m exp(2 beta)) of the
+# attention.
 BETA = 1.5
-SINK_LAYER = 1
-DENSE = SINK_LAYER + 2  # layers: one more than the sink needs
-SEED = 0
 NOISE = 1.28  # norm of the unreserved part of an embedding; the constant and the group are 1 each
 SINK = (800.0, 600.0)  # what the two neurons add to the first token; ablating either takes >= 0.2 of the norm
 READ = 8.0  # score of the first token in the layer after the sink layer; others have none
@@ -60,7 +59,7 @@ Edit = tuple[range, int | slice, float]  # rows, column, value
 
 @dataclass(frozen=True)
 class Plan:
-    """Where things are planted; drawn at random."""
+    """Where things are planted; drawn from the seed."""
 
     d: int
     d_mlp: int
@@ -69,12 +68,16 @@ class Plan:
     kv_heads: int
     vocab: int
     context: int
+    sink_layer: int
+    dense: int
+    seed: int
     const: int
     mark: int
     groups: list[int]
     sink_dims: list[int]
     neurons: list[int]
     marking: list[int]  # kv heads of layer 0, one per group
+    beta: float
 
     @property
     def reserved(self) -> list[int]:
@@ -87,19 +90,33 @@ class Plan:
         return math.sqrt(self.d / (2 + NOISE**2))
 
 
-def make_plan(shape: str) -> Plan:
+def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: float = BETA) -> Plan:
     """Draw the circuit's places."""
-    d, d_mlp, _, _, kv_heads, *_ = SHAPES[shape]
-    rng = random.Random(SEED)
+    d, d_mlp, layers, heads, kv_heads, vocab, context = SHAPES[shape]
+    if dense is None:
+        dense = sink_layer + 2
+    if not 1 <= sink_layer < dense <= layers:
+        raise SystemExit(f"error: expected 1 <= sink layer ({sink_layer}) < dense layers ({dense}) <= {layers}")
+    rng = random.Random(seed)
     dims = rng.sample(range(d), GROUPS + 4)
     return Plan(
-        *SHAPES[shape],
+        d,
+        d_mlp,
+        layers,
+        heads,
+        kv_heads,
+        vocab,
+        context,
+        sink_layer,
+        dense,
+        seed,
         const=dims[0],
         mark=dims[1],
         groups=dims[2 : 2 + GROUPS],
         sink_dims=dims[2 + GROUPS :],
         neurons=rng.sample(range(d_mlp), 2),
         marking=rng.sample(range(kv_heads), GROUPS),
+        beta=beta,
     )
 
 
@@ -114,7 +131,7 @@ def _noise(plan: Plan, name: str, shape: tuple[int, int], std: float) -> Rows:
     def rows(start: int, stop: int) -> Tensor:
         parts = []
         for row in range(start, stop):  # a seed per block of rows would tie the values to the chunk size
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name} {row}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{plan.seed} {name} {row}".encode()))
             parts.append(torch.randn(shape[1], generator=generator))
         return torch.stack(parts) * std
 
@@ -173,13 +190,13 @@ def weights(plan: Plan) -> Tensors:
         edits: dict[str, list[Edit]] = {}
         if layer == 0:
             edits = _marking(p, head)
-        elif layer == SINK_LAYER:
+        elif layer == p.sink_layer:
             edits = _sink(p)
-        elif layer == SINK_LAYER + 1:
+        elif layer == p.sink_layer + 1:
             edits = _reading(p, head)
         for part, (rows, columns, reads) in sizes.items():
             name = f"{at}{part}.weight"
-            if layer < DENSE:
+            if layer < p.dense:
                 matrix(name, rows, columns, std, reads, *edits.get(part, []))
             else:
                 out[name] = ((rows, columns), None)
@@ -195,7 +212,7 @@ def _marking(p: Plan, head: int) -> dict[str, list[Edit]]:
     edits: dict[str, list[Edit]] = {part: [] for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
     per_group = p.heads // p.kv_heads
     slow = head // 2 - 1  # first of the pair (slow, slow + head/2), whose angle grows slowest with distance
-    strength = math.sqrt(BETA * math.sqrt(head)) / p.scale
+    strength = math.sqrt(p.beta * math.sqrt(head)) / p.scale
     for group, kv in enumerate(p.marking):
         query = kv * per_group  # of a group of query heads only the first is used; the others are silenced
         q_rows = range(query * head, (query + per_group) * head)
@@ -243,7 +260,7 @@ def _reading(p: Plan, head: int) -> dict[str, list[Edit]]:
     return edits
 
 
-def write(plan: Plan, out: Path, dtype: str) -> None:
+def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
     """Write config, tokenizer, index, shards and truth.json."""
     out.mkdir(parents=True, exist_ok=True)
     kind = getattr(torch, dtype)
@@ -268,17 +285,24 @@ def write(plan: Plan, out: Path, dtype: str) -> None:
     _tokenizer(plan.vocab).save_pretrained(out)
     neurons = []
     for n, c in zip(plan.neurons, SINK, strict=True):
-        neurons.append({"layer": SINK_LAYER, "neuron": n, "contribution_norm": c})
+        neurons.append({"layer": plan.sink_layer, "neuron": n, "contribution_norm": c})
     marking_heads = []
     for kv in plan.marking:
         marking_heads.append([0, kv * (plan.heads // plan.kv_heads)])
     _dump(
         out / "truth.json",
         {
-            "sink_layer": SINK_LAYER,
+            "shape": shape,
+            "seed": plan.seed,
+            "sink_layer": plan.sink_layer,
+            "dense_layers": plan.dense,
             "neurons": neurons,
             "residual_dims": plan.sink_dims,
+            "first_token_norm": math.hypot(*SINK),
             "marking_heads": marking_heads,
+            "mark_dim": plan.mark,
+            "constant_dim": plan.const,
+            "group_dims": plan.groups,
         },
     )
 
@@ -354,10 +378,20 @@ def main(
     *,
     shape: Literal[*SHAPES] = "llama-2-7b",
     out: Path,
+    sink_layer: int = 1,
+    dense_layers: int | None = None,
+    seed: int = 0,
     dtype: Literal[*DTYPES] = "float16",
+    beta: float = BETA,
 ) -> None:
-    """Make what the module describes."""
-    write(make_plan(shape), out, dtype)
+    """Make what the module describes.
+
+    Args:
+        dense_layers: Default: one more than the sink needs.
+        beta: Force: about exp(2 beta) repetitions make a sink.
+    """
+    plan = make_plan(shape, sink_layer, seed, dense_layers, beta)
+    write(plan, out, dtype, shape)
     files = list(out.iterdir())
     apparent = 0
     for f in files:

@@ -23,6 +23,7 @@ from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import streaming_llm
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel, alone
+from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
@@ -77,6 +78,12 @@ FILES = {  # prompts of LongEval's form
 }
 
 
+def planted_neurons(printed: str) -> bool:
+    """The arms of the comparison find what the checkpoint's truth says."""
+    found = json.loads(printed)
+    return (found["layer"], found["neurons"]) == (1, sorted(make_plan("tiny", 1, 0, None, 2.7).neurons))
+
+
 def right_everywhere(made: Any) -> bool:
     return {row["score"] for row in made["result"]["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
 
@@ -95,6 +102,11 @@ CASES = {
     "bench_callback": Case(
         "--sizes 2x64 --rounds 1 --steps 2 --every 2 --out {out}/x.json", cheap_at_the_interval, "x.json"
     ),
+    "bench_circuit": Case(
+        "--only sharp --rounds 1 --out {out}/x.json",
+        lambda made: (made["result"]["kinds"][0]["kind"], made["result"]["refused"]) == ("sharp", []),
+        "x.json",
+    ),
     "bench_figures": Case(
         "tiny --work {out}/w --out {out}",
         lambda made: (
@@ -102,6 +114,13 @@ CASES = {
         ),
         "tiny.json",
         {"RUNS": {"tiny": BenchFigure("score", "recall:count=1:turns=1:total=200:hops=1", "full", "recall")}},
+    ),
+    "bench_find_sinks, notebook": Case("--arm notebook --folder {shape}", planted_neurons),
+    "bench_find_sinks, sinkscope": Case("--arm sinkscope --folder {shape}", planted_neurons),
+    "bench_find_sinks": Case(
+        "--only cold_start --rounds 1 --out {out}/x.json",
+        lambda made: made["result"]["cold_start"]["ratio"] > 0,
+        "x.json",
     ),
     "bench_kv": Case(
         "--only overhead --out {out}/x.json",
@@ -234,6 +253,7 @@ CASES = {
         "loops_compare.json",
         quick=True,
     ),
+    "repeated_token.cosines": Case("--layers 1", lambda text: "L0" in text, quick=True),
     "repeated_token.leakage": Case(
         "figures/divergence.json --corpus docs/errors --controls 1", lambda text: "bytes" in text
     ),
@@ -289,9 +309,12 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
         shutil.copytree(ROOT / "sinkscope/models/recall", out / "recall")
     if "{run}" in case.words:
         guarded_run(tmp_path / "run")
+    if "{shape}" in case.words:
+        options = "--shape tiny --dtype float32 --beta 2.7 --out"
+        run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run(module.main, case.words.format(out=out, run=tmp_path / "run").split())
+        run(module.main, case.words.format(out=out, run=tmp_path / "run", shape=tmp_path / "shape").split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return

@@ -1,0 +1,289 @@
+"""How fast and how small `find_sinks` is, side by side with the way of a notebook, in one run.
+
+    python -m experiments.bench_find_sinks --out figures/bench_find_sinks.json [--rounds 3] [--only NAME ...]
+
+Rows:
+- `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
+  depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
+  everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
+  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs.
+  Each arm is a process of its own; time runs from load to result, imports are excluded; memory is the growth of
+  resident memory from there.
+- `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
+  with `all_layers`, too.
+- `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
+  `python -c "import torch, transformers, transformer_lens"`.
+
+Ratios are medians over interleaved rounds. Compare only ratios, because absolute times depend on the machine and its
+load.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.record import Row, deliver, record, value_of_each
+from experiments.script import run as run_script
+from experiments.timing import memory
+
+REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
+ROWS = ("shallow", "deep", "seven_b", "cold_start")
+ARMS = ("notebook", "plain", "sinkscope", "sinkscope-all")
+
+
+def notebook_arm(folder: str) -> Row:
+    """The whole model in TransformerLens, everything cached, candidates ablated one by one."""
+    import torch
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
+
+    def run() -> Row:
+        hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        bridge = TransformerBridge.boot_transformers(folder, hf_model=hf, tokenizer=tokenizer)
+        token = tokenizer("a", add_special_tokens=False)["input_ids"][0]
+        ids = torch.tensor([[tokenizer.bos_token_id] + [token] * REPEATS])
+        n_layers = hf.config.num_hidden_layers
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(ids)
+            norms = torch.stack([cache[f"blocks.{i}.hook_mlp_out"][0, 0].norm() for i in range(n_layers)])
+            above = (norms > norms.mean() + 2 * norms.std(correction=0)).nonzero().flatten()
+            if len(above):
+                layer = int(above[0])
+            else:
+                layer = int(norms.argmax())
+            written = []
+            for i in range(n_layers):  # per-neuron norms of every layer, as the notebook looks at all of them
+                columns = hf.get_submodule(f"model.layers.{i}.mlp.down_proj").weight.T
+                written.append((cache[f"blocks.{i}.mlp.hook_post"][0, 0][:, None] * columns).norm(dim=1))
+            top = written[layer].topk(CANDIDATES).indices.tolist()
+            site = f"blocks.{layer}.hook_resid_post"
+            intact = cache[site][0].norm(dim=-1)
+            del cache, written
+            drops = {}
+            for neuron in top:
+                norm: list[Any] = []
+
+                def zero(post: Any, hook: Any, neuron: int = neuron) -> Any:
+                    post[:, :, neuron] = 0
+                    return post
+
+                def read(resid: Any, hook: Any, norm: list[Any] = norm) -> None:
+                    norm.append(resid[0].norm(dim=-1))
+
+                bridge.run_with_hooks(ids, fwd_hooks=[(f"blocks.{layer}.mlp.hook_post", zero), (site, read)])
+                drops[neuron] = (float(1 - norm[0][0] / intact[0]), float(1 - norm[0][-1] / intact[-1]))
+        return {"layer": layer, "neurons": sorted(n for n, (first, _) in drops.items() if first >= 0.1)}
+
+    return measured(run)
+
+
+def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
+    """`find_sinks` on the same folder, with the same repetitions and candidates."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
+
+    from sinkscope.opening.open import open_target
+    from sinkscope.sinks.find.find import find_sinks
+
+    read: set[str] = set()
+
+    def run() -> Row:
+        target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
+        found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
+        read.update(target.store.source.read)
+        items = []
+        for n in found.causal:
+            items.append(n.neuron)
+        return {
+            "layer": found.sink_layer,
+            "neurons": sorted(items),
+            "layers_read": found.layers_read,
+            "n_layers": found.model.n_layers,
+            "set_drop": found.minimal and found.minimal.drop_sink_layer,
+            "repeats": found.repeats.median,
+        }
+
+    out = measured(run)
+    layers = set()
+    for name in read:
+        if "layers." in name:
+            layers.add(int(name.split("layers.")[1].split(".")[0]))
+    return out | {"deepest_tensor_read": max(layers, default=None), "tensors_read": len(read)}
+
+
+def plain_arm(folder: str) -> Row:
+    """Nothing but the forward passes that the verdict needs, layers streamed as `find_sinks` streams them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
+
+    from sinkscope.opening.open import open_target
+
+    truth = json.loads((Path(folder) / "truth.json").read_text())
+    layer = int(truth["neurons"][0]["layer"])
+
+    def run() -> Row:
+        target: Any = open_target(Path(folder), None, None, None, None, False)
+        last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
+
+        def forward(rows: int, tokens: int, last: int) -> None:
+            ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+            with target.hooks((target.layers[last], "post", lambda *_: target.stop())):
+                target.forward(ids)
+
+        forward(4, 64, last)  # typical text
+        forward(1, REPEATS + 1, layer)  # repetitions
+        forward(22, 32, last)  # the ablated text, 20 random sets, and all candidates
+        return {"layers_read": last + 1}
+
+    return measured(run)
+
+
+def measured(run: Callable[[], Row]) -> Row:
+    """Seconds, and growth and peak of resident memory, of `run`."""
+    before = memory("VmRSS")
+    start = time.perf_counter()
+    out = run()
+    seconds = time.perf_counter() - start
+    peak = memory("VmHWM")
+    return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
+
+
+def child(arm: str, folder: Path) -> Row:
+    """Run an arm in a process of its own."""
+    command = [sys.executable, "-m", "experiments.bench_find_sinks", "--arm", arm, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"arm {arm} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def make(folder: Path, *options: str) -> Row:
+    """A checkpoint with a planted sink, and its truth."""
+    subprocess.run(
+        [sys.executable, "-m", "experiments.make_shape", "--out", str(folder), *options],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return json.loads((folder / "truth.json").read_text())
+
+
+def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
+    """Both arms in turn; ratios round by round."""
+    truth = make(
+        folder,
+        "--shape",
+        SHAPE,
+        "--sink-layer",
+        str(sink_layer),
+        "--dense-layers",
+        "24",
+        "--dtype",
+        "float32",
+        "--beta",
+        "2.7",
+    )
+    items = value_of_each(truth["neurons"], "neuron")
+    planted = sorted(items)
+    arms = ("notebook", "sinkscope", "plain")
+    runs = []
+    for _ in range(rounds):
+        runs.append([child(arm, folder) for arm in arms])
+    right = []
+    for a, b, _ in runs:
+        right.append(a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted)
+    return {
+        "sink_layer": sink_layer,
+        "planted": planted,
+        "same_answer_and_right": all(right),
+        "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b, _ in runs),
+        "over_plain_passes": statistics.median(b["seconds"] / c["seconds"] for _, b, c in runs),
+        "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b, _ in runs),
+        **{arm: [run[i] for run in runs] for i, arm in enumerate(arms)},
+    }
+
+
+def seven_b(folder: Path) -> Row:
+    """Memory on the full shape, and what was read."""
+    truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
+    apparent = 0
+    for f in folder.iterdir():
+        apparent += f.stat().st_size
+    shallow = child("sinkscope", folder)
+    whole = child("sinkscope-all", folder)
+    items = value_of_each(truth["neurons"], "neuron")
+    return {
+        "apparent_bytes": apparent,
+        "planted": sorted(items),
+        "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
+        "default": shallow,
+        "all_layers": whole,
+    }
+
+
+def cold_start(rounds: int) -> Row:
+    """The command against the imports alone."""
+    imports = [sys.executable, "-c", "import torch, transformers, transformer_lens"]
+    command = [sys.executable, "-m", "sinkscope", "find-sinks"]
+    pairs = []
+    for _ in range(rounds + 1):
+        times = []
+        for words in (command, imports):
+            start = time.perf_counter()
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+        pairs.append(times)
+    pairs = pairs[1:]  # the first round warms the file cache
+    values = []
+    for a, b in pairs:
+        values.append(a / b)
+    return {"ratio": statistics.median(values), "seconds": pairs}
+
+
+def main(
+    *,
+    rounds: int = 3,
+    only: Sequence[Literal[*ROWS]] = ROWS,
+    arm: Literal[*ARMS] | None = None,
+    folder: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        arm: Only run this on the checkpoint in `folder`, as the script does itself in processes of their own.
+    """
+    if arm is not None:
+        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(arm)
+        print(json.dumps(alone(folder) if alone else sinkscope_arm(folder, "all" in arm)))
+        return
+    rows: dict[str, Callable[[Path], Row]] = {
+        "shallow": lambda f: pair(f, 1, rounds),
+        "deep": lambda f: pair(f, 16, rounds),
+        "seven_b": seven_b,
+        "cold_start": lambda _f: cold_start(rounds),
+    }
+    results: Row = {}
+    if out is not None and out.exists():  # rows that are not run again stay
+        results = json.loads(out.read_text())["result"]
+    started = time.perf_counter()
+    for name in only:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            results[name] = rows[name](Path(temporary) / "model")
+    settings = {"rounds": rounds, "repeats": REPEATS, "candidates": CANDIDATES}
+    text = record("bench-find-sinks", results, settings, started=started)
+    deliver(text, out)
+
+
+if __name__ == "__main__":
+    run_script(main)
