@@ -30,9 +30,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, deliver, record, value_of_each
+from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory
+from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
 ROWS = ("shallow", "deep", "seven_b", "cold_start")
@@ -255,7 +256,7 @@ def main(
     only: Sequence[Literal[*ROWS]] = ROWS,
     arm: Literal[*ARMS] | None = None,
     folder: Path | None = None,
-    out: Path | None = None,
+    out: Path = Path("figures/bench_find_sinks.json"),
 ) -> None:
     """Make what the module describes.
 
@@ -273,7 +274,7 @@ def main(
         "cold_start": lambda _f: cold_start(rounds),
     }
     results: Row = {}
-    if out is not None and out.exists():  # rows that are not run again stay
+    if out.exists():  # rows that are not run again stay
         results = json.loads(out.read_text())["result"]
     started = time.perf_counter()
     for name in only:
@@ -281,8 +282,7 @@ def main(
         with tempfile.TemporaryDirectory() as temporary:
             results[name] = rows[name](Path(temporary) / "model")
     settings = {"rounds": rounds, "repeats": REPEATS, "candidates": CANDIDATES}
-    text = record("bench-find-sinks", results, settings, started=started)
-    deliver(text, out)
+    write_atomic(out, record("bench-find-sinks", results, settings, started=started))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Each call on two processes and wherever accelerate keeps weights, beside the whole model: equal? seconds, bytes.
 
-    torchrun --standalone --nproc-per-node 2 -m experiments.bench_shards figures [--rounds 2]
+    torchrun --standalone --nproc-per-node 2 -m experiments.bench_shards figures [--rounds 2] [--only CALL ...]
 
 The model in the package is held whole, split over the processes by transformers, partly on disk, and by `cpu_offload`.
 A cell is the largest difference of any number of the result from the whole model's, as a part of it; of a tensor, as a
@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,15 +243,17 @@ def figure(data: Row) -> Any:
     drawn.update_layout(
         width=1100, height=90 + 34 * len(rows), legend={"orientation": "h", "y": -0.08}, barmode="group"
     )
+    drawn.update_layout(margin={"t": 40})
     return drawn
 
 
-def main(out: Path, *, rounds: int = 2) -> None:
+def main(out: Path, *, rounds: int = 2, only: Sequence[str] = ()) -> None:
     """Make what the module describes.
 
     Args:
         out: folder of what is written.
         rounds: how often each call is timed.
+        only: the calls to make. By default all.
     """
     started = time.perf_counter()
     torch.set_num_threads(1)
@@ -262,6 +264,8 @@ def main(out: Path, *, rounds: int = 2) -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = placed(Path(folder))
         for name, call in calls().items():
+            if only and name not in only:
+                continue
             rows.append({"call": name, **measured(call, models, wire, rounds)})
             if dist.get_rank() == 0:
                 print(rows[-1], file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ from sinkscope.models.inputs import Ids, read_inputs
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.options import checks_arguments
 
 Where = bool | Literal["local"]
 
@@ -170,6 +171,7 @@ class Remote:
         return dict(zip(keys, read, strict=True))
 
 
+@checks_arguments()
 def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remote:
     """A model of nnsight on a server: `.trace(tokens, sites, edit)` runs it there.
 

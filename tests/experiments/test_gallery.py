@@ -32,7 +32,7 @@ def test_gallery_names_every_committed_picture_and_its_command():
     missing = set(names.stdout.split()) - set(shown)
     assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
     assert all((root / name).is_file() for name in shown)
-    assert len(re.findall(r"^`(?:sinkscope |python -m experiments\.)\S.*`$", page, re.M)) == len(shown)
+    assert len(re.findall(r"^`(?:sinkscope |(?:python|torchrun .*) -m experiments\.)\S.*`$", page, re.M)) == len(shown)
 
 
 def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path):

@@ -102,11 +102,6 @@ CASES = {
     "bench_callback": Case(
         "--sizes 2x64 --rounds 1 --steps 2 --every 2 --out {out}/x.json", cheap_at_the_interval, "x.json"
     ),
-    "bench_circuit": Case(
-        "--only sharp --rounds 1 --out {out}/x.json",
-        lambda made: (made["result"]["kinds"][0]["kind"], made["result"]["refused"]) == ("sharp", []),
-        "x.json",
-    ),
     "bench_figures": Case(
         "tiny --work {out}/w --out {out}",
         lambda made: (
@@ -253,7 +248,6 @@ CASES = {
         "loops_compare.json",
         quick=True,
     ),
-    "repeated_token.cosines": Case("--layers 1", lambda text: "L0" in text, quick=True),
     "repeated_token.leakage": Case(
         "figures/divergence.json --corpus docs/errors --controls 1", lambda text: "bytes" in text
     ),
@@ -275,6 +269,7 @@ ELSEWHERE = {  # name -> the test that runs it
     "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
     "loopguard.figure4": "test_loopguard_experiments.py",
     "loopguard.outcome": "test_loopguard_remedies.py",
+    "bench_shards": "test_shards.py",
     "make_two_hops": "test_needle.py",
     "train_bundled": "test_bundled_model.py",
 }
