@@ -7,7 +7,7 @@ Every node needs this package and sees DIR under the same name. Ray starts a sca
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 import sinkscope as ss
+from experiments.script import run
 from sinkscope.results.console import print_result
 
 
@@ -28,11 +29,11 @@ class OnRay:
         return SimpleNamespace(result=partial(ray.get, task))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+def main(models: Sequence[str], *, out: Path, quick: bool = False) -> None:
+    """Make what the module describes."""
     ray.init(log_to_driver=False)
-    print_result(ss.scan_many(given.models, given.out.absolute(), OnRay(), quick=given.quick))
+    print_result(ss.scan_many(models, out.absolute(), OnRay(), quick=quick))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,11 +34,20 @@ def check(out: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ray", "submitit"])
-def test_a_script_scans_on_two_workers(name, models, tmp_path):
+def test_a_killed_process_takes_no_other_model_with_it(tmp_path):
+    words = [sys.executable, "-m", "experiments.cluster.killed", str(tmp_path), "--models", "3"]
+    subprocess.run([*words, "--executors", "processes"], cwd=ROOT, check=True)
+    (row,) = json.loads((tmp_path / "scan_killed.json").read_text())["result"]["rows"]
+    assert row["killed"] == 1 and row["failed"] == row["failed_again"] == []
+    assert row["equal"] == row["files"] > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "script"), [("ray", "on_ray"), ("submitit", "on_submitit")])
+def test_a_script_scans_on_two_workers(name, script, models, tmp_path):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    words = [sys.executable, "-m", f"experiments.cluster.on_{name}", *models, "--quick", "--out", str(tmp_path / "out")]
+    words = [sys.executable, "-m", f"experiments.cluster.{script}", *models, "--quick", "--out", str(tmp_path / "out")]
     if name == "submitit":
         words += ["--cluster", "local"]
     done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=True)
