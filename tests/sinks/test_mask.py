@@ -1,8 +1,7 @@
-"""Masks of sinks: against plain hooks on planted models, under padding, in any batch, and from a saved result."""
+"""Masks of sinks: against plain hooks on planted models, under padding, and in any batch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,8 +14,6 @@ from raw_kit import attention, norms
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.result import Result
-from sinkscope.sinks.find.survey import Survey
 
 
 @cache
@@ -96,49 +93,11 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
     assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
 
 
-@cache
-def found():
-    m = organism("llama", 0)
-    return m, ss.find_sinks(m.model, tokenizer=m.tokenizer, max_repeats=4)
-
-
-def test_a_saved_result_masks_by_one_pass_without_a_survey(tmp_path, monkeypatch):
-    m, result = found()
-    result.save(tmp_path / "found.json")
-    again = Result.load(tmp_path / "found.json")
-    monkeypatch.setattr(Survey, "of", None)
-    passes = []
-    hook = m.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    inner = m.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    ids = m.natural(3, 40, seed=5)
-    mask = again.mask(m.model, ids)
-    hook.remove()
-    inner.remove()
-    assert len(passes) == 3  # one for each row
-    assert torch.equal(mask, ss.sink_mask(m.model, ids)) and torch.equal(mask, mask_of(("first",), ids))
-
-
-def test_a_result_knows_the_typical_norm_where_a_row_does_not_show_it():
-    m, result = found()
-    short = m.natural(3, 2)
-    assert not ss.sink_mask(m.model, short).any()  # two tokens have no typical norm
-    assert torch.equal(result.mask(m.model, short), mask_of(("first",), short))
-
-
-def test_where_there_is_no_sink_nothing_is_masked_and_no_dimension_carries_one(tmp_path):
-    m, result = found()
-    assert not replace(result, sinks=(), spikes=()).mask(m.model, m.natural(2, 40)).any()
+def test_where_there_is_no_spike_no_dimension_carries_one(tmp_path):
     m = hard("learned_logits", "gpt_oss")
     text = tmp_path / "text.txt"
     text.write_text(m.text(100), encoding="utf-8")
     assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text) == ()
-
-
-def test_a_result_sees_a_sink_without_a_spike_by_its_heads():
-    m = hard("no_norm", "gpt2")
-    result = ss.find_sinks(m.model, tokenizer=m.tokenizer, max_repeats=4)
-    ids = m.natural(2, 40)
-    assert not result.spikes and torch.equal(result.mask(m.model, ids), mask_of(("first",), ids))
 
 
 def test_without_the_dimensions_the_norm_no_longer_stands_out_and_without_fewer_it_does():
@@ -189,14 +148,6 @@ def test_a_folder_is_read_layer_by_layer(tmp_path):
     ],
 )
 def test_what_is_no_input_is_refused_in_one_line(ids, mask, message):
-    m, result = found()
-    for call in (ss.sink_mask, result.mask):
-        with pytest.raises(SinkscopeError, match=message) as refused:
-            call(m.model, ids, attention_mask=mask)
-        assert "\n" not in str(refused.value)
-
-
-def test_a_result_of_another_model_is_refused():
-    _, result = found()
-    with pytest.raises(SinkscopeError, match=r"the result was made for .*: give that model"):
-        result.mask(hard("no_norm", "gpt2").model, torch.full((1, 20), 9))
+    with pytest.raises(SinkscopeError, match=message) as refused:
+        ss.sink_mask(organism("llama", 0).model, ids, attention_mask=mask)
+    assert "\n" not in str(refused.value)

@@ -5,65 +5,29 @@ Each row runs alone and without its padding, and is judged as the survey judges 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import ModelInfo, Setup
+from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
 from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import POSITION_SHARE, SINK_HEADS, spike_places, stands_out
+from sinkscope.sinks.find.places import spike_places, stands_out
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 
 LEAST_TYPICAL = 4  # tokens that a typical norm needs
 Mask = Bool[Tensor, "batch pos"]
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of the sinks of a model, of each layer that was read.
-
-    Attributes:
-        model: The model.
-        typical: Typical norm after each layer; infinite where no spike stands out.
-        heads: The heads that attend to sinks.
-        shared_dims: Residual dimensions that norms leave out; the typical norm is then that of each row.
-    """
-
-    model: ModelInfo
-    typical: Float[Tensor, " layer"]
-    heads: Heads
-    shared_dims: tuple[int, ...]
-
-    def there(self, received: AttentionReceived) -> tuple[Mask, Bool[Tensor, "batch at"]]:
-        """Positions whose norm stands out after a layer after which it is known to do so, and attended positions.
-
-        Two of the heads have to attend, and a hundredth of all.
-        """
-        norms, ids = received.norms, received.ids
-        spikes = stands_out(norms, rearrange(self.typical, "layer -> layer 1 1")).any(0)
-        stands = self.typical.isfinite()
-        if self.shared_dims and bool(stands.any()):
-            spikes = spike_places(norms[stands], ids).there
-        number = torch.zeros(received.above.shape[2:], dtype=torch.int)
-        for layer, head in self.heads:
-            number += received.above[layer, head]
-        heads = int(received.attending.sum()) * received.above.shape[1]
-        return spikes, number >= max(SINK_HEADS, POSITION_SHARE * heads)
-
-
+@torch.no_grad()
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
     """The positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
 
@@ -86,7 +50,17 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
     Raises:
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.
     """
-    return marked(model, ids, attention_mask, tokenizer, None)
+    target = open_target(model, tokenizer, None, None, None, False, needed=False)
+    inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
+    rows = inputs.rows()
+    check_length(target, "the longest row", max(map(len, rows)))
+    real = torch.ones_like(inputs.ids, dtype=torch.bool)
+    if inputs.mask is not None:
+        real = inputs.mask.bool()
+    there = torch.zeros_like(real)
+    for number, row in enumerate(rows):
+        there[number, real[number]] = _of_row(target, torch.tensor([row]))[0]
+    return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
@@ -120,47 +94,16 @@ def dims_of(scan: LayerScan) -> list[int]:
     return order[stands_out(left, torch.tensor(scan.typical_norm[layer]))].tolist()
 
 
-@torch.no_grad()
-def marked(model: object, ids: Any, attention_mask: Any, tokenizer: Any, known: Known | None) -> Mask:
-    """The sinks of some ids: all of them, or those of a kind that is known.
-
-    Args:
-        model: As in `sink_mask`, and so are the next three.
-        known: What is known. None: nothing.
-
-    Raises:
-        SinkscopeError: The input is invalid, or it is of another model that something is known.
-    """
-    target = open_target(model, tokenizer, None, None, None, False, needed=False)
-    if known is not None:
-        check_made_for(target, asdict(known.model), "result")
-    inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
-    rows = inputs.rows()
-    check_length(target, "the longest row", max(map(len, rows)))
-    real = torch.ones_like(inputs.ids, dtype=torch.bool)
-    if inputs.mask is not None:
-        real = inputs.mask.bool()
-    there = torch.zeros_like(real)
-    for number, row in enumerate(rows):
-        there[number, real[number]] = _of_row(target, torch.tensor([row]), known)[0]
-    return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
-
-
-def _of_row(target: Target, ids: TokenRows, known: Known | None) -> Mask:
+def _of_row(target: Target, ids: TokenRows) -> Mask:
     """The sinks of a row without padding."""
-    depth = target.n_layers if known is None else len(known.typical)
-    received = AttentionReceived.unread(target, ids, depth)
-    with received.listening(target, slice(None), () if known is None else known.shared_dims):
-        target.forward(ids, upto=depth - 1)
+    received = AttentionReceived.unread(target, ids, target.n_layers)
+    with received.listening(target, slice(None)):
+        target.forward(ids, upto=target.n_layers - 1)
     if not bool(received.norms.isfinite().all()):
         raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
-    if known is not None:
-        there, attended = known.there(received)
-    else:
-        there = spike_places(received.norms, ids).there
-        if not bool(there.any()) and ids.shape[1] >= LEAST_TYPICAL:  # massive dimensions may hide a spike
-            there = spike_places(scan_layers(target, ids, whole=True).norms, ids).there
-        attended = received.places.there
+    there = spike_places(received.norms, ids).there
+    if not bool(there.any()) and ids.shape[1] >= LEAST_TYPICAL:  # massive dimensions may hide a spike
+        there = spike_places(scan_layers(target, ids, whole=True).norms, ids).there
     end = max(0, ids.shape[1] - LATER_QUERIES)
-    there[:, :end] |= attended[:, :end]
+    there[:, :end] |= received.places.there[:, :end]
     return there

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
-from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claim, Search
 from sinkscope.results.parts import in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
-from sinkscope.sinks.find.mask import Known, Mask, marked
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
     SHORT,
@@ -122,30 +118,6 @@ class FindSinks(Result):
             claims += filter(None, (self.repetition.by_copies, self.repetition.same))
             claims += () if self.repetition.set is None else self.repetition.set.claims
         return tuple(claims)
-
-    def mask(self, model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
-        """The positions of these ids with one of the spikes, or one of the sinks, by one pass over each row.
-
-        The survey does not run again: norms are compared with `typical_norm` after the layers of each spike, and only
-        heads of the sinks are asked, of which two have to attend, and a hundredth of all. A saved result has no model.
-
-        Args:
-            model: The model that was measured: live, by name, or a Target.
-            ids: As in `sink_mask`, and so are the other arguments and the mask.
-
-        Raises:
-            SinkscopeError: As for `sink_mask`, or it is another model.
-        """
-        typical = torch.full((self.layers_read,), torch.inf)
-        for spike in self.spikes:
-            for first, last in spike.layers:
-                typical[first : last + 1] = torch.tensor(self.typical_norm[first : last + 1])
-        heads: list[tuple[int, int]] = []
-        for sink in self.sinks:
-            for group in sink.groups:
-                heads += map(head_of, group.heads)
-        known = Known(self.model, typical, list(dict.fromkeys(heads)), self.shared_dims)
-        return marked(model, ids, attention_mask, tokenizer, known)
 
     def numbers(self) -> list[Number]:
         """What zeroing the neurons takes away, how far the norm stands out, and who attends to the sink how much."""
