@@ -20,7 +20,7 @@ from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neu
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import held_out, loss_of
+from sinkscope.sinks.patch.evaluate import held_out
 from sinkscope.sinks.precision.exact import (
     DRAWS,
     LAYERS,
@@ -69,7 +69,6 @@ class Kept:
         random: The largest share that as many random ones regain, over 3 draws; None if there are none.
         bits: Bits of a rounded number on average, with 16 for one that stays exact.
         per_bit: Nats regained for each bit that numbers take more on average.
-        perplexity: Perplexity of the texts.
     """
 
     scheme: str
@@ -80,7 +79,6 @@ class Kept:
     random: float | None
     bits: float
     per_bit: float | None
-    perplexity: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,6 @@ class Precision(Result):
 
     Attributes:
         rounded: What is rounded, and what stays exact.
-        perplexity: Perplexity of the texts without rounding.
         costliest: As many layers as build the spike, or one, that regain most alone, on other texts, by scheme.
         place: The words for the places of the sink; empty if there is none.
         neurons: The neurons that make its spikes.
@@ -101,7 +98,6 @@ class Precision(Result):
     table_of = "rounded"
 
     rounded: tuple[Kept, ...]
-    perplexity: float
     costliest: dict[str, tuple[int, ...]]
     place: str
     neurons: tuple[tuple[int, ...], ...]
@@ -274,7 +270,6 @@ def precision(
                 rounded.append(kept_of(name, what, cost, [texts.rounded(scheme, one) for one in exact]))
     return Precision(
         rounded=tuple(rounded),
-        perplexity=float(loss_of(texts.logs, ids).mean().exp()),
         costliest=costliest,
         place=word_list([place.words for place in sink.places]) if sink.places else "",
         neurons=sink.neurons,
@@ -297,7 +292,6 @@ def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> K
         random=max([1 - other.left(cost) for other in random], default=None),
         bits=low + more_bits,
         per_bit=(float(cost.kl.mean()) - kl) / more_bits if more_bits else None,
-        perplexity=float(one.loss.mean().exp()),
     )
 
 

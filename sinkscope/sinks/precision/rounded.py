@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.models.target import Target
-from sinkscope.sinks.patch.evaluate import logits_of, loss_of
+from sinkscope.sinks.patch.evaluate import logits_of
 from sinkscope.sinks.precision.exact import Exact
 from sinkscope.sinks.tokens import TokenRows
 
@@ -22,12 +22,10 @@ class Rounded:
 
     Attributes:
         kl: Mean divergence of its next tokens from those of the exact model, in nats.
-        loss: Mean loss of the next token in nats.
         numbers: How many numbers were rounded.
     """
 
     kl: Float[Tensor, " text"]
-    loss: Float[Tensor, " text"]
     numbers: int
 
     def left(self, nothing: Rounded) -> float:
@@ -65,4 +63,4 @@ class Texts:
             logits = logits_of(self.target, self.ids)
         logs = logits.log_softmax(-1)
         kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]
-        return Rounded(kl.mean(1).cpu(), loss_of(logs, self.ids), sum(event.data["numbers"] for event in run.events))
+        return Rounded(kl.mean(1).cpu(), sum(event.data["numbers"] for event in run.events))
