@@ -142,15 +142,19 @@ class CommandRun:
                 paths = self._written_paths(arguments)
             result = self._result(arguments, backend, progress)
         if result is not None and self.outline.returns_result:
-            try:
-                self._deliver(result, files if is_first() else {}, force, explain)
-            except BrokenPipeError:  # the reader has gone; the status is still said
-                if not result.exit_code:
-                    raise
-            for what, path in paths.items():
-                note(f"{what}: {path}")
-            if result.exit_code:
-                raise click.exceptions.Exit(result.exit_code)
+            self._end(result, files if is_first() else {}, force, explain, paths)
+
+    def _end(self, result: Any, files: Mapping[str, str], force: bool, explain: bool, paths: Mapping[str, Any]) -> None:
+        """Deliver a result, say what was written, and end with its status."""
+        try:
+            self._deliver(result, files, force, explain)
+        except BrokenPipeError:  # the reader has gone; the status is still said
+            if not result.exit_code:
+                raise
+        for what, path in paths.items():
+            note(f"{what}: {path}")
+        if result.exit_code:
+            raise click.exceptions.Exit(result.exit_code)
 
     def _check_processes(self, arguments: Mapping[str, Any]) -> None:
         """Refuse, under torchrun, what one process does: commands that do not measure one model, folders of results."""

@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Wording
-from sinkscope.hooks.edit.base import Event, Run
+from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
@@ -133,11 +133,7 @@ def generate(
     if texts is None:
         texts = [tok.decode(ids) for ids in rows]
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
-    for number, length in enumerate(map(len, rows), 1):
-        check_length(target, f"prompt {number}", length, max_new_tokens, "shorten the prompt", "generate")
-        if edit is not None:
-            for part in edit.parts:
-                part.check_prompt(length)
+    _check_lengths(target, rows, max_new_tokens, edit)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options["temperature"] = temperature
@@ -168,6 +164,15 @@ def generate(
                     generated = _with_run(generated, run, row, start)
                 results.append(generated)
     return results
+
+
+def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Intervention | None) -> None:
+    """Refuse a prompt that does not fit the model with so many new tokens, or what acts on it."""
+    for number, length in enumerate(map(len, rows), 1):
+        check_length(target, f"prompt {number}", length, new, "shorten the prompt", "generate")
+        if edit is not None:
+            for part in edit.parts:
+                part.check_prompt(length)
 
 
 def _with_run(generated: Generated, run: Run, row: int, start: int) -> Generated:

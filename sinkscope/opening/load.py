@@ -106,10 +106,7 @@ def load(
         if tokenizer is None:
             tokenizer = read_tokenizer(name, folder, gguf=gguf, trust_remote_code=trust_remote_code)
         if is_split:
-            from transformers.distributed import DistributedConfig  # transformers from 5.19
-
-            check_divides(config, name, world_size())
-            options["distributed_config"] = DistributedConfig(tp_size=world_size())
+            options["distributed_config"] = _split_over_processes(name, config)
         hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
         origin = files.commit or fingerprint(folder / (gguf or ""))
         if source.kind == "hub":
@@ -131,6 +128,14 @@ def load(
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
     return model
+
+
+def _split_over_processes(name: str, config: Any) -> Any:
+    """The setting by which transformers, from 5.19 on, splits a model over the processes of torchrun."""
+    from transformers.distributed import DistributedConfig
+
+    check_divides(config, name, world_size())
+    return DistributedConfig(tp_size=world_size())
 
 
 @contextlib.contextmanager
