@@ -92,7 +92,7 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
     (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
     found = attack(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt", lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
-    assert found.conclusion().startswith("The norm spike is at ") and "first token" not in found.conclusion()
+    assert found.conclusion().startswith("MLPs make a norm spike at ") and "first token" not in found.conclusion()
 
 
 def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():

@@ -12,6 +12,7 @@ import torch
 from attack_kit import text_file
 from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
+from organisms.planted_places import places
 from raw_kit import attention, zeroed
 
 from sinkscope.hooks.trace.run import trace
@@ -198,3 +199,18 @@ def test_a_deep_sink_is_found_in_four_walks_through_a_streamed_model(tmp_path):
     assert one is not None and other is not None and one.edit_sites == other.edit_sites
     assert one.drop_sink_layer == pytest.approx(other.drop_sink_layer, abs=1e-6)
     assert one.heads_lost == other.heads_lost == 1
+
+
+def test_a_place_at_the_end_of_a_text_is_not_where_its_attention_is_read(tmp_path):
+    m = places("two_sinks", "llama")
+    (delimiter,) = m.truth.delimiters
+    ids = m.ids(texts=8)
+    ids[ids == delimiter] += 1
+    ids[[0, 1, 2], [5, 9, 63]] = delimiter
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(m.tokenizer.decode(row[1:]) for row in ids), encoding="utf-8")
+    found = find_sinks(m.model, tokenizer=m.tokenizer, text=text, max_repeats=4)
+    claims = [claim for claim in found.claims if claim.role == "carries"]
+    assert len(claims) == 2
+    for claim in claims:
+        assert claim.verdict == "needed", claim

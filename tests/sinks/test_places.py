@@ -101,6 +101,17 @@ def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
     assert not nothing and (left.count, left.share) == (int(there.sum()), 1.0)
 
 
+def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_over():
+    ids = texts()[:4]
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    there[[0, 1, 2], [5, 9, 20]] = True
+    ((place,), left) = pieces(Places(ids, there), decode)
+    assert place.rule is None and place.there(ids).equal(there) and left.count == 0
+    there[0, 5] = False
+    found, left = pieces(Places(ids, there), decode)
+    assert found == () and left.count == 2
+
+
 def test_what_the_words_leave_out_is_a_piece_of_its_own():
     ids = texts()
     there = torch.zeros_like(ids, dtype=torch.bool)

@@ -22,6 +22,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import in_words
 from sinkscope.results.result import Result
+from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import beside_copies
@@ -70,7 +71,7 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     assert norm.norms[0, 1].max() < 0.1 * norm.first_norms[0, 0]
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     (claim,) = result.claims
-    assert claim.verdict == "sufficient" and f"half after {marked} " in result.conclusion()
+    assert claim.verdict == "sufficient" and f"half after {marked} (median, 1 of 2 tokens)" in result.conclusion()
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -127,6 +128,15 @@ def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is
     attended = repeat(m.model, read="attention", **options)
     for said in (str(result), str(attended)):
         assert result.reading.place in said and "first token" not in said
+    delimiter, word = (m.tokenizer.decode([token]) for token in (m.truth.delimiters[0], m.truth.delimiters[0] + 1))
+    known = repeat(m.model, tokens=[delimiter, word], **options)
+    assert known.reading.repeats[0] == 1 and "Left out, with half of it at once: 1 of 2 tokens." in known.details()
+
+
+def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
+    norms = torch.tensor([1.0, 1, 9, 1, 9, 9, 9])
+    assert [repeats_until_half(norms[:end], 10.0) for end in (4, 6, 7)] == [None, 5, 5]
+    assert repeats_until_half(torch.tensor([9.0, 1, 1]), 10.0) == 1
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def attack(
     if sink.made is None:
         absence = sink.absence("there are no sink neurons to attack")
     elif not sink.made.spike.place.is_first:
-        absence = f"The norm spike is at {sink.made.spike.place}, and an attack is about tokens that stand first."
+        absence = f"MLPs make a norm spike at {sink.made.spike.place}, and an attack is about tokens that stand first."
     ordinary = vocabulary(target, tokens)
     found = find_clusters(setup, sink, ordinary, resume) if clusters is None else None
     if found is not None:

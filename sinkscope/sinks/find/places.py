@@ -26,8 +26,7 @@ SINK_HEADS = 2  # an attention sink needs at least this many heads
 POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
-LEAST_WITHOUT_WORDS = 10  # places that are a piece although no words mean them
-LEAST_CASES = 3  # words need so many places that bear them out, and a position so many different tokens
+LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 FEW_PARTS, MOST_PARTS = 2, 4  # rules in one description, and if these and the simple ones do not suffice
 COMMON = 3  # tokens named where no words fit
@@ -285,7 +284,7 @@ def pieces(
         if bool(fits.any()):
             found.append(Place.of(places, fits, rule, decode))
             rest = rest.without(fits)
-    enough = len(rest) >= max(LEAST_WITHOUT_WORDS, (1 - ENOUGH) * len(places))
+    enough = len(rest) >= max(LEAST_CASES, (1 - ENOUGH) * len(places))
     if enough and float(rest.there.any(1).float().mean()) >= SOME_TEXTS and holds(rest.there):
         found.append(Place.of(places, rest.there, None, decode))
         rest = rest.without(rest.there)

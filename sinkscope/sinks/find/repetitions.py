@@ -31,8 +31,13 @@ FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
 def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int | None:
-    """The first number of repetitions whose norm reaches half of the spike's; None if it never does."""
-    reached = (norms >= spike / 2).nonzero().flatten()
+    """The first number of repetitions whose norm reaches half of the spike's, as does one more; None if it never does.
+
+    A spike at one position of any text is not made by repetition.
+    """
+    reaches = norms >= spike / 2
+    reaches[1:-1] &= reaches[2:].clone()
+    reached = reaches.nonzero().flatten()
     if not len(reached):
         return None
     return int(reached[0]) + 1

@@ -185,7 +185,9 @@ class Survey:
         """The model at a place of a spike."""
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
-        rows, at = texts_with(place, self.norms.ids)
+        judged = self.received.places.ids.shape[1]  # behind that too few queries see a place to read its attention
+        early = replace(place, cases=tuple(case for case in place.cases if case[1] < judged) or place.cases)
+        rows, at = texts_with(early, self.norms.ids)
         return self.first.elsewhere(self.norms.ids[rows], at)
 
     def spiking(self, place: Place) -> Bool[Tensor, "text pos"]:

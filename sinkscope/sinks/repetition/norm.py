@@ -80,14 +80,17 @@ class NormReading(Reading):
         reached = self.repeats[self.repeats > 1]
         if not len(reached):
             return f"{said} (the most: {copies.search.most:.0%})."
-        return f"{said}; half after {np.median(reached):.0f} (median, {copies.search.tried} tokens tried)."
+        return f"{said}; half after {np.median(reached):.0f} (median, {len(reached)} of {len(self.repeats)} tokens)."
 
     def details(self) -> list[str]:
         """The norms, and what the copies do where the conclusion is about neurons."""
         low, middle, high = self.typical
         typical = f"that of typical text {middle:.4g} (5-95 %: {low:.4g} to {high:.4g})"
-        copies = [claim.sentence() for claim in self.claims[:-1]]
-        return [f"The norm at {self.place} is {self.reference:.4g}, and {typical}.", *copies]
+        lines = [f"The norm at {self.place} is {self.reference:.4g}, and {typical}."]
+        at_once = int((self.repeats == 1).sum())
+        if at_once and self.claims:
+            lines.append(f"Left out, with half of it at once: {at_once} of {len(self.repeats)} tokens.")
+        return [*lines, *(claim.sentence() for claim in self.claims[:-1])]
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
