@@ -20,7 +20,6 @@ from scan_kit import DIES, DIES_ONCE, HANGS, few_parts, plant
 from test_resumed_scan import results
 
 import sinkscope as ss
-from sinkscope.app import scan as scanning
 from sinkscope.app.card import read_card
 from sinkscope.app.many import scan_many
 from sinkscope.app.scan import scan
@@ -92,13 +91,6 @@ def test_every_executor_gives_the_cards_of_scans_one_by_one(kind, models, alone,
     table = scan_many(models, tmp_path, executor, quick=True)
     assert table.exit_code == 0 and [row.scan for row in table.scans] == sorted(NAMES)
     compare(tmp_path, alone, models)
-
-
-def test_what_is_finished_is_not_measured_again(models, alone, monkeypatch):
-    monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
-    before = read_card(alone / "gpt2")
-    assert scan_many(models, alone, Serial(), quick=True).exit_code == 0
-    assert read_card(alone / "gpt2").parts == before.parts
 
 
 def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed):
