@@ -15,6 +15,7 @@ from organisms.hard import hard
 from organisms.planted_places import places
 from raw_kit import attention, norms, zeroed
 from refusals import refused
+from same_kit import differences
 
 from sinkscope.app.cli import main
 from sinkscope.hooks.trace.run import trace
@@ -216,6 +217,5 @@ def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tm
     assert main([*words, *short, *["--all-layers"] * (read == "distance")]) == 0
     loaded = Result.load(out)
     assert isinstance(loaded, Repeat) and loaded.to_dict() == json.loads(out.read_text())
-    near = json.loads(json.dumps(live.to_dict()), parse_float=lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-4))
-    assert loaded.to_dict()["result"] == near["result"]
+    assert differences(live.to_dict()["result"], loaded.to_dict()["result"], 1e-3) == []
     assert 'class="plot"' in html.read_text() and word in html.read_text()
