@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attack_kit import own_text
 from covering import slow
 from organisms.places import FIRST, Group, Places, PlacesModel
 from organisms.planted_places import places
@@ -21,9 +22,7 @@ from sinkscope.sinks.repetition.repeat import repeat
 
 
 def options(m: PlacesModel, folder) -> dict[str, Any]:
-    text = folder / "text.txt"
-    text.write_text(m.text(), encoding="utf-8")
-    return {"tokenizer": m.tokenizer, "text": text}
+    return {"tokenizer": m.tokenizer, "text": own_text(m, folder)}
 
 
 def traced(m: PlacesModel, folder) -> Circuit:

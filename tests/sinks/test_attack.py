@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from attack_kit import planted_clusters, text_file
+from attack_kit import own_text, planted_clusters, text_file
 from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,8 +89,7 @@ def test_an_attack_and_its_patches_are_claims_beside_their_controls():
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
     m = places("second_special", "llama")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
-    found = attack(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt", lengths=[4], sequences=4)
+    found = attack(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
     assert found.conclusion().startswith("The norm spike is at ") and "first token" not in found.conclusion()
 

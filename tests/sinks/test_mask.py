@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from attack_kit import own_text
 from organisms.hard import hard
 from organisms.organism import organism
 from organisms.places import mask_of
@@ -129,9 +130,7 @@ def test_where_there_is_no_sink_nothing_is_masked_and_no_dimension_carries_one(t
     m, result = found()
     assert not replace(result, sinks=(), spikes=()).mask(m.model, m.natural(2, 40)).any()
     m = hard("learned_logits", "gpt_oss")
-    text = tmp_path / "text.txt"
-    text.write_text(m.text(100), encoding="utf-8")
-    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text) == ()
+    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path, 100)) == ()
 
 
 def test_a_result_sees_a_sink_without_a_spike_by_its_heads():

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import own_text, text_file
 from covering import every_nth, slow
 from organisms import Organism, organism
 from organisms.decoders import byte_tokenizer, decoder
@@ -116,8 +116,7 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
 def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
     """Norms of delimiters from plain passes; nothing is said of a first token."""
     m = places("two_delimiters", "llama")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
-    options = {"tokenizer": m.tokenizer, "text": tmp_path / "text.txt", "max_repeats": 6}
+    options = {"tokenizer": m.tokenizer, "text": own_text(m, tmp_path), "max_repeats": 6}
     result = repeat(m.model, **options)
     ids = m.ids(length=64)
     every = norms(m.model, ids)[result.sink_layer]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attack_kit import own_text
 from organisms import organism
 from organisms.planted_places import places
 from raw_kit import norms
@@ -199,9 +200,8 @@ def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_
 
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
     m = places("two_delimiters", "llama")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
     trainer = Trainer(m.model, TrainingArguments(str(tmp_path), use_cpu=True), processing_class=m.tokenizer)
-    callback = ss.SinkCallback(text=tmp_path / "text.txt")
+    callback = ss.SinkCallback(text=own_text(m, tmp_path))
     callback.attach(trainer)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     (row,) = trainer.state.log_history

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import own_text, text_file
 from covering import slow
 from organisms import Organism, organism
 from organisms.planted_places import places
@@ -24,11 +24,7 @@ from sinkscope.sinks.values import TEXTS, WRITES, HeadValue, values_of
 
 
 def opened(model: Any, folder: Path, o: Any) -> Setup:
-    text = folder / "text.txt"
-    if isinstance(o, Organism):
-        text = text_file(o, folder, 6, seed=9)
-    else:
-        text.write_text(o.text(), encoding="utf-8")
+    text = text_file(o, folder, 6, seed=9) if isinstance(o, Organism) else own_text(o, folder)
     return Setup.open(model, tokenizer=o.tokenizer, text=text)
 
 
