@@ -10,7 +10,7 @@ from sinkscope.app import scan as scanning
 from sinkscope.app.scan import scan_parts
 
 PARTS = ("find_sinks", "repeat")
-DIES, DIES_ONCE, HANGS = "dies", "dies-once", "hangs"
+DIES_ONCE, HANGS = "dies-once", "hangs"
 IN_WORKERS = """
 import os, sys, time
 from pathlib import Path
@@ -47,5 +47,5 @@ def few_parts(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def plant(folder: Path, model: Path, order: str) -> None:
-    """Let the process that scans a model die, die once, or hang, when one part of two is finished."""
+    """Let the process that scans a model die once, or hang, when one part of two is finished."""
     (folder / f"{model.name}.planted").write_text(order)

@@ -188,12 +188,15 @@ def opened(folder: str, split: bool) -> Any:
 def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
     """What is refused, or differs from one process, on each process."""
     said: list[str] = []
-    results: list[Any] = []
+    results: list[Any] = [None, None]
     for split in (False, True):
-        try:
-            results.append(plain(USES[name](opened(folder, split), tokenizer)))
-        except SinkscopeError as error:
-            said.append(f"{'split' if split else 'whole'}: {error}")
+        if split or dist.get_rank() == 0:
+            try:
+                results[split] = plain(USES[name](opened(folder, split), tokenizer))
+            except SinkscopeError as error:
+                said.append(f"{'split' if split else 'whole'}: {error}")
+        if not split:
+            dist.broadcast_object_list(results)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, said or differences(*results)[:4])
     return [f"{rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from organisms import organism
-from scan_kit import DIES, DIES_ONCE, HANGS, few_parts, plant
+from scan_kit import DIES_ONCE, HANGS, few_parts, plant
 from test_resumed_scan import results
 
 import sinkscope as ss
@@ -89,27 +89,22 @@ def test_threads_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
     compare(tmp_path, alone, models)
 
 
-def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed):
+def test_a_killed_worker_is_started_again_and_a_model_that_cannot_be_opened_is_a_line(
+    models, alone, start, tmp_path, typed
+):
+    plant(start, models[0], DIES_ONCE)
     typed(f"scan table {alone} --json {tmp_path}/t.json")  # an earlier table may be replaced
-    words = ["scan", str(models[1]), str(tmp_path / "absent"), "--quick", "--out", str(tmp_path / "out")]
-    printed = typed([*words, "--workers", "1", "--json", str(tmp_path / "t.json")], 1)
+    words = ["scan", str(models[0]), str(tmp_path / "absent"), "--quick", "--out", str(tmp_path / "out")]
+    printed = typed([*words, "--workers", "2", "--json", str(tmp_path / "t.json")], 1)
+    assert not list(start.glob("*.planted"))  # it did die
     assert printed.err.splitlines()[-1] == f"Cards: {tmp_path / 'out'}"
     (line,) = [line for line in printed.out.splitlines() if line.startswith("absent has no card: ")]
     with pytest.raises(SinkscopeError) as refused:
         scan(tmp_path / "absent", out=tmp_path / "other")
     assert line == f"absent has no card: {refused.value}"
-    compare(tmp_path / "out", alone, models[1:2])
+    compare(tmp_path / "out", alone, models[:1])
     table = typed(f"scan table {tmp_path}/out --csv -", 1).out
     assert "absent" in table and "run the same command again" in table
-
-
-def test_a_killed_worker_is_started_again_and_takes_no_other_with_it(models, alone, start, tmp_path):
-    plant(start, models[0], DIES_ONCE)
-    plant(start, models[1], DIES)
-    table = scan_many(models, tmp_path, workers=2, quick=True)
-    compare(tmp_path, alone, models[:1])
-    assert table.exit_code == 1 and table.scans[0].scan == "gpt2"
-    assert "its process ended 2 times with code 9" in str(table.scans[0].problem)
 
 
 @pytest.mark.slow
@@ -212,6 +207,8 @@ def test_a_full_disk_and_a_worker_without_the_package_end_it(models, alone, tmp_
         patch.setattr(os, "fsync", full)
         with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room"):
             scan_many(models[1:], tmp_path, Serial(), quick=True)
+    (row,) = scan_many(models[1:], tmp_path, Serial(RuntimeError("its process ended")), quick=True).scans[:1]
+    assert row.scan == "gpt2" and "RuntimeError: its process ended" in str(row.problem)
     with pytest.raises(SinkscopeError, match="install sinkscope where the executor works"):
         scan_many(models, tmp_path, Serial(ModuleNotFoundError("No module named 'sinkscope'")), quick=True)
     compare(tmp_path, alone, models[:1])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -17,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import scan_cache_dir
 from organisms.organism import organism
 from raw_kit import attention
 from refusals import refused
@@ -187,7 +185,7 @@ def pieces(tokenizer: Any, bos: bool, count: int, length: int) -> torch.Tensor:
     return rows
 
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gpt2"])
 
 
 @pytest.mark.parametrize(
@@ -195,9 +193,8 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
     [
         ("llama", "sink_rate"),
         ("gpt2", "sink_rate"),
-        ("qwen2", "sink_rate"),
         ("llama", "sink_rate_random"),
-        ("qwen2", "sink_rate_repeated"),
+        ("gpt2", "sink_rate_repeated"),
     ],
 )
 def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, quantity, tmp_path):
@@ -414,7 +411,7 @@ def test_the_list_shows_every_record_with_source_and_measures_nothing(typed):
     assert len(only) > 8 and all(line.startswith("llama-2-7b,") for line in only[1:])
 
 
-def test_without_a_model_it_lists_what_is_published_of_models_on_this_disk(tmp_path):
+def test_without_a_model_it_lists_what_is_published_of_models_on_this_disk(tmp_path, monkeypatch, typed):
     def weights(repo: str, size: int):
         snapshot = tmp_path / f"models--{repo.replace('/', '--')}" / "snapshots" / "abc"
         snapshot.mkdir(parents=True)
@@ -425,15 +422,10 @@ def test_without_a_model_it_lists_what_is_published_of_models_on_this_disk(tmp_p
     weights("meta-llama/Llama-2-7b-hf", 1 << 20)  # its tokenizer, say
     weights("me/mine", 1 << 30)
     for cache_folder, expected in ((tmp_path, "gpt2-xl"), (tmp_path / "none", "none")):
-        done = subprocess.run(
-            [sys.executable, "-m", "sinkscope", "reproduce"],
-            env={**os.environ, "HF_HUB_CACHE": str(cache_folder)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"Conclusion: Of models with published results, this disk holds {expected}." in done.stdout
-        assert ("sink_rate_repeated" in done.stdout) == (expected == "gpt2-xl") and "llama" not in done.stdout
+        monkeypatch.setattr("huggingface_hub.scan_cache_dir", partial(scan_cache_dir, cache_folder))
+        out = typed("reproduce").out
+        assert f"Conclusion: Of models with published results, this disk holds {expected}." in out
+        assert ("sink_rate_repeated" in out) == (expected == "gpt2-xl") and "llama" not in out
 
 
 def test_records_may_not_be_anything():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import own_text
+from covering import slow
 from organisms import organism
 from organisms.planted_places import places
 from raw_kit import norms
@@ -19,12 +20,19 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Setup
+from sinkscope.sinks.find import attention_received
 from sinkscope.sinks.tokens import pick_tokens
 from sinkscope.sinks.training import read_sinks
 
 STEPS = 6
 SPIKE = ["spike_dim", "spike_dims", "spike_layer", "spike_neuron"]
 ALWAYS = ["sink_rate", "spike_ratio", "repeat_attention", "repeat_loss", "text_attention", "text_loss"]
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch):
+    """Fewer texts than the sink rate has, where no test reads them."""
+    monkeypatch.setattr(attention_received, "RATE_TEXTS", 8)
 
 
 class Recorder(TrainerCallback):
@@ -88,8 +96,9 @@ def run(m, folder, callback=None, **settings):
     return trainer, recorder, losses, generators
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", {}), ("gpt2", {"bf16": True}), ("llama", {"gradient_checkpointing": True})]
+)
 def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings, tmp_path):
     plain, _, losses, generators = run(with_dropout(family), tmp_path, **settings)
     with warnings.catch_warnings():
@@ -144,8 +153,9 @@ def by_hand(m, ids):
     return numbers
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path):
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
+def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_received, "RATE_TEXTS", 100)
     m = organism(family, 0)
     ids = text_of(m, tmp_path / "text.txt")
     before = by_hand(m, ids)
@@ -173,7 +183,8 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
     assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
 
 
-def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path):
+def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_received, "RATE_TEXTS", 100)
     m = organism("llama", 0)
     weight = m.model.model.layers[m.truth.sink_layer].mlp.down_proj.weight
     planted = weight.detach().clone()
