@@ -160,10 +160,10 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
 
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
-    found = attack_on(o, tmp_path, lengths=[4, 60])
+    found = attack_on(o, tmp_path, lengths=[4, 60], sequences=4)
     assert np.isnan(found.positions[:, :, 1]).all() and len(found.rows()) == len(SOURCES) * len(found.patches)
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
-        attack_on(o, tmp_path, lengths=[60])
+        attack_on(o, tmp_path, lengths=[60], sequences=4)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def run(m, folder, callback=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"), [("llama", {}), ("gpt2", {"bf16": True}), ("llama", {"gradient_checkpointing": True})]
+    ("family", "settings"), [("llama", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})]
 )
 def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings, tmp_path):
     plain, _, losses, generators = run(with_dropout(family), tmp_path, **settings)
