@@ -20,6 +20,8 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.repeat import repeat
 
+pytestmark = pytest.mark.few_texts
+
 
 def options(m: PlacesModel, folder) -> dict[str, Any]:
     return {"tokenizer": m.tokenizer, "text": own_text(m, folder)}

@@ -26,6 +26,8 @@ from sinkscope.app.scan import scan
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import OURS
 
+pytestmark = pytest.mark.few_texts
+
 NAMES = ("llama", "gpt2")
 
 

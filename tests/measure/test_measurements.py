@@ -34,6 +34,8 @@ from sinkscope.results.options import descriptions_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import PLAIN, SCREEN, WIDTH
 
+pytestmark = pytest.mark.few_texts
+
 ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)

@@ -26,6 +26,8 @@ from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_neurons
 
+pytestmark = pytest.mark.few_texts
+
 organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
 

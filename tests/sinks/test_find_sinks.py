@@ -24,9 +24,7 @@ from sinkscope.sinks.removal.search import Removal, smallest_set
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
 
-@pytest.fixture(autouse=True)
-def _few_texts(monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
+pytestmark = pytest.mark.few_texts
 
 
 def find_in(o: Organism, folder: Path, **options) -> FindSinks:

@@ -24,6 +24,8 @@ from sinkscope.sinks import marking_heads as module
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.marking_heads import MarkingHeads, Replacement, heads
 
+pytestmark = pytest.mark.few_texts
+
 KINDS = ("sink", "late_mark", "spread")
 BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 

@@ -19,6 +19,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.results.result import Result
 from sinkscope.sinks.find.survey import Survey
 
+pytestmark = pytest.mark.few_texts
+
 
 @cache
 def planted(name: str, family: str):

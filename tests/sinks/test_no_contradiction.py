@@ -20,6 +20,8 @@ from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.repetition.repeat import repeat
 
+pytestmark = pytest.mark.few_texts
+
 KINDS = [(name, families[0], 1) for name, families in HARD.items()]
 CASES = [("organism", "llama", 3), ("organism", "mixtral", 1), *KINDS]
 FAST = [("organism", "llama", 3), ("redundant_pair", "llama", 1), ("no_norm", "llama", 1)]

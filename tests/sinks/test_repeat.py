@@ -27,6 +27,8 @@ from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import beside_copies
 
+pytestmark = pytest.mark.few_texts
+
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"

@@ -24,15 +24,11 @@ from sinkscope.sinks.find import attention_received
 from sinkscope.sinks.tokens import pick_tokens
 from sinkscope.sinks.training import read_sinks
 
+pytestmark = pytest.mark.few_texts
+
 STEPS = 6
 SPIKE = ["spike_dim", "spike_dims", "spike_layer", "spike_neuron"]
 ALWAYS = ["sink_rate", "spike_ratio", "repeat_attention", "repeat_loss", "text_attention", "text_loss"]
-
-
-@pytest.fixture(autouse=True)
-def few_texts(monkeypatch):
-    """Fewer texts than the sink rate has, where no test reads them."""
-    monkeypatch.setattr(attention_received, "RATE_TEXTS", 8)
 
 
 class Recorder(TrainerCallback):

@@ -22,6 +22,8 @@ from sinkscope.sinks.circuit.circuit import Circuit, circuit
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.values import TEXTS, WRITES, HeadValue, values_of
 
+pytestmark = pytest.mark.few_texts
+
 
 def opened(model: Any, folder: Path, o: Any) -> Setup:
     text = text_file(o, folder, 6, seed=9) if isinstance(o, Organism) else own_text(o, folder)
