@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ def serve(model, tokenizer):
         return [generated(model), run.summary()]
 
 
+@cache
 def opened(folder: str, split: bool) -> Any:
     more: dict[str, Any] = {}
     if split:

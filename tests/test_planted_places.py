@@ -104,7 +104,8 @@ def test_a_head_that_attends_in_the_same_way_and_writes_nothing_does_not_mark(tm
     assert tuple(marking) == m.truth.marks[FIRST]
 
 
-def test_what_stays_of_attention_is_that_of_plain_hooks(tmp_path):
+def test_what_stays_of_attention_is_that_of_plain_hooks(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 100)
     m = places("all_specials", "neox")
     found = find_sinks(m.model, max_repeats=8, **options(m, tmp_path))
     (group,), (truth,), (makers,) = found.sinks[0].groups, m.truth.groups, m.truth.makers

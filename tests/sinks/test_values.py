@@ -163,7 +163,8 @@ def test_circuit_says_how_many_heads_are_of_each_kind_and_old_results_load(tmp_p
     assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]
 
 
-def test_a_streamed_model_and_layers_without_attention(tmp_path):
+def test_a_streamed_model_and_layers_without_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 100)
     o = organism("llama", 3, values="half")
     live, _ = measured(opened(o.model, tmp_path, o))
     target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
