@@ -71,7 +71,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
         tmp_path / "a.json",
         f"{qwen3}:{READINGS},{EDITS},adakv,unequal_seeds",
         f"{phi3}:{DENSE}",
-        f"{mixtral}:find_sinks,patch,trace,guard",
+        f"{mixtral}:patch,trace,guard",
     )
     seeds, adakv = (report["qwen3"].pop(name) for name in ("unequal_seeds", "adakv"))
     for lines, words in (
