@@ -21,8 +21,6 @@ from sinkscope.sinks.removal.components import Edit, has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
-pytestmark = pytest.mark.few_texts
-
 
 def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms `[text layer]` at the first token, and attention to it `[text layer head]`, by the model itself."""

@@ -20,8 +20,6 @@ from sinkscope.sinks.find.places import (
     texts_with,
 )
 
-pytestmark = pytest.mark.few_texts
-
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
 
