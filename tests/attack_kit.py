@@ -6,6 +6,7 @@ from pathlib import Path
 
 from organisms import Organism
 from organisms.hard import HardModel
+from organisms.places import PlacesModel
 
 
 def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: int = 64, seed: int = 0) -> Path:
@@ -13,6 +14,13 @@ def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: 
     path = folder / "words.txt"
     ids = o.natural(rows, length, seed)[:, int(getattr(o, "bos", True)) :]
     path.write_text(" ".join(o.tokenizer.decode(row) for row in ids), encoding="utf-8")
+    return path
+
+
+def own_text(m: HardModel | PlacesModel, folder: Path, *rows: int) -> Path:
+    """The text of a planted model as a file."""
+    path = folder / "text.txt"
+    path.write_text(m.text(*rows), encoding="utf-8")
     return path
 
 

@@ -71,6 +71,15 @@ def skipping_what_is_missing() -> Generator[None, None, None]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
+    """Half of `find_sinks` is the rate over 100 texts, which has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("few_texts"):
+            patch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Skip a test whose parameter or fixture needs what is missing."""
     words = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
@@ -88,6 +97,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
 FIRST = (
+    "test_shards.py",
     "test_scan_many.py",
     "test_hard_models.py",
     "test_view.py",

@@ -198,13 +198,3 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
             sees &= ~causal.tril(-window)
         layers[layer] = sees
     return layers
-
-
-@torch.no_grad()
-def eager_attention(model, ids: list[int]) -> list[Tensor]:
-    """Attention `[head query key]` of each layer, by the model itself."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"  # `set_attn_implementation` leaves some models, Falcon, as they are
-    attentions = model(torch.tensor([ids]), output_attentions=True).attentions
-    model.config._attn_implementation = before
-    return [layer[0] for layer in attentions]

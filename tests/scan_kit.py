@@ -10,14 +10,16 @@ from sinkscope.app import scan as scanning
 from sinkscope.app.scan import scan_parts
 
 PARTS = ("find_sinks", "repeat")
-DIES, DIES_ONCE, HANGS = "dies", "dies-once", "hangs"
+DIES_ONCE, HANGS = "dies-once", "hangs"
 IN_WORKERS = """
 import os, sys, time
 from pathlib import Path
 
 if any("spawn_main" in word for word in sys.orig_argv):
     from sinkscope.app import scan as scanning
+    from sinkscope.sinks.find import attention_received
 
+    attention_received.RATE_TEXTS = 8
     parts = [part for part in scanning.scan_parts() if part.name in {parts}]
     scanning.scan_parts = lambda: parts
     measured = scanning._measured
@@ -47,5 +49,5 @@ def few_parts(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def plant(folder: Path, model: Path, order: str) -> None:
-    """Let the process that scans a model die, die once, or hang, when one part of two is finished."""
+    """Let the process that scans a model die once, or hang, when one part of two is finished."""
     (folder / f"{model.name}.planted").write_text(order)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from same_kit import differences, plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope as ss
@@ -22,7 +20,6 @@ from sinkscope.bench import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
 
-LEAST = 1e-5
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
 USES: dict[str, Callable[[Any, Any], Any]] = {}
 
@@ -167,11 +164,6 @@ def why(model, tokenizer):
 
 
 @use
-def distance(model, tokenizer):
-    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="distance")
-
-
-@use
 def probability(model, tokenizer):
     return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="probability")
 
@@ -211,38 +203,7 @@ def serve(model, tokenizer):
         return [generated(model), run.summary()]
 
 
-def plain(value: Any) -> Any:
-    """What a use gives, as lists and numbers."""
-    if isinstance(value, Tensor):
-        return value.detach().float().tolist()
-    if hasattr(value, "to_json"):
-        whole = json.loads(value.to_json())
-        return {name: whole[name] for name in ("result", "settings")}
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return value if isinstance(value, int | float | str | bool | None) else str(value)
-
-
-def differences(want: Any, got: Any, where: str = "") -> list[str]:
-    """Where two results differ by more than the rounding of sums in another order."""
-    if isinstance(want, dict) and isinstance(got, dict) and want.keys() == got.keys():
-        return [line for name in want for line in differences(want[name], got[name], f"{where}.{name}")]
-    if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
-        return [
-            line for n, pair in enumerate(zip(want, got, strict=True)) for line in differences(*pair, f"{where}[{n}]")
-        ]
-    if isinstance(want, float) and isinstance(got, int | float):
-        if (math.isnan(want) and math.isnan(got)) or abs(want - got) <= LEAST * max(1, abs(want)):
-            return []
-    elif want == got:
-        return []
-    return [f"{where}: {str(want)[:120]} became {str(got)[:120]}"]
-
-
+@cache
 def opened(folder: str, split: bool) -> Any:
     more: dict[str, Any] = {}
     if split:
@@ -255,15 +216,15 @@ def opened(folder: str, split: bool) -> Any:
 def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
     """What is refused, or differs from one process, on each process."""
     said: list[str] = []
-    results: list[Any] = []
+    results: list[Any] = [None, None]
     for split in (False, True):
-        begun = time.perf_counter()
-        try:
-            results.append(plain(USES[name](opened(folder, split), tokenizer)))
-        except SinkscopeError as error:
-            said.append(f"{'split' if split else 'whole'}: {error}")
-        if os.environ.get("SHARD_TRACE"):
-            print(Path(folder).name, name, split, round(time.perf_counter() - begun, 2), file=sys.stderr)
+        if split or dist.get_rank() == 0:
+            try:
+                results[split] = plain(USES[name](opened(folder, split), tokenizer))
+            except SinkscopeError as error:
+                said.append(f"{'split' if split else 'whole'}: {error}")
+        if not split:
+            dist.broadcast_object_list(results)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, said or differences(*results)[:4])
     return [f"{rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attack_kit import own_text
 from covering import slow
 from organisms.places import FIRST, Group, Places, PlacesModel
 from organisms.planted_places import places
@@ -19,11 +20,11 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.repeat import repeat
 
+pytestmark = pytest.mark.few_texts
+
 
 def options(m: PlacesModel, folder) -> dict[str, Any]:
-    text = folder / "text.txt"
-    text.write_text(m.text(), encoding="utf-8")
-    return {"tokenizer": m.tokenizer, "text": text}
+    return {"tokenizer": m.tokenizer, "text": own_text(m, folder)}
 
 
 def traced(m: PlacesModel, folder) -> Circuit:
@@ -103,7 +104,8 @@ def test_a_head_that_attends_in_the_same_way_and_writes_nothing_does_not_mark(tm
     assert tuple(marking) == m.truth.marks[FIRST]
 
 
-def test_what_stays_of_attention_is_that_of_plain_hooks(tmp_path):
+def test_what_stays_of_attention_is_that_of_plain_hooks(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 100)
     m = places("all_specials", "neox")
     found = find_sinks(m.model, max_repeats=8, **options(m, tmp_path))
     (group,), (truth,), (makers,) = found.sinks[0].groups, m.truth.groups, m.truth.makers

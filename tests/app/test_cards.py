@@ -18,6 +18,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Measurement, Setup
 from sinkscope.results.result import Number, Result
 
+pytestmark = pytest.mark.few_texts
+
 FEW = ("find_sinks", "heads", "repeat")
 LIGHT = ("heads", "repeat")
 

@@ -14,6 +14,8 @@ from sinkscope.app import scan as scanning
 from sinkscope.app.scan import scan, scan_parts
 from sinkscope.models.draws import seed_of
 
+pytestmark = pytest.mark.few_texts
+
 
 def results(folder: Path) -> dict[str, Any]:
     """What every part found, without the time that it took."""

@@ -16,18 +16,19 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from organisms import organism
-from scan_kit import DIES, DIES_ONCE, HANGS, few_parts, plant
+from scan_kit import DIES_ONCE, HANGS, few_parts, plant
 from test_resumed_scan import results
 
 import sinkscope as ss
-from sinkscope.app import scan as scanning
 from sinkscope.app.card import read_card
 from sinkscope.app.many import scan_many
 from sinkscope.app.scan import scan
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import OURS
 
-NAMES = ("llama", "gpt2", "qwen2")
+pytestmark = pytest.mark.few_texts
+
+NAMES = ("llama", "gpt2")
 
 
 class Called:
@@ -84,50 +85,35 @@ def compare(out: Path, alone: Path, models: list[Path]):
         assert results(out / model.name) == results(alone / model.name)
 
 
-@pytest.mark.parametrize("kind", [None, Serial, ThreadPoolExecutor])
-def test_every_executor_gives_the_cards_of_scans_one_by_one(kind, models, alone, tmp_path):
-    executor = kind
-    if kind is not None:
-        executor = kind()
-    table = scan_many(models, tmp_path, executor, quick=True)
+def test_threads_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
+    table = scan_many(models, tmp_path, ThreadPoolExecutor(), quick=True)
     assert table.exit_code == 0 and [row.scan for row in table.scans] == sorted(NAMES)
     compare(tmp_path, alone, models)
 
 
-def test_what_is_finished_is_not_measured_again(models, alone, monkeypatch):
-    monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
-    before = read_card(alone / "gpt2")
-    assert scan_many(models, alone, Serial(), quick=True).exit_code == 0
-    assert read_card(alone / "gpt2").parts == before.parts
-
-
-def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed):
+def test_a_killed_worker_is_started_again_and_a_model_that_cannot_be_opened_is_a_line(
+    models, alone, start, tmp_path, typed
+):
+    plant(start, models[0], DIES_ONCE)
     typed(f"scan table {alone} --json {tmp_path}/t.json")  # an earlier table may be replaced
-    words = ["scan", str(models[1]), str(tmp_path / "absent"), "--quick", "--out", str(tmp_path / "out")]
+    words = ["scan", str(models[0]), str(tmp_path / "absent"), "--quick", "--out", str(tmp_path / "out")]
     printed = typed([*words, "--workers", "2", "--json", str(tmp_path / "t.json")], 1)
+    assert not list(start.glob("*.planted"))  # it did die
     assert printed.err.splitlines()[-1] == f"Cards: {tmp_path / 'out'}"
     (line,) = [line for line in printed.out.splitlines() if line.startswith("absent has no card: ")]
     with pytest.raises(SinkscopeError) as refused:
         scan(tmp_path / "absent", out=tmp_path / "other")
     assert line == f"absent has no card: {refused.value}"
-    compare(tmp_path / "out", alone, models[1:2])
+    compare(tmp_path / "out", alone, models[:1])
     table = typed(f"scan table {tmp_path}/out --csv -", 1).out
     assert "absent" in table and "run the same command again" in table
-
-
-def test_a_killed_worker_is_started_again_and_takes_no_other_with_it(models, alone, start, tmp_path):
-    plant(start, models[0], DIES_ONCE)
-    plant(start, models[2], DIES)
-    table = scan_many(models, tmp_path, workers=3, quick=True)
-    compare(tmp_path, alone, models[:2])
-    assert table.exit_code == 1 and table.scans[2].scan == "qwen2"
-    assert "its process ended 2 times with code 9" in str(table.scans[2].problem)
 
 
 @pytest.mark.slow
 def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models, alone, start, tmp_path):
     plant(start, models[1], HANGS)
-    words = [sys.executable, "-m", "sinkscope", "scan", *map(str, models), "--quick", "--out", str(tmp_path)]
+    third = Path(organism("qwen2", 2).save(tmp_path / "models/qwen2"))
+    words = [sys.executable, "-m", "sinkscope", "scan", *map(str, [*models, third]), "--quick", "--out", str(tmp_path)]
     driver = subprocess.Popen([*words, "--workers", "1"])
     part = tmp_path / "gpt2/find-sinks.json"
     end = time.monotonic() + 200
@@ -141,7 +127,7 @@ def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models,
     before = list(map(os.path.getmtime, finished))
     assert not (tmp_path / "gpt2/card.json").exists() and not (tmp_path / "qwen2/card.json").exists()
     (start / "gpt2.planted").unlink()
-    assert scan_many(models, tmp_path, workers=2, quick=True).exit_code == 0
+    assert scan_many([*models, third], tmp_path, workers=2, quick=True).exit_code == 0
     compare(tmp_path, alone, models)
     assert before == list(map(os.path.getmtime, finished))
 
@@ -154,17 +140,9 @@ def test_a_card_of_other_settings_is_no_answer(models, alone):
     assert (alone / "gpt2/card.json").read_text() == before
 
 
-def test_shards_scan_every_model_once(models, alone, tmp_path):
-    first = scan_many(models, tmp_path, Serial(), shard="1/2", quick=True)
-    second = scan_many(models, tmp_path, Serial(), shard="2/2", quick=True)
-    assert [row.scan for row in first.scans] == ["llama", "qwen2"]
-    assert second.scans[0].scan == "gpt2" and len(second.scans) == 1
-    compare(tmp_path, alone, models)
-    with pytest.raises(SinkscopeError, match="--shard 4/4 is empty: there are only 3"):
-        scan_many(models, tmp_path, Serial(), shard="4/4")
-
-
-def test_revisions_have_folders_of_their_own(alone, tmp_path, monkeypatch):
+@pytest.fixture
+def asked(alone, monkeypatch) -> list[tuple[Any, ...]]:
+    """What would be scanned; every model's scan is that of the same one, as it was."""
     asked: list[tuple[Any, ...]] = []
 
     @wraps(scan)
@@ -173,6 +151,20 @@ def test_revisions_have_folders_of_their_own(alone, tmp_path, monkeypatch):
         shutil.copytree(alone / "gpt2", out, dirs_exist_ok=True)
 
     monkeypatch.setattr("sinkscope.app.many.scan", recorded)
+    return asked
+
+
+def test_shards_scan_every_model_once(asked, tmp_path):
+    models = ["a/x", "b/y", "c/z"]
+    first = scan_many(models, tmp_path, Serial(), shard="1/2")
+    assert [model for model, *_ in asked] == ["a/x", "c/z"] and [row.scan for row in first.scans] == ["x", "z"]
+    second = scan_many(models, tmp_path, Serial(), shard="2/2")
+    assert [model for model, *_ in asked[2:]] == ["b/y"] and [row.scan for row in second.scans] == ["y"]
+    with pytest.raises(SinkscopeError, match="--shard 4/4 is empty: there are only 3"):
+        scan_many(models, tmp_path, Serial(), shard="4/4")
+
+
+def test_revisions_have_folders_of_their_own(asked, tmp_path):
     (tmp_path / "a@b").mkdir()
     models = ["someone/name@step10", "someone/name@refs/pr/2", tmp_path / "a@b"]
     table = ss.scan_many(models, tmp_path / "out", Serial(), revision="main", seed=3)
@@ -217,6 +209,8 @@ def test_a_full_disk_and_a_worker_without_the_package_end_it(models, alone, tmp_
         patch.setattr(os, "fsync", full)
         with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room"):
             scan_many(models[1:], tmp_path, Serial(), quick=True)
+    (row,) = scan_many(models[1:], tmp_path, Serial(RuntimeError("its process ended")), quick=True).scans[:1]
+    assert row.scan == "gpt2" and "RuntimeError: its process ended" in str(row.problem)
     with pytest.raises(SinkscopeError, match="install sinkscope where the executor works"):
         scan_many(models, tmp_path, Serial(ModuleNotFoundError("No module named 'sinkscope'")), quick=True)
     compare(tmp_path, alone, models[:1])

@@ -17,6 +17,8 @@ from sinkscope.app.scan import scan
 from sinkscope.app.scan_table import ScanTable, scan_table
 from sinkscope.results.result import Number, Result
 
+pytestmark = pytest.mark.few_texts
+
 HEADS = "share of heads that attend to the sink"
 
 

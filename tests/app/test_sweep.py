@@ -15,6 +15,8 @@ from sinkscope.files.catalog import commands
 from sinkscope.files.plain import visible
 from sinkscope.hooks.edit import SinkPatch
 
+pytestmark = pytest.mark.few_texts
+
 LONG = "x" * 5000
 STEERING = "\x1b[2J\u202etxt"
 WORDS = ("nonsense", "", STEERING, LONG, "\udcff")

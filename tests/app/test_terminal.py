@@ -100,8 +100,8 @@ def tour(monkeypatch) -> None:
 
 PROMPT = "The bird sang the same song again: again, again, again, again, again, again,"
 COMMANDS = {
-    "generate": ["generate", PROMPT, "--max-new-tokens", "40"],
-    "generate under the guard": ["generate", PROMPT, "--max-new-tokens", "80", "--guard"],
+    "generate": ["generate", PROMPT, "--max-new-tokens", "24"],
+    "generate under the guard": ["generate", PROMPT, "--max-new-tokens", "48", "--guard"],
     "loops": ["loops", "--follow", "FILE"],
     "loops with the stream": ["loops", "--follow", "--tee", "FILE"],
     "demo": ["demo"],

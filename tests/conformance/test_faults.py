@@ -20,7 +20,7 @@ LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them
 }
 
 
-@pytest.mark.parametrize("name", every_nth(FAULTS, 6))
+@pytest.mark.parametrize("name", every_nth(FAULTS, 9))
 def test_the_first_check_that_fails_names_the_fault(name):
     fault = FAULTS[name]
     checks = list(all_checks())

@@ -132,6 +132,7 @@ def test_an_autoencoder_trained_without_sinks_explains_more_of_ordinary_position
     assert names["left"][0] > 3 * names["left"][1]
 
 
+@pytest.mark.few_texts
 def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
     names = run("docs/measure/training.md")
     assert [row["step"] for row in names["logged"]] == [0, 2, 4]

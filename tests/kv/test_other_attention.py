@@ -12,8 +12,9 @@ from functools import partial
 import pytest
 import torch
 from covering import every_nth, slow
-from kv_kit import Drawn, Ragged, beside_ids, close, eager_attention, masks_of_run, prompts, run_policy
+from kv_kit import Drawn, Ragged, beside_ids, close, masks_of_run, prompts, run_policy
 from organisms.decoders import decoder
+from raw_kit import attention
 from refusals import refused
 from torch import Tensor
 
@@ -100,7 +101,7 @@ class Voting(Drawn):
 def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
     model = decoder(model_type)
     ids = prompts([30])[0]
-    known = dict(enumerate(eager_attention(model, ids[0].tolist())))
+    known = dict(enumerate(attention(model, ids)[:, 0]))
     policy = Voting(budget=10, known=known, off={})
     with policy.on(model):
         cache = model(input_ids=ids, use_cache=True).past_key_values

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kv_kit import eager_attention
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
+from raw_kit import attention
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -52,7 +52,9 @@ def test_pictures_are_the_last_steps_of_an_eager_run(family, monkeypatch):
     ordinary = [tokenizer.bos_token_id, *[i for i in words if i != tokenizer.bos_token_id]][: len(out)]
     for ids, whole in ((out, result.attention), (ordinary, result.control_attention)):
         for number, (layer, head) in enumerate(heads):
-            rows = eager_attention(model, ids)[layer][head, -9:-1, -25:-1]  # the last of all chose no token
+            rows = attention(model, torch.tensor([ids]))[
+                layer, 0, head, -9:-1, -25:-1
+            ]  # the last of all chose no token
             np.testing.assert_allclose(whole[number], rows.numpy(), atol=6e-4)
             if family == "gpt_oss":  # a learned sink takes part and is dropped
                 assert (whole[number].sum(1) < 1).all()
@@ -88,7 +90,7 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
         cache = None
         for start in range(0, 40, 3):
             cache = model(ids[:, start : start + 3], past_key_values=cache, use_cache=True).past_key_values
-    dense = eager_attention(model, ids[0].tolist())[layer]
+    dense = attention(model, ids)[layer, 0]
     rows = torch.zeros(4, 40, suffix)  # head query offset
     for t in range(40):
         for offset in range(min(suffix, t)):  # the first position belongs to no suffix

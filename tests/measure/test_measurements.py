@@ -18,6 +18,7 @@ import stranger
 import torch
 from conclusion_kit import check_size
 from organisms import Organism, organism
+from same_kit import differences
 from torch.testing import assert_close
 
 import sinkscope as ss
@@ -32,6 +33,8 @@ from sinkscope.opening.load import load
 from sinkscope.results.options import descriptions_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import PLAIN, SCREEN, WIDTH
+
+pytestmark = pytest.mark.few_texts
 
 ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
@@ -157,27 +160,9 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
         with pytest.raises(UnsupportedError, match="hf"):  # what can be done instead
             measured(command, backend)
         return
-    plain, other = (_leaves(measured(command, kind).to_dict()["result"]) for kind in (None, backend))
-    assert plain.keys() == other.keys()
-    for where, value in other.items():
-        if value is not None:  # null: this kind of model object does not offer it
-            close = LOOSER.get(command.name, 2e-3)
-            assert value == (
-                pytest.approx(plain[where], rel=close, abs=close) if type(value) is float else plain[where]
-            )
-
-
-def _leaves(value: Any, where: str = "") -> dict[str, Any]:
-    """The numbers and words inside of a result, by their place."""
-    inside = value
-    if isinstance(value, list):
-        inside = dict(enumerate(value))
-    if not isinstance(inside, dict):
-        return {where: value}
-    leaves = {where: len(inside)}
-    for key, part in inside.items():
-        leaves |= _leaves(part, f"{where}.{key}")
-    return leaves
+    plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
+    near = LOOSER.get(command.name, 2e-3)
+    assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
 def _required(command: Command, value: str) -> list[str]:

@@ -24,7 +24,7 @@ def examined(model_type: str, quick: bool):
         assert report.status == "in full", report.parts
 
 
-@pytest.mark.parametrize("model_type", every_nth(COVERING, 2))
+@pytest.mark.parametrize("model_type", every_nth(COVERING, 4))
 def test_a_covering_set_of_types(model_type):
     examined(model_type, quick=True)
 

@@ -292,7 +292,7 @@ def calm(b: Build, marked: bool = False):
 def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The model's own eager attention, [layer, row, head, query, key]."""
     usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.config._attn_implementation = "eager"  # `set_attn_implementation` leaves some models, Falcon, as they are
     rows = model(ids, output_attentions=True, use_cache=False).attentions
-    model.set_attn_implementation(usual)
+    model.config._attn_implementation = usual
     return torch.stack(rows)

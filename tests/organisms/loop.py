@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
 
@@ -151,25 +151,20 @@ def loop_organism(
     return LoopOrganism(model, word_tokenizer(vocab_size), truth, seed)
 
 
-def empty_llama(**sizes: int) -> LlamaForCausalLM:
-    """A Llama in which nothing is written."""
-    return empty_model("llama", CONST, THETA, head_dim=HEAD_DIM, **sizes)
-
-
 @torch.no_grad()
-def empty_model(model_type: str, constant: float, theta: float, **sizes: int | None):
-    """A model in which nothing is written: norms that pass on a constant, and zeros."""
-    config = AutoConfig.for_model(
-        model_type,
+def empty_llama(constant: float = CONST, theta: float = THETA, head_dim: int = HEAD_DIM, **sizes: int):
+    """A Llama in which nothing is written: norms that pass on a constant, and zeros."""
+    config = LlamaConfig(
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=False,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
+        head_dim=head_dim,
         **sizes,
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
-        model = AutoModelForCausalLM.from_config(config).float().eval()
+        model = LlamaForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
     for name, weight in model.named_parameters():
         weight.fill_(constant / math.sqrt(config.hidden_size)) if "norm" in name else weight.zero_()

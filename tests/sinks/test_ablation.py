@@ -21,10 +21,7 @@ from sinkscope.sinks.find.neurons import verify_neurons
 from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.search import random_sets
 
-
-@pytest.fixture(autouse=True)
-def _few_texts(monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
+pytestmark = pytest.mark.few_texts
 
 
 shared_sink = cache(make_shared_sink)  # no test changes it

@@ -13,6 +13,8 @@ from organisms import Organism, organism
 
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
+pytestmark = pytest.mark.few_texts
+
 LIMIT = 160
 
 

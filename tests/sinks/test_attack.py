@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from attack_kit import planted_clusters, text_file
+from attack_kit import own_text, planted_clusters, text_file
 from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,8 @@ from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_neurons
+
+pytestmark = pytest.mark.few_texts
 
 organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
@@ -89,8 +91,7 @@ def test_an_attack_and_its_patches_are_claims_beside_their_controls():
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
     m = places("second_special", "llama")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
-    found = attack(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt", lengths=[4], sequences=4)
+    found = attack(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
     assert found.conclusion().startswith("MLPs make a norm spike at ") and "first token" not in found.conclusion()
 
@@ -161,10 +162,10 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
 
 def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
-    found = attack_on(o, tmp_path, lengths=[4, 60])
+    found = attack_on(o, tmp_path, lengths=[4, 60], sequences=4)
     assert np.isnan(found.positions[:, :, 1]).all() and len(found.rows()) == len(SOURCES) * len(found.patches)
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
-        attack_on(o, tmp_path, lengths=[60])
+        attack_on(o, tmp_path, lengths=[60], sequences=4)
 
 
 @pytest.mark.parametrize(

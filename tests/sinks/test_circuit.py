@@ -16,6 +16,8 @@ from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
 from sinkscope.sinks.removal.components import one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
+pytestmark = pytest.mark.few_texts
+
 
 def traced(o: Organism, folder: Path, **options) -> Circuit:
     text = text_file(o, folder, 6, seed=9)

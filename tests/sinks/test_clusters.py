@@ -20,6 +20,8 @@ from sinkscope.sinks.attack.clusters import TokenClusters, head_activations
 from sinkscope.sinks.find.spikes import sink_neurons
 from sinkscope.sinks.marking_heads import Replacement
 
+pytestmark = pytest.mark.few_texts
+
 
 def measured(o: Organism, **options) -> ClusterAttack:
     return attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})

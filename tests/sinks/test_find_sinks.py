@@ -15,22 +15,17 @@ from organisms.plan import LEAST_LAYERS
 from organisms.planted_places import places
 from raw_kit import attention, zeroed
 
-from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
-from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.search import Removal, smallest_set
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
 
-@pytest.fixture(autouse=True)
-def _few_texts(monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
+pytestmark = pytest.mark.few_texts
 
 
 def find_in(o: Organism, folder: Path, **options) -> FindSinks:
@@ -92,21 +87,6 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
     alone = find_sinks(o.model, tokens=words[:1], **options)
     assert (alone.repeats.median, alone.repeats.unreached) == (None, 0)
     assert "None of 1 token" not in alone.text() and "A repeated token reaches" not in alone.text()
-
-
-def test_repeats_are_those_of_one_long_pass():
-    """Doubling must give what a single pass of full length shows, and tokens in no group must stay unreached."""
-    o = organism("llama", 5)
-    target, layer, expected = target_of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
-    grouped, free, bos = o.tokens_of(0)[0], o.tokens_of(-1)[0], o.tokenizer.bos_token_id
-    limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
-    scan = scan_layers(target, o.natural(), whole=True)
-    context = SinkContext(target, o.natural(), scan, 0)
-    needed = repeat_until_half(context, [grouped, free], [bos, bos], limit)
-    site = f"blocks.{layer}.hook_resid_post"
-    norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
-    first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1
-    assert [token.repeats for token in needed.tokens] == [first, None] and 0.6 * expected <= first <= 1.5 * expected
 
 
 def test_copies_are_compared_with_one_copy_and_with_other_tokens_there():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import own_text, text_file
 from conclusion_kit import check_size
 from covering import covering, slow
 from organisms import FAMILIES, Organism, organism
@@ -40,8 +40,7 @@ ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there t
 
 def options_of(h: HardModel, folder: Path) -> dict[str, Any]:
     """The options of a measurement in the model's own words."""
-    text = folder / "text.txt"
-    text.write_text(h.text(40 if h.truth.share < 1 else 6), encoding="utf-8")
+    text = own_text(h, folder, 40 if h.truth.share < 1 else 6)
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 

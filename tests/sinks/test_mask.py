@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from attack_kit import own_text
 from organisms.hard import hard
 from organisms.organism import organism
 from organisms.places import mask_of
@@ -14,6 +15,8 @@ from raw_kit import attention, norms
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
+
+pytestmark = pytest.mark.few_texts
 
 
 @cache
@@ -95,9 +98,7 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
 
 def test_where_there_is_no_spike_no_dimension_carries_one(tmp_path):
     m = hard("learned_logits", "gpt_oss")
-    text = tmp_path / "text.txt"
-    text.write_text(m.text(100), encoding="utf-8")
-    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text) == ()
+    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path, 100)) == ()
 
 
 def test_without_the_dimensions_the_norm_no_longer_stands_out_and_without_fewer_it_does():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import pytest
-from attack_kit import text_file
+from attack_kit import own_text, text_file
 from covering import covering
 from organisms import organism
 from organisms.hard import HARD, hard
@@ -20,6 +19,8 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.repetition.repeat import repeat
+
+pytestmark = pytest.mark.few_texts
 
 KINDS = [(name, families[0], 1) for name, families in HARD.items()]
 CASES = [("organism", "llama", 3), ("organism", "mixtral", 1), *KINDS]
@@ -39,11 +40,7 @@ def claims_of(setup: Setup, **options: Any) -> list[Claim]:
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
 def test_commands_agree(name, family, seed, tmp_path):
     o: Any = organism(family, seed) if name == "organism" else hard(name, family, seed)
-    if name == "organism":
-        text: Path = text_file(o, tmp_path, 16)
-    else:
-        text = tmp_path / "text.txt"
-        text.write_text(o.text(16), encoding="utf-8")
+    text = text_file(o, tmp_path, 16) if name == "organism" else own_text(o, tmp_path, 16)
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text)
     claims = claims_of(setup, max_repeats=8)
     assert claims or name in ("learned_logits", "sharp")  # nothing to remove there

@@ -25,6 +25,8 @@ from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, patch_make
 
+pytestmark = pytest.mark.few_texts
+
 organism = functools.cache(new_organism)  # only read where nothing else is said
 
 
@@ -39,12 +41,6 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
     o = organism(family, seed, kind=kind)
     with TemporaryDirectory() as folder:
         return o, made_of(o, Path(folder))
-
-
-@pytest.fixture(autouse=True)
-def few_texts(monkeypatch):
-    """The sink rate that `find_sinks` reports as well plays no part here."""
-    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 4)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from sinkscope.sinks.precision.precision import (
     precision,
 )
 
+pytestmark = pytest.mark.few_texts
+
 TENSOR = "a8-tensor"
 FEW = {"pieces": 4, "length": 48}
 

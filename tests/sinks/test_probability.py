@@ -22,6 +22,8 @@ from sinkscope.sinks.repetition.probability import ProbabilityReading, stopped_a
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import beside_copies
 
+pytestmark = pytest.mark.few_texts
+
 PREFIX = "cat the"
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import own_text, text_file
 from covering import every_nth, slow
 from organisms import Organism, organism
 from organisms.decoders import byte_tokenizer, decoder
@@ -15,6 +15,7 @@ from organisms.hard import hard
 from organisms.planted_places import places
 from raw_kit import attention, norms, zeroed
 from refusals import refused
+from same_kit import differences
 
 from sinkscope.app.cli import main
 from sinkscope.hooks.trace.run import trace
@@ -26,6 +27,8 @@ from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import beside_copies
+
+pytestmark = pytest.mark.few_texts
 
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
@@ -116,8 +119,7 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
 def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
     """Norms of delimiters from plain passes; nothing is said of a first token."""
     m = places("two_delimiters", "llama")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
-    options = {"tokenizer": m.tokenizer, "text": tmp_path / "text.txt", "max_repeats": 6}
+    options = {"tokenizer": m.tokenizer, "text": own_text(m, tmp_path), "max_repeats": 6}
     result = repeat(m.model, **options)
     ids = m.ids(length=64)
     every = norms(m.model, ids)[result.sink_layer]
@@ -226,6 +228,5 @@ def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tm
     assert main([*words, *short, *["--all-layers"] * (read == "distance")]) == 0
     loaded = Result.load(out)
     assert isinstance(loaded, Repeat) and loaded.to_dict() == json.loads(out.read_text())
-    near = json.loads(json.dumps(live.to_dict()), parse_float=lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-4))
-    assert loaded.to_dict()["result"] == near["result"]
+    assert differences(live.to_dict()["result"], loaded.to_dict()["result"], 1e-3) == []
     assert 'class="plot"' in html.read_text() and word in html.read_text()

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sinkscope.sinks.circuit.separate import CLEAR, Separation, fitted, separate
 
+pytestmark = pytest.mark.few_texts
+
 
 def separated(o: Organism, folder: Path, **options) -> Separation:
     text = text_file(o, folder, 20, seed=9)

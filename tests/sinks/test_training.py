@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attack_kit import own_text
+from covering import slow
 from organisms import organism
 from organisms.planted_places import places
 from raw_kit import norms
@@ -18,8 +20,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Setup
+from sinkscope.sinks.find import attention_received
 from sinkscope.sinks.tokens import pick_tokens
-from sinkscope.sinks.training import read_sinks, undisturbed
+from sinkscope.sinks.training import read_sinks
+
+pytestmark = pytest.mark.few_texts
 
 STEPS = 6
 SPIKE = ["spike_dim", "spike_dims", "spike_layer", "spike_neuron"]
@@ -87,8 +92,9 @@ def run(m, folder, callback=None, **settings):
     return trainer, recorder, losses, generators
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})]
+)
 def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings, tmp_path):
     plain, _, losses, generators = run(with_dropout(family), tmp_path, **settings)
     with warnings.catch_warnings():
@@ -143,8 +149,9 @@ def by_hand(m, ids):
     return numbers
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path):
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
+def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_received, "RATE_TEXTS", 100)
     m = organism(family, 0)
     ids = text_of(m, tmp_path / "text.txt")
     before = by_hand(m, ids)
@@ -172,7 +179,8 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
     assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
 
 
-def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path):
+def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_received, "RATE_TEXTS", 100)
     m = organism("llama", 0)
     weight = m.model.model.layers[m.truth.sink_layer].mlp.down_proj.weight
     planted = weight.detach().clone()
@@ -199,9 +207,8 @@ def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_
 
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
     m = places("two_delimiters", "llama")
-    (tmp_path / "text.txt").write_text(m.text(), encoding="utf-8")
     trainer = Trainer(m.model, TrainingArguments(str(tmp_path), use_cpu=True), processing_class=m.tokenizer)
-    callback = ss.SinkCallback(text=tmp_path / "text.txt")
+    callback = ss.SinkCallback(text=own_text(m, tmp_path))
     callback.attach(trainer)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     (row,) = trainer.state.log_history
@@ -354,22 +361,6 @@ def test_a_model_that_is_split_over_processes_is_not_measured(split, tmp_path):
     with pytest.warns(SinkscopeWarning, match="split over processes by (DeepSpeed|FSDP|tensor parallelism)"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     assert not recorder.rows
-
-
-def test_nothing_is_disturbed_by_what_draws_random_numbers_or_fails():
-    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.BatchNorm1d(3), torch.nn.Sequential(torch.nn.Dropout()))
-    model[2].eval()
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    with pytest.raises(KeyError), undisturbed(model):
-        assert not any(module.training for module in model.modules()) and not torch.is_grad_enabled()
-        model(torch.randn(5, 3))
-        random.random()
-        np.random.rand()
-        raise KeyError
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[:2]
-    assert torch.equal(torch.get_rng_state(), before[2]) and torch.is_grad_enabled()
-    assert [module.training for module in model.modules()] == [True, True, True, False, False]
-    assert not model[1].running_mean.any()
 
 
 @pytest.mark.parametrize("every", [0, -1, "x", 2.0, True, None])

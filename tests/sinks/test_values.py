@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import own_text, text_file
 from covering import slow
 from organisms import Organism, organism
 from organisms.planted_places import places
@@ -22,13 +22,11 @@ from sinkscope.sinks.circuit.circuit import Circuit, circuit
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.values import TEXTS, WRITES, HeadValue, values_of
 
+pytestmark = pytest.mark.few_texts
+
 
 def opened(model: Any, folder: Path, o: Any) -> Setup:
-    text = folder / "text.txt"
-    if isinstance(o, Organism):
-        text = text_file(o, folder, 6, seed=9)
-    else:
-        text.write_text(o.text(), encoding="utf-8")
+    text = text_file(o, folder, 6, seed=9) if isinstance(o, Organism) else own_text(o, folder)
     return Setup.open(model, tokenizer=o.tokenizer, text=text)
 
 
@@ -165,7 +163,8 @@ def test_circuit_says_how_many_heads_are_of_each_kind_and_old_results_load(tmp_p
     assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]
 
 
-def test_a_streamed_model_and_layers_without_attention(tmp_path):
+def test_a_streamed_model_and_layers_without_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 100)
     o = organism("llama", 3, values="half")
     live, _ = measured(opened(o.model, tmp_path, o))
     target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
