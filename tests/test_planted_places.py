@@ -96,6 +96,21 @@ def test_heads_are_grouped_by_what_they_need_and_marks_and_neurons_are_named(nam
         assert made >= {neuron_name(*site) for site in makers}
 
 
+@pytest.mark.parametrize("name", ["two_directions", "unread_backup"])
+def test_heads_need_the_neuron_alone_whose_spike_they_read(name, tmp_path):
+    m = places(name, "llama")
+    (sink,) = find_sinks(m.model, max_repeats=8, **options(m, tmp_path)).sinks
+    found = {}
+    for group in sink.groups:
+        assert group.claim is not None and group.claim.verdict == "needed"
+        found[frozenset(group.heads)] = [str(part) for part in group.claim.subject]
+    planted = {}
+    for group in m.truth.groups:
+        heads = frozenset(f"L{layer}.H{head}" for layer, head in group.heads)
+        planted[heads] = [neuron_name(*site) for site in group.needs if isinstance(site, tuple)]
+    assert found == planted
+
+
 def test_a_head_that_attends_in_the_same_way_and_writes_nothing_does_not_mark(tmp_path):
     m = places("silent_twin", "neox")
     found = heads(m.model, count=6, **options(m, tmp_path))

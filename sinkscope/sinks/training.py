@@ -113,8 +113,10 @@ class SinkCallback(TrainerCallback):
             if split_weight(trainer.model) is not None:
                 # all processes would have to measure, and this one alone would wait for them
                 raise UnsupportedError("the model is split over processes by tensor parallelism")
-            with undisturbed(trainer.model), trainer.accelerator.autocast():
-                numbers = read_sinks(Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening))
+            with undisturbed(trainer.model):
+                setup = Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening)
+                with trainer.accelerator.autocast():  # not while it is opened: places are proved in the weights' type
+                    numbers = read_sinks(setup)
         except Exception as error:
             self._is_on = False
             warn(f"SinkCallback stopped at step {state.global_step}, and the training goes on without: {error!r}")

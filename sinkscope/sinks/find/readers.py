@@ -56,13 +56,20 @@ class HeadByHead:
         return edit_of(parts)
 
     def needs(self) -> list[Need]:
-        """What each head needs: the spike, or else components, or the position."""
+        """What each head needs: the one neuron of the spike without which it loses the place, or all; or else
+        components, or the position.
+        """
         needs = [Need()] * len(self.effect.heads)
-        spike = neurons_of(self.sites) or self.makers
+        neurons = neurons_of(self.sites)
+        spike = neurons or self.makers
         if spike:
-            (lost,) = self.effect.lost([self.edit(spike)])
-            for head in (lost >= NEEDED).nonzero().flatten().tolist():
-                needs[head] = Need(spike, by_spike=True)
+            sets: list[Parts] = [spike]
+            if len(neurons) > 1:
+                sets += [(neuron,) for neuron in neurons]
+            lost = self.effect.lost([self.edit(parts) for parts in sets]) >= NEEDED
+            for head in lost[0].nonzero().flatten().tolist():
+                alone = lost[1:, head].nonzero().flatten().tolist()
+                needs[head] = Need(sets[1 + alone[0]] if len(alone) == 1 else spike, by_spike=True)
         others = [head for head, need in enumerate(needs) if not need.parts]
         if others:
             for head, need in zip(others, self._needs_of_components(others), strict=True):

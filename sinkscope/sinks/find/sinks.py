@@ -82,7 +82,8 @@ def _readers(
     """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
     known = standing[0].found.minimal if len(standing) == 1 else None
     if known is not None and known.readers is not None and len(known.readers.heads) == len(heads):
-        return (known.readers,)
+        if len(known.neurons) == 1:  # of several, each head may need another one
+            return (known.readers,)
     received = survey.received
     rows, at = texts_with(place, received.ids)
     number = READER_TEXTS
@@ -96,6 +97,6 @@ def _readers(
     effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
     sites, makers = (), ()
     for one in standing:
-        sites += one.found.sites
+        sites += one.found.sites or tuple(neuron.site for neuron in one.found.adding)
         makers += one.spike.makers
     return HeadByHead(setup, place.words, effect, sites, makers).groups()
