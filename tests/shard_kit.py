@@ -19,6 +19,7 @@ import sinkscope as ss
 from sinkscope.bench import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
+from sinkscope.sinks.find import attention_received
 
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
 USES: dict[str, Callable[[Any, Any], Any]] = {}
@@ -79,7 +80,7 @@ def trace(model, tokenizer):
 
 @use
 def heads(model, tokenizer):
-    return ss.heads(model, tokenizer=tokenizer, count=6)
+    return ss.heads(model, tokenizer=tokenizer, count=2)
 
 
 @use
@@ -89,7 +90,7 @@ def circuit(model, tokenizer):
 
 @use
 def repeat(model, tokenizer):
-    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, ablate=True)
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=12, ablate=True)
 
 
 @use
@@ -109,7 +110,7 @@ def barcode(model, tokenizer):
 
 @use
 def lines(model, tokenizer):
-    return ss.lines(model, tokenizer=tokenizer)
+    return ss.lines(model, tokenizer=tokenizer, count=2, length=64)
 
 
 @use
@@ -233,6 +234,7 @@ def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
 def main(out: str, *folders: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    attention_received.RATE_TEXTS = 8
     dist.init_process_group("gloo")
     report: dict[str, dict[str, list[str]]] = {}
     for words in folders:

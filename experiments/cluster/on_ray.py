@@ -5,8 +5,6 @@
 Every node needs this package and sees DIR under the same name. Ray starts a scan again when its node is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

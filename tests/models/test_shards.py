@@ -73,6 +73,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
         f"{qwen3}:{READINGS},{EDITS},{REFUSED}",
         f"{phi3}:{DENSE}",
         f"{mixtral}:patch,trace,guard",
+        f"{planted('llama', tmp_path)}:ablate,trace",
     )
     adakv, seeds, settings, alone = (report["qwen3"].pop(name) for name in REFUSED.split(","))
     for lines, words in (
