@@ -186,7 +186,7 @@ def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remo
 
     Example:
         >>> import nnsight
-        >>> model = nnsight.LanguageModel("meta-llama/Llama-2-7b-hf")  # doctest: +SKIP
+        >>> model = nnsight.TransformersModel("gpt2", task="text-generation")  # doctest: +SKIP
         >>> edit = Ablate(neurons="L1.N7890")  # doctest: +SKIP
         >>> remote(model).trace("A text", "logits", edit)["logits"]  # doctest: +SKIP
     """
@@ -194,7 +194,7 @@ def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remo
     if target.kind != "nnsight":
         raise SinkscopeError(
             f"{type(model).__name__} is no model of nnsight, which sends it to a server: make it with "
-            "nnsight.LanguageModel(name)"
+            "nnsight.TransformersModel(name, task='text-generation')"
         )
     return Remote(target, where)
 
