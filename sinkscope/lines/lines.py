@@ -133,13 +133,14 @@ class LineWeights(Result):
         label = f"of the attention on the heaviest {self.etas[i]:.0%} of lines"
         random = True, "random lines"
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        numbers.append(Number(label, *mass, margin_of(self.text_mass[i]), *random))
+        numbers.append(Number(f"mass.{self.etas[i]:g}", label, *mass, margin_of(self.text_mass[i]), *random))
         if self.text_inputs is not None:
             margin = margin_of(self.text_inputs[i])
             if margin is not None:
                 margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            numbers.append(Number("of the heaviest lines shared by two texts", *shared, margin, *random))
+            label = "of the heaviest lines shared by two texts"
+            numbers.append(Number(f"inputs.{self.etas[i]:g}", label, *shared, margin, *random))
         return numbers
 
 
