@@ -195,8 +195,7 @@ class SinkCard(Result):
         rows: list[dict[str, Any]] = []
         for part in self.parts:
             for number in part.numbers:
-                row = {name: getattr(number, name) for name in ("label", "value", "control", "margin")}
-                rows.append({**row, "part": part.name, "key": number.key})
+                rows.append({"part": part.name, **asdict(number)})
         return rows
 
     def grids(self) -> list[Grid]:
@@ -207,12 +206,12 @@ class SinkCard(Result):
             kept = ("label", "before", "after")
             grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, kept=kept))
         shown = replace(self, against=None).rows()
-        numbers = [number for part in self.parts for number in part.numbers]
-        for row, number in zip(shown, numbers, strict=True):
-            for name in ("value", "control", "margin"):
-                if number.share and row[name] is not None:
+        important = ("label", "value", "control", "margin")
+        for row in shown:
+            for name in important[1:]:
+                if row["share"] and row[name] is not None:
                     row[name] = cell(row[name], percent=True)
-        return [*grids, Grid(strings(shown), title="Numbers, each with its control")]
+        return [*grids, Grid(strings(shown), title="Numbers, each with its control", important=important)]
 
     def compared(self, other: SinkCard) -> SinkCard:
         """Compare this card with another one and return it with the changes, the changed ones first.

@@ -31,10 +31,10 @@ ON_CARDS = {
     "sink_layer": ("find_sinks", "sink_layer"),
     "neurons": ("find_sinks", "neurons"),
     "norm_lost": ("find_sinks", "norm_lost"),
-    "spike_ratio": ("find_sinks", "spike_ratio"),
+    "spike_ratio": ("find_sinks", "ratio"),
     "heads": ("find_sinks", "heads"),
     "copies": ("repeat", "norm.tokens"),
-    "loops": ("loops", "loops.text.0.full.loop"),
+    "loops": ("loops", "text.full.loop"),
 }
 """Columns that repeat a number of the card, with its margin: the part, and the number's key there."""
 

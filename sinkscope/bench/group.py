@@ -46,8 +46,8 @@ class BenchGroup:
         return self.task, self.set, self.model
 
     def key(self, metric: str) -> str:
-        """The key of a metric among the numbers of a card, which are of one model."""
-        return f"{self.task}.{self.set}.{self.temperature:g}.{self.method}.{metric}"
+        """The key of a metric among the numbers of a card, which are of one task and one model."""
+        return f"{self.set}.{self.method}.{metric}"
 
     @property
     def title(self) -> str:

@@ -35,7 +35,7 @@ class Number:
     """A number or a word of a result by which two models are compared, as on a sink card.
 
     Attributes:
-        key: What it is, for comparisons: the same on every card, unique in its result, and never shown.
+        key: What it is, for comparisons: the same on every card, and unique among the numbers of a part.
         label: What it is, in a few words.
         value: The number or word. None: it was not measured.
         control: The same number for the control, if there is one.
@@ -53,10 +53,10 @@ class Number:
     contrast: str = "control"
 
 
-def lost_without(key: str, label: str, claim: Claim, margin: float | None = None) -> Number:
+def lost_without(key: str, label: str, claim: Claim) -> Number:
     """What is lost without the parts of a claim, beside its nearest control."""
     lost, control = 1 - claim.value, 1 - claim.control.value
-    return Number(key, label, lost, control, margin, share=True, contrast=claim.control.in_words(claim.subject))
+    return Number(key, label, lost, control, claim.margin, share=True, contrast=claim.control.in_words(claim.subject))
 
 
 def numbers_of(claims: Sequence[Claim]) -> list[Number]:

@@ -105,7 +105,6 @@ class Explorer:
         """These texts, and what is known of the sink."""
         edges: tuple[dict[str, Any], ...] | None = None
         sentence = ""
-        switches = tuple(switch.name for switch in switches_of(self.sink))
         if self.sink.circuit is not None:
             edges = tuple([*self.sink.circuit.rows(), *self.sink.circuit.readers()])
             sentence = self.sink.circuit.conclusion()
@@ -116,8 +115,8 @@ class Explorer:
             first_norm=_rounded(np.array(self.sink.scan.spike_norm)),
             neurons=tuple(starmap(neuron_name, self.sink.neurons)),
             marks=tuple(starmap(head_name, self.sink.marks)),
-            switches=switches,
-            control=RANDOM if RANDOM in switches else "",
+            switches=tuple(switch.name for switch in switches_of(self.sink)),
+            control=RANDOM,
             texts=tuple(texts),
             circuit=edges,
             circuit_sentence=sentence,

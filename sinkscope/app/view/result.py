@@ -107,7 +107,7 @@ class ModelView(Result):
         neurons: The sink neurons.
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
-        control: That of them which is the control of the sink neurons. Empty: there is none.
+        control: Name of the switch that is the control of the sink neurons, if there is one.
         texts: The texts.
         circuit: Rows of the claims of `Circuit`, and of what each head keeps. None if it was not measured.
         circuit_sentence: The conclusion about the circuit.

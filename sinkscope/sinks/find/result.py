@@ -124,14 +124,16 @@ class FindSinks(Result):
         minimal, spike = self.minimal, self.spike
         if minimal is not None:
             beside: dict[str, Any] = {"control": minimal.control, "share": True, "contrast": "random neurons"}
-            label, lost = "norm lost without its neurons", minimal.drop_sink_layer
-            numbers.append(Number("norm_lost", label, lost, margin=minimal.margin_norm, **beside))
-            label, lost = "attention lost without its neurons", minimal.drop_attention
-            numbers.append(Number("attention_lost", label, lost, margin=minimal.margin_attention, **beside))
+            for key, lost, margin in (
+                ("norm", minimal.drop_sink_layer, minimal.margin_norm),
+                ("attention", minimal.drop_attention, minimal.margin_attention),
+            ):
+                numbers.append(Number(f"{key}_lost", f"{key} lost without its neurons", lost, margin=margin, **beside))
         if spike is not None:
-            label = "norm of the spike over the typical one"
-            numbers.append(Number("spike_ratio", label, spike.ratio, spike.usual, spike.margin))
-            numbers.append(Number("spike", "where the norm spike is", spike.place.words))
+            numbers += [
+                Number("ratio", "norm of the spike over the typical one", spike.ratio, spike.usual, spike.margin),
+                Number("spike", "where the norm spike is", spike.place.words),
+            ]
         if self.sink_layer is not None:
             numbers.append(Number("sink_layer", "sink layer", str(self.sink_layer)))
         if minimal is not None:

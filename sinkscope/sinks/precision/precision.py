@@ -198,8 +198,10 @@ class Precision(Result):
         best = self.best(self.largest.scheme)
         for one in sorted(self.rounded, key=lambda one: one != best):
             if one == best or one.kept in (PLACES, NEURONS):
-                key, label = f"{one.scheme}.{one.kept}", f"of the loss regained by {one.kept}, {one.scheme}"
-                numbers.append(Number(key, label, one.regained, one.random, one.margin, True, "random ones"))
+                label = f"of the loss regained by {one.kept}, {one.scheme}"
+                numbers.append(
+                    Number(f"{one.scheme}.{one.kept}", label, one.regained, one.random, one.margin, True, "random ones")
+                )
         return numbers
 
 
