@@ -68,7 +68,7 @@ def killed(out: Path, killings: list[int]) -> None:
 
 
 def executor_of(name: str, logs: Path) -> Any:
-    """Two workers."""
+    """Two workers, or as many as the executor starts."""
     if name == "ray":
         import ray
 
@@ -79,7 +79,9 @@ def executor_of(name: str, logs: Path) -> Any:
     if name == "submitit":
         import submitit
 
-        return submitit.AutoExecutor(str(logs), cluster="local")
+        executor = submitit.AutoExecutor(str(logs), cluster="local")  # it starts all at once
+        executor.update_parameters(timeout_min=240)
+        return executor
     if name == "dask":
         from distributed import Client
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import ray
-
 import sinkscope as ss
 from experiments.script import run
 from sinkscope.results.console import print_result
@@ -25,12 +23,16 @@ class OnRay:
 
     def submit(self, function: Any, *arguments: Any) -> Any:
         """Begin a call as soon as a core is free."""
+        import ray
+
         task = ray.remote(num_cpus=1, max_retries=1)(function).remote(*arguments)
         return SimpleNamespace(result=partial(ray.get, task))
 
 
 def main(models: Sequence[str], *, out: Path, quick: bool = False) -> None:
     """Make what the module describes."""
+    import ray
+
     ray.init(log_to_driver=False)
     print_result(ss.scan_many(models, out.absolute(), OnRay(), quick=quick))
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import submitit
-
 import sinkscope as ss
 from experiments.script import run
 from sinkscope.results.console import print_result
@@ -23,6 +21,8 @@ def main(models: Sequence[str], *, out: Path, quick: bool = False, cluster: str 
     Args:
         cluster: local: processes of this machine.
     """
+    import submitit
+
     executor = submitit.AutoExecutor(f"{out}-logs", cluster=cluster)
     executor.update_parameters(cpus_per_task=1, mem_gb=16, timeout_min=240, name="sinkscope")
     print_result(ss.scan_many(models, out.absolute(), executor, quick=quick))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from organisms import organism
-from scan_kit import DIES_ONCE, HANGS, few_parts, plant
+from scan_kit import DIES_ONCE, FULL_DISK, HANGS, few_parts, plant
 from test_resumed_scan import results
 
 import sinkscope as ss
@@ -199,16 +199,11 @@ def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_p
     assert "holds no scans" in typed(f"scan table {tmp_path}", 2).err
 
 
-def test_a_full_disk_and_a_worker_without_the_package_end_it(models, alone, tmp_path, monkeypatch):
-    scan_many(models[:1], tmp_path, Serial(), quick=True)
-
-    def full(*_: Any):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room"):
-            scan_many(models[1:], tmp_path, Serial(), quick=True)
+def test_a_full_disk_and_a_worker_without_the_package_end_it(models, alone, start, tmp_path, typed):
+    plant(start, models[1], FULL_DISK)
+    said = typed(["scan", *map(str, models), "--quick", "--out", str(tmp_path), "--workers", "1"], 2)
+    assert re.search(r"^error: .*no space left on device.*are kept: make room and run the same again$", said.err, re.M)
+    assert (tmp_path / "gpt2/find-sinks.json").exists() and not (tmp_path / "gpt2/repeat.json").exists()
     (row,) = scan_many(models[1:], tmp_path, Serial(RuntimeError("its process ended")), quick=True).scans[:1]
     assert row.scan == "gpt2" and "RuntimeError: its process ended" in str(row.problem)
     with pytest.raises(SinkscopeError, match="install sinkscope where the executor works"):
