@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from html import escape
@@ -64,6 +63,8 @@ class CardChange:
         after: Value on this card.
         margin: Margin of the change, from both cards' margins; None if unknown, or for a word.
         changed: Whether the change exceeds the margin; None if it is not judged.
+        part: Name of the measurement.
+        key: Key of the number in it.
     """
 
     label: str
@@ -71,6 +72,8 @@ class CardChange:
     after: str
     margin: float | None
     changed: bool | None
+    part: str
+    key: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +165,12 @@ class SinkCard(Result):
                 if change.changed:
                     rows.append({"what changed": change.label, "before": change.before, "after": change.after})
             parts.append(Grid(strings(rows)).html())
-        before = {change.label: change.before for change in self.changes}
+        before = {(change.part, change.key): change.before for change in self.changes}
         parts.append('<div class="tiles">')
         for topic, sentence, part in self.verdicts():
-            number = _number(part.headline, before)
+            number = ""
+            if part.headline is not None:
+                number = _number(part.headline, before.get((part.name, part.headline.key)))
             parts.append(f"<article><h3>{escape(topic)}</h3>{number}<p>{escape(visible(sentence))}</p></article>")
         return "".join([*parts, "</div>"])
 
@@ -190,7 +195,7 @@ class SinkCard(Result):
         rows: list[dict[str, Any]] = []
         for part in self.parts:
             for number in part.numbers:
-                rows.append({name: getattr(number, name) for name in ("label", "value", "control", "margin")})
+                rows.append({"part": part.name, **asdict(number)})
         return rows
 
     def grids(self) -> list[Grid]:
@@ -201,12 +206,12 @@ class SinkCard(Result):
             kept = ("label", "before", "after")
             grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, kept=kept))
         shown = replace(self, against=None).rows()
-        numbers = [number for part in self.parts for number in part.numbers]
-        for row, number in zip(shown, numbers, strict=True):
-            for name in ("value", "control", "margin"):
-                if number.share and row[name] is not None:
+        important = ("label", "value", "control", "margin")
+        for row in shown:
+            for name in important[1:]:
+                if row["share"] and row[name] is not None:
                     row[name] = cell(row[name], percent=True)
-        return [*grids, Grid(strings(shown), title="Numbers, each with its control")]
+        return [*grids, Grid(strings(shown), title="Numbers, each with its control", important=important)]
 
     def compared(self, other: SinkCard) -> SinkCard:
         """Compare this card with another one and return it with the changes, the changed ones first.
@@ -219,12 +224,12 @@ class SinkCard(Result):
                 "one of the two cards was made with --quick and the other without: their numbers are of different "
                 "settings; make both in the same way"
             )
-        before = {(part.name, number.label): number for part in other.parts for number in part.numbers}
+        before = {(part.name, number.key): number for part in other.parts for number in part.numbers}
         changes: list[CardChange] = []
         for part in self.parts:
             for number in part.numbers:
-                if (part.name, number.label) in before:
-                    changes.append(_change(before[part.name, number.label], number))
+                if (part.name, number.key) in before:
+                    changes.append(_change(part.name, before[part.name, number.key], number))
         if not changes:
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
@@ -234,18 +239,16 @@ class SinkCard(Result):
         return replace(self, against=name, changes=tuple(changes))
 
 
-def _number(number: Number | None, before: Mapping[str, str]) -> str:
+def _number(number: Number, before: str | None) -> str:
     """A number of a tile with its control, as HTML; after that of the other card, if there is one."""
-    if number is None:
-        return ""
     value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
     control = escape(f"({visible(number.contrast)}: {control})")
-    if number.label in before:
-        value = f"{before[number.label]} \u2192 {value}"
+    if before is not None:
+        value = f"{before} \u2192 {value}"
     return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
 
 
-def _change(before: Number, after: Number) -> CardChange:
+def _change(part: str, before: Number, after: Number) -> CardChange:
     """How a number moved, and whether by more than both margins; a word changes if it is another."""
     margin: float | None = None
     changed: bool | None = None
@@ -256,7 +259,7 @@ def _change(before: Number, after: Number) -> CardChange:
         moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
         changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
     old, new = (cell(number.value, percent=after.share) for number in (before, after))
-    return CardChange(after.label, old, new, margin, changed)
+    return CardChange(after.label, old, new, margin, changed, part, after.key)
 
 
 def read_card(path: str | Path) -> SinkCard:

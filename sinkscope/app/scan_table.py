@@ -21,22 +21,22 @@ from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Option, command
-from sinkscope.results.result import WITH_TOKENS, Result
+from sinkscope.results.result import Result
 from sinkscope.results.tables import cell
-from sinkscope.sinks.find.result import NORM_LOST, SHARE_OF_HEADS, SINK_PLACE, FindSinks
+from sinkscope.sinks.find.result import NOWHERE, FindSinks
 
 NO_CARD = "it is not finished, or failed: run the same command again to see why"
 ON_CARDS = {
-    "sink": ("find_sinks", SINK_PLACE),
-    "sink_layer": ("find_sinks", "sink layer"),
-    "neurons": ("find_sinks", "neurons that make the spike"),
-    "norm_lost": ("find_sinks", NORM_LOST),
-    "spike_ratio": ("find_sinks", "norm of the spike over the typical one"),
-    "heads": ("find_sinks", SHARE_OF_HEADS),
-    "copies": ("repeat", WITH_TOKENS.format("norm")),
-    "loops": ("loops", "loops text, full: answers that loop"),
+    "sink": ("find_sinks", "sink"),
+    "sink_layer": ("find_sinks", "sink_layer"),
+    "neurons": ("find_sinks", "neurons"),
+    "norm_lost": ("find_sinks", "norm_lost"),
+    "spike_ratio": ("find_sinks", "ratio"),
+    "heads": ("find_sinks", "heads"),
+    "copies": ("repeat", "norm.tokens"),
+    "loops": ("loops", "text.full.loop"),
 }
-"""Columns that repeat a number of the card, with its margin: the part and its label there."""
+"""Columns that repeat a number of the card, with its margin: the part, and the number's key there."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ScanTable(Result):
     @property
     def having_sink(self) -> list[ScanRow]:
         """The scans of models with an attention sink."""
-        return [row for row in self.scans if row.sink not in (None, "no position")]
+        return [row for row in self.scans if row.sink not in (None, NOWHERE)]
 
     def series(self) -> list[list[ScanRow]]:
         """Checkpoints of one model: scans whose names differ in the last number alone, of models of one shape."""
@@ -238,7 +238,7 @@ def join_cards(folder: str | PathLike[str], scans: Mapping[str, str]) -> ScanTab
 
 def _row(folder: Path, card: SinkCard) -> ScanRow:
     """The row of a finished scan: the numbers of its card, and of what `find_sinks` measured beside."""
-    numbers = {(part.name, number.label): number for part in card.parts for number in part.numbers}
+    numbers = {(part.name, number.key): number for part in card.parts for number in part.numbers}
     values: dict[str, Any] = {}
     for column, key in ON_CARDS.items():
         if key in numbers:

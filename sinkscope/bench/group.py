@@ -45,6 +45,10 @@ class BenchGroup:
         """What methods are compared on."""
         return self.task, self.set, self.model
 
+    def key(self, metric: str) -> str:
+        """The key of a metric among the numbers of a card, which are of one task and one model."""
+        return f"{self.set}.{self.method}.{metric}"
+
     @property
     def title(self) -> str:
         """The task, and its set of prompts if that has a name of its own."""

@@ -94,7 +94,8 @@ class BenchTable(Result):
             if task.counted:
                 label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
             name = task.control if control is None else control.method
-            return Number(label, shares[best.method], shares.get(name), share=True, contrast=name)
+            key = best.key(task.tile or task.main)
+            return Number(key, label, shares[best.method], shares.get(name), share=True, contrast=name)
         return None
 
     def conclusion(self) -> str:
@@ -115,7 +116,8 @@ class BenchTable(Result):
             if math.isnan(margin):  # of a single sample there is no error
                 margin = None
             share = task.main in PERCENT
-            numbers.append(Number(label, group.score, scores.get(group.place), margin, share, FULL))
+            control = scores.get(group.place)
+            numbers.append(Number(group.key(task.main), label, group.score, control, margin, share, FULL))
         return numbers
 
 

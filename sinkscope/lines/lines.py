@@ -28,7 +28,10 @@ from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, 
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of
+from sinkscope.results.parts import Lines
+from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -99,12 +102,32 @@ class LineWeights(Result):
         rows = [row for row in self.rows() if row["eta"] == self.etas[self.shown_eta]]
         return sorted(rows, key=lambda row: row["mass"])[: self.table_rows]
 
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What is left of the attention without the heaviest lines."""
+        i = self.shown_eta
+        random = Contrast(
+            "random", 1 - float(self.mean("random_mass")[i]), name="random lines of the same total length"
+        )
+        claim = Claim(
+            role="carries",
+            subject=(Lines("vertical"), Lines("slash")),
+            outcome=Outcome("the attention", self.layers),
+            place=f"{self.etas[i]:.0%} of all lines",
+            value=1 - float(self.mean("mass")[i]),
+            contrasts=(Contrast("intact", 1.0), random),
+            draws=len(self.tokens),
+            search=Search("lines", 2 * max(self.tokens)),
+            margin=margin_of(self.text_mass[i]),
+        )
+        return (claim,)
+
     def conclusion(self) -> str:
         """Attention on the heaviest lines, compared with random lines of the same length."""
-        i = self.shown_eta
+        (claim,) = self.claims
         return (
-            f"The heaviest {self.etas[i]:.0%} of all vertical and slash lines carry {self.mean('mass')[i]:.1%} of the "
-            f"attention; random lines of the same total length carry {self.mean('random_mass')[i]:.1%}."
+            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry {1 - claim.value:.1%} "
+            f"of the attention; {claim.control.name} carry {1 - claim.control.value:.1%}."
         )
 
     def details(self) -> list[str]:
@@ -129,17 +152,16 @@ class LineWeights(Result):
     def numbers(self) -> list[Number]:
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
         i = self.shown_eta
-        numbers: list[Number] = []
+        (claim,) = self.claims
         label = f"of the attention on the heaviest {self.etas[i]:.0%} of lines"
-        random = True, "random lines"
-        mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        numbers.append(Number(label, *mass, margin_of(self.text_mass[i]), *random))
+        numbers = [lost_without(f"mass.{self.etas[i]:g}", label, claim)]
         if self.text_inputs is not None:
             margin = margin_of(self.text_inputs[i])
             if margin is not None:
                 margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            numbers.append(Number("of the heaviest lines shared by two texts", *shared, margin, *random))
+            label = "of the heaviest lines shared by two texts"
+            numbers.append(Number(f"inputs.{self.etas[i]:g}", label, *shared, margin, True, "random lines"))
         return numbers
 
 

@@ -215,11 +215,13 @@ class Barcode(Result):
     def numbers(self) -> list[Number]:
         """The share of locked heads, and the score of the strongest head beside ordinary text."""
         if self.onset is None:
-            return [Number("heads that lock onto the loop", None, share=True)]
+            return []
         best = self.rows()[0]
-        locked = Number("heads that lock onto the loop", len(self.locked) / self.score.size, share=True)
-        beside: dict[str, Any] = {"share": True, "contrast": "ordinary text"}
-        return [locked, Number("attention of the strongest head", best["score"], best.get("control_score"), **beside)]
+        label = "attention of the strongest head"
+        return [
+            Number("locked", "heads that lock onto the loop", len(self.locked) / self.score.size, share=True),
+            Number("score", label, best["score"], best.get("control_score"), share=True, contrast="ordinary text"),
+        ]
 
 
 def draw(result: Barcode) -> go.Figure:

@@ -163,7 +163,8 @@ class Why(Result):
         numbers = []
         for tried in self.tried:
             beside: dict[str, Any] = {"share": True, "contrast": "random changes"}
-            numbers.append(Number(f"goes on without {tried.without}", tried.goes_on, tried.control, **beside))
+            label = f"goes on without {tried.without}"
+            numbers.append(Number(tried.without, label, tried.goes_on, tried.control, **beside))
         return numbers
 
 

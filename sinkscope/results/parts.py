@@ -1,4 +1,4 @@
-"""What a claim is about: neurons, heads and other parts of a model, and tokens of its input."""
+"""What a claim is about: neurons, heads and other parts of a model, lines of its attention, and tokens of its input."""
 
 from __future__ import annotations
 
@@ -87,7 +87,17 @@ class Tokens:
         return self.which
 
 
-Part = Neuron | Head | Component | Tokens
+@dataclass(frozen=True)
+class Lines:
+    """The heaviest lines of this kind in the attention of every head."""
+
+    kind: Literal["vertical", "slash"]
+
+    def __str__(self) -> str:
+        return f"the heaviest {self.kind} lines"
+
+
+Part = Neuron | Head | Component | Tokens | Lines
 Parts = tuple[Part, ...]
 
 
@@ -100,9 +110,9 @@ def in_words(parts: Parts, most: int = 4) -> str:
 
 
 def removed(parts: Parts) -> str:
-    """How a sentence goes on that says what is left: neurons and values are zeroed, others write as elsewhere."""
+    """How a sentence goes on that says what is left: only heads and components still write, as elsewhere."""
     it = "it" if len(parts) == 1 else "them"
-    if all(isinstance(part, Neuron) or part == VALUE for part in parts):
+    if all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
         return f"without {it}"
     return f"with {it} replaced"
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
-WITH_TOKENS = "{} with these tokens"
-"""Label of a number about tokens that were given, with the label of its outcome."""
 COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_html to_json".split()
 """What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
 LEAST_TABLE = 10
@@ -37,6 +35,7 @@ class Number:
     """A number or a word of a result by which two models are compared, as on a sink card.
 
     Attributes:
+        key: What it is, for comparisons: the same on every card, and unique among the numbers of a part.
         label: What it is, in a few words.
         value: The number or word. None: it was not measured.
         control: The same number for the control, if there is one.
@@ -45,6 +44,7 @@ class Number:
         contrast: What the control is, in a few words.
     """
 
+    key: str
     label: str
     value: float | str | None
     control: float | None = None
@@ -53,10 +53,10 @@ class Number:
     contrast: str = "control"
 
 
-def lost_without(label: str, claim: Claim, margin: float | None = None) -> Number:
+def lost_without(key: str, label: str, claim: Claim) -> Number:
     """What is lost without the parts of a claim, beside its nearest control."""
     lost, control = 1 - claim.value, 1 - claim.control.value
-    return Number(label, lost, control, margin, share=True, contrast=claim.control.in_words(claim.subject))
+    return Number(key, label, lost, control, claim.margin, share=True, contrast=claim.control.in_words(claim.subject))
 
 
 def numbers_of(claims: Sequence[Claim]) -> list[Number]:
@@ -64,12 +64,12 @@ def numbers_of(claims: Sequence[Claim]) -> list[Number]:
     numbers: dict[str, Number] = {}
     for claim in claims:
         kinds = kind_of(claim.subject)
-        label = f"{claim.outcome.kind} with {kinds} edited"
+        key, label = f"{claim.outcome.kind}.{kinds}", f"{claim.outcome.kind} with {kinds} edited"
         if kinds == "tokens":
-            label = WITH_TOKENS.format(claim.outcome.kind)
+            label = f"{claim.outcome.kind} with these tokens"
         contrast = claim.control.in_words(claim.subject)
-        number = Number(label, claim.value, claim.control.value, claim.margin, share=True, contrast=contrast)
-        numbers.setdefault(label, number)
+        number = Number(key, label, claim.value, claim.control.value, claim.margin, share=True, contrast=contrast)
+        numbers.setdefault(key, number)
     return list(numbers.values())
 
 

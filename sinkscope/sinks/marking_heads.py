@@ -242,7 +242,7 @@ class MarkingHeads(Result):
     def numbers(self) -> list[Number]:
         """Share of the mark that is lost without the marking heads."""
         label = "mark lost without the marking heads"
-        return [lost_without(label, claim, claim.margin) for claim in self.claims[:1]]
+        return [lost_without("mark", label, claim) for claim in self.claims[:1]]
 
     def details(self) -> list[str]:
         """The layer, the neurons, and the tokens that fire them."""

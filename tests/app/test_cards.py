@@ -150,18 +150,49 @@ def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
 def test_a_change_counts_beyond_both_margins(folder, by, moved):
     """And a number without a margin that differs is said to be not judged."""
-    before = CardPart("a", "a", "", numbers=(Number("x", 10.0, 0.0, 1.0), Number("y", 1.0, 0.0)))
-    after = replace(before, numbers=(Number("x", 10.0 + by, 0.0, 1.0), Number("y", 2.0, 0.0)))
+    before = CardPart("a", "a", "", numbers=(Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)))
+    after = replace(before, numbers=(Number("x", "X", 10.0 + by, 0.0, 1.0), Number("y", "Y", 2.0, 0.0)))
     card = replace(read_card(folder), parts=(before,))
     compared = replace(card, parts=(after,)).compared(card)
-    changes = {change.label: change for change in compared.changes}
+    changes = {change.key: change for change in compared.changes}
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
     assert changes["y"].changed is None
     assert f"{int(moved)} of 1 judged" in compared.conclusion()
     assert "; 1 more differs and was not judged." in compared.conclusion()
     tile = replace(after, topic="A", headline=after.numbers[0])
-    assert f"<b>10 \u2192 {10 + by:g}</b> x" in replace(compared, parts=(tile,)).first_screen()
+    assert f"<b>10 \u2192 {10 + by:g}</b> X" in replace(compared, parts=(tile,)).first_screen()
     assert "\u2192" not in replace(card, parts=(tile,)).first_screen()
+
+
+def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
+    """Two parts may use one label, and one key; and a label may be worded anew between two cards."""
+    parts = []
+    for name, value in (("a", 0.1), ("b", 0.7)):
+        number = Number("lost", "share lost", value, 0.0, 0.01, share=True)
+        parts.append(CardPart(name, name, numbers=(number, replace(number, key="kept")), topic=name, headline=number))
+    before = replace(read_card(folder), parts=tuple(parts))
+    after = []
+    for part, value in zip(parts, (0.3, 0.7), strict=True):
+        lost, kept = part.numbers
+        lost = replace(lost, label="of it lost", value=value)
+        after.append(replace(part, numbers=(kept, lost), headline=lost))
+    card = replace(before, parts=tuple(after)).compared(before)
+    changes = {(change.part, change.key): (change.before, change.after, change.changed) for change in card.changes}
+    assert changes == {
+        ("a", "lost"): ("10.0%", "30.0%", True),
+        ("a", "kept"): ("10.0%", "10.0%", False),
+        ("b", "lost"): ("70.0%", "70.0%", False),
+        ("b", "kept"): ("70.0%", "70.0%", False),
+    }
+    first, second = card.first_screen().split("<article>")[1:]
+    assert "<b>10.0% \u2192 30.0%</b> of it lost" in first and "<b>70.0% \u2192 70.0%</b> of it lost" in second
+    assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
+
+
+def test_no_part_of_a_card_has_a_key_twice(folder):
+    for part in read_card(folder).parts:
+        keys = [number.key for number in part.numbers]
+        assert len(keys) == len(set(keys)) and not set(keys) & {number.label for number in part.numbers}
 
 
 def test_lengths_fit_the_context():
@@ -173,7 +204,7 @@ def test_lengths_fit_the_context():
 def test_a_fact_that_changed_is_named(folder):
     card = read_card(folder)
     first_part, *others = card.parts
-    numbers = [replace(one, value="L9.N9") if "neurons that" in one.label else one for one in first_part.numbers]
+    numbers = [replace(one, value="L9.N9") if one.key == "neurons" else one for one in first_part.numbers]
     compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
     first, *same = compared.changes
     assert first.changed and (first.before, first.after) == ("L9.N9", neuron())

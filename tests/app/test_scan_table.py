@@ -19,8 +19,6 @@ from sinkscope.results.result import Number, Result
 
 pytestmark = pytest.mark.few_texts
 
-HEADS = "share of heads that attend to the sink"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -36,9 +34,9 @@ def folder(tmp_path_factory) -> Path:
 def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None, margin: float = 0.01):
     """A card whose sink has this share of heads; without one, there is no sink."""
     sinks, *others = card.parts
-    numbers = [Number("where the attention sink is", "no position")]
+    numbers = [Number("sink", "where it is", "no position")]
     if share is not None:
-        numbers = [Number("where the attention sink is", "the first token"), Number(HEADS, share, margin=margin)]
+        numbers = [Number("sink", "where it is", "the first token"), Number("heads", "who", share, margin=margin)]
     (folder / name).mkdir()
     replace(card, parts=(replace(sinks, numbers=tuple(numbers)), *others)).save(folder / name / "card.json")
 
@@ -52,7 +50,7 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
         for column, label in (
             ("norm_lost", "norm lost without its neurons"),
             ("spike_ratio", "norm of the spike over the typical one"),
-            ("heads", HEADS),
+            ("heads", "share of heads that attend to the sink"),
             ("copies", "norm with these tokens"),
         ):
             assert float(row[column]) == numbers[label]["value"]

@@ -54,7 +54,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
         assert not zeroed.activation.any() and (patched.activation[:, 0] == intact.activation[:, 0]).all()
     assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g}" in zeroed.sentence
     assert f"(random control: {at_sink[3]:.4g})" in zeroed.sentence
-    assert control.name == "random neurons zeroed" and all(len(one.sentence.split()) <= 30 for one in text.variants)
+    assert control.name == found.control == "random neurons zeroed"
+    assert all(len(one.sentence.split()) <= 30 for one in text.variants)
 
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from statistics import fmean
@@ -42,6 +43,31 @@ def test_planted_lines_come_out_on_top():
         else:
             assert mass > 0.8 and mass > 1.1 * random
     assert result.inputs is None and "Between two texts" not in str(result)
+
+
+@pytest.mark.parametrize(
+    ("mass", "random", "verdict"),
+    [(0.9, 0.2, "needed"), (0.9, 0.5, "undecided"), (0.5, 0.45, "not shown"), (0.1, 0.0, "not shown")],
+)
+def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(mass, random, verdict):
+    model, tokenizer = line_model()
+    result = lines(model, [line_text(40, COLUMNS[:2])], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
+    shape = result.mass.shape[1:]
+    result = replace(
+        result,
+        mass=np.stack([np.full(shape, 0.3), np.full(shape, mass)]),
+        random_mass=np.stack([np.full(shape, 0.3), np.full(shape, random)]),
+    )
+    (claim,) = result.claims
+    assert (claim.value, claim.control.value) == (pytest.approx(1 - mass), pytest.approx(1 - random))
+    assert claim.verdict == verdict and claim.draws == 1 and claim.place == "10% of all lines"
+    assert f"lines carry {mass:.1%} of the attention; random lines" in result.conclusion()
+    assert f"same total length carry {random:.1%}." in result.conclusion()
+    if verdict == "needed":
+        assert claim.sentence() == (
+            "The attention (10% of all lines): the heaviest vertical lines and the heaviest slash lines are needed: "
+            "without them 90% is lost (random lines of the same total length: 20%)."
+        )
 
 
 @cache
@@ -102,7 +128,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
         np.testing.assert_allclose(by_text.mean(1), result.mean(name))
         assert number.value == pytest.approx(getattr(result, name)[0].mean())
         assert number.margin == (margin_of(by_text[0]) or 0.0) * (1 + (name == "inputs"))
-    assert result.numbers()[0].control == result.random_mass[0].mean()
+    assert result.numbers()[0].control == pytest.approx(result.random_mass[0].mean())
 
 
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says():

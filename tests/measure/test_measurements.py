@@ -99,6 +99,8 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, m
     figure = result.figure()
     assert len(figure.data) > 0 or len(figure.layout.annotations) > 0
     assert figure.layout.title.text and MARKUP not in figure.layout.title.text
+    keys = [number.key for number in result.numbers()]
+    assert len(keys) == len({*keys}) and all(keys)  # else a card would mix two of its numbers
 
 
 @EVERY

@@ -17,7 +17,7 @@ from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.readings import Reading, heads_that_fit, norms_of, read_text, spikes_of
 from sinkscope.app.view.result import ModelView, Variant, ViewedText
-from sinkscope.app.view.switches import Switch, switch_named, switch_without, switches_of
+from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
 from sinkscope.errors import SinkscopeError
@@ -116,6 +116,7 @@ class Explorer:
             neurons=tuple(starmap(neuron_name, self.sink.neurons)),
             marks=tuple(starmap(head_name, self.sink.marks)),
             switches=tuple(switch.name for switch in switches_of(self.sink)),
+            control=RANDOM,
             texts=tuple(texts),
             circuit=edges,
             circuit_sentence=sentence,

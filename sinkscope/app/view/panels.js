@@ -5,7 +5,7 @@ const LAST_TOUR = "sinkscope view: the tour was shown";
 /** The steps of the tour: what is pointed at, the switch that is pressed before, and the words. */
 function tourSteps(data) {
   const [made] = data.neurons.length ? data.switches : [];
-  const random = data.switches.find((name) => name.includes("random"));
+  const random = data.switches.find((name) => name === data.control);
   const steps = [
     ["#strip", "intact", "Each box is a token; the model stores a vector for it, whose length is its norm. The darker the box, the larger the norm. The framed token is the attention sink."],
     [".heads", "intact", "Each square is a head: for each token it decides which earlier tokens are read, and with which shares, its attention. Dark heads give nearly all of it to the sink."],

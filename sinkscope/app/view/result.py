@@ -107,6 +107,7 @@ class ModelView(Result):
         neurons: The sink neurons.
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
+        control: Name of the switch that is the control of the sink neurons, if there is one.
         texts: The texts.
         circuit: Rows of the claims of `Circuit`, and of what each head keeps. None if it was not measured.
         circuit_sentence: The conclusion about the circuit.
@@ -130,6 +131,7 @@ class ModelView(Result):
     neurons: tuple[str, ...]
     marks: tuple[str, ...]
     switches: tuple[str, ...]
+    control: str = ""
     texts: tuple[ViewedText, ...]
     circuit: tuple[dict[str, Any], ...] | None = None
     circuit_sentence: str = ""

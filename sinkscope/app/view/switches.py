@@ -16,6 +16,9 @@ from sinkscope.models.checks import check_site
 from sinkscope.models.draws import draws
 from sinkscope.results.notation import word_list
 
+RANDOM = "random neurons zeroed"
+"""The switch that is the control of the sink neurons."""
+
 
 @dataclass(frozen=True)
 class Switch:
@@ -41,7 +44,7 @@ def switches_of(sink: ModelSink) -> list[Switch]:
         if sink.sinks.spike is not None and sink.sinks.spike.place.is_first:
             switches.append(Switch("patched", SinkPatch.from_result(sink.sinks), zeroed.control))
         if zeroed.control is not None:
-            switches.append(Switch("random neurons zeroed", zeroed.control))
+            switches.append(Switch(RANDOM, zeroed.control))
     if sink.marks:
         switches.insert(1, switch_off(sink, "marking heads replaced", [], sink.marks))
     return switches

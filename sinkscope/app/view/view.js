@@ -213,7 +213,7 @@ class View {
   /** Say how many heads read the sink, and how many look elsewhere under the switch, beside random edits. */
   async drawHeadline() {
     const { intact, reading } = this.sides[0];
-    const random = this.data.switches.find((name) => name.includes("random"));
+    const random = this.data.switches.find((name) => name === this.data.control);
     const beside = reading === intact || !random ? null : await this.side(this.now, random);
     if (reading !== this.reading) return; // meanwhile something else was chosen
     const control = beside && beside.reading !== reading ? beside.reading : null;

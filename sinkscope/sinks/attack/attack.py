@@ -132,7 +132,7 @@ class ClusterAttack(Result):
             served = float(np.isfinite(self.clusters.head).mean())
             beside: dict[str, Any] = {"share": True, "contrast": "without heads"}
             label = "tokens that one head of layer 0 marks"
-            numbers.append(Number(label, served, self.clusters.without_heads, **beside))
+            numbers.append(Number("served", label, served, self.clusters.without_heads, **beside))
         return [*numbers, *numbers_of(self.attacked)]
 
 

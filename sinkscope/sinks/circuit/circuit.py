@@ -114,7 +114,7 @@ class Circuit(Result):
         }
         for role, name in names.items():
             for claim in self.of(role)[:1]:
-                numbers.append(lost_without(name, claim))
+                numbers.append(lost_without(role, name, claim))
         return numbers
 
     def details(self) -> list[str]:

@@ -24,9 +24,8 @@ from sinkscope.sinks.find.records import (
     Stage,
 )
 
-SHARE_OF_HEADS, SINK_PLACE = "share of heads that attend to the sink", "where the attention sink is"
-NORM_LOST = "norm lost without its neurons"
-"""Labels of numbers that a table over models has, too."""
+NOWHERE = "no position"
+"""Where the sink of a model without one is, on its card."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,33 +124,34 @@ class FindSinks(Result):
         minimal, spike = self.minimal, self.spike
         if minimal is not None:
             beside: dict[str, Any] = {"control": minimal.control, "share": True, "contrast": "random neurons"}
-            lost = minimal.drop_sink_layer
-            numbers.append(Number(NORM_LOST, lost, margin=minimal.margin_norm, **beside))
-            lost = minimal.drop_attention
-            numbers.append(
-                Number("attention lost without its neurons", lost, margin=minimal.margin_attention, **beside)
-            )
+            for key, lost, margin in (
+                ("norm", minimal.drop_sink_layer, minimal.margin_norm),
+                ("attention", minimal.drop_attention, minimal.margin_attention),
+            ):
+                numbers.append(Number(f"{key}_lost", f"{key} lost without its neurons", lost, margin=margin, **beside))
         if spike is not None:
-            label = "norm of the spike over the typical one"
-            numbers.append(Number(label, spike.ratio, spike.usual, spike.margin))
-            numbers.append(Number("where the norm spike is", spike.place.words))
+            numbers += [
+                Number("ratio", "norm of the spike over the typical one", spike.ratio, spike.usual, spike.margin),
+                Number("spike", "where the norm spike is", spike.place.words),
+            ]
         if self.sink_layer is not None:
-            numbers.append(Number("sink layer", str(self.sink_layer)))
+            numbers.append(Number("sink_layer", "sink layer", str(self.sink_layer)))
         if minimal is not None:
-            numbers.append(Number("neurons that make the spike", in_words(minimal.neurons)))
+            numbers.append(Number("neurons", "neurons that make the spike", in_words(minimal.neurons)))
         return numbers + self._attention_numbers()
 
     def _attention_numbers(self) -> list[Number]:
         """Who attends to the sink, and how much."""
-        sink, label = self.sink, SINK_PLACE
+        sink, name = self.sink, ("sink", "where the attention sink is")
         if sink is None:
-            return [Number(label, "no position")]
+            return [Number(*name, NOWHERE)]
         if sink.place is None:
-            return [Number(label, "learned sink logits")]
+            return [Number(*name, "learned sink logits")]
+        share, mean = "share of heads that attend to the sink", "mean attention of these heads to the sink"
         return [
-            Number(label, sink.words),
-            Number(SHARE_OF_HEADS, sink.rate, margin=sink.rate_margin, share=True),
-            Number("mean attention of these heads to the sink", sink.attention, None, sink.attention_margin, True),
+            Number(*name, sink.words),
+            Number("heads", share, sink.rate, margin=sink.rate_margin, share=True),
+            Number("attention", mean, sink.attention, None, sink.attention_margin, True),
         ]
 
     def conclusion(self) -> str:

@@ -194,12 +194,14 @@ class Precision(Result):
 
     def numbers(self) -> list[Number]:
         """The cost of each scheme, and what is regained: first what the conclusion names, then places and neurons."""
-        numbers = [Number(f"nats lost, {one.scheme}", one.kl) for one in self.costs]
+        numbers = [Number(f"{one.scheme}.kl", f"nats lost, {one.scheme}", one.kl) for one in self.costs]
         best = self.best(self.largest.scheme)
         for one in sorted(self.rounded, key=lambda one: one != best):
             if one == best or one.kept in (PLACES, NEURONS):
                 label = f"of the loss regained by {one.kept}, {one.scheme}"
-                numbers.append(Number(label, one.regained, one.random, one.margin, True, "random ones"))
+                numbers.append(
+                    Number(f"{one.scheme}.{one.kept}", label, one.regained, one.random, one.margin, True, "random ones")
+                )
         return numbers
 
 
