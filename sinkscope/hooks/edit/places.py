@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from einops import rearrange
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope.hooks.edit.expert_edit import expert_hook
-from sinkscope.models.hooks import Hook, on_input, on_output
+from sinkscope.hooks.edit.sites import NeuronGroup
+from sinkscope.models.hooks import Hook, beside, on_input, on_output
 from sinkscope.models.target import Target
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -41,32 +42,20 @@ class Place(NamedTuple):
         """Some columns of what passes here."""
         return self._replace(around=partial(self.around, columns=numbers), numbers=numbers)
 
-    def part(self, cut: Callable[[Tensor], Tensor]) -> Place:
-        """What `cut` shows, as a view, of what passes here."""
+    def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
+        """The hook of a pass whose rows each have an edit of their own.
 
-        def of_part(edit: Edit) -> Edit:
-            def edited(tensor: Tensor) -> Tensor | None:
-                whole = tensor.clone()
-                view = cut(whole)
-                new = edit(view)
-                if new is None:
-                    return None
-                view.copy_(new)
-                return whole
+        Args:
+            where: Which values are replaced.
+            new: What replaces them, of a shape that expands to theirs.
+        """
+        there = beside(where)
 
-            return edited
+        def replaced(values: Tensor) -> Tensor:
+            rows = values.reshape(len(where), -1, values.shape[-1])  # experts and OPT run row and position together
+            return torch.where(there(rows), new(rows).to(rows), rows).reshape(values.shape)
 
-        return self._replace(around=lambda edit: self.around(of_part(edit)))
-
-    def rows(self, count: int, change: Callable[[Float[Tensor, "row pos d"]], object]) -> Hook:
-        """The hook of an edit that changes rows of a batch in place; experts and OPT run row and position together."""
-
-        def changed(values: Tensor) -> Tensor:
-            rows = rearrange(values.flatten(0, -2), "(row pos) d -> row pos d", row=count).clone()
-            change(rows)
-            return rows.reshape(values.shape)
-
-        return self.hook(changed)
+        return self.hook(replaced)
 
 
 def heads_place(target: Target, layer: int) -> Place:
@@ -74,8 +63,9 @@ def heads_place(target: Target, layer: int) -> Place:
     return Place(target.output_projection(layer), "pre", on_input)
 
 
-def neurons_place(target: Target, layer: int, expert: int | None, neurons: list[int], site: str = "post") -> Place:
+def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
     """Neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
+    layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
         return Place(experts.module, "post", partial(expert_hook, experts, expert, neurons, site))

@@ -7,11 +7,12 @@ from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.trace.sites import Site, resolve
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron, Parts
@@ -113,8 +114,8 @@ def key_projection(target: Target, layer: int) -> Any:
     return target.sub(layer, path)
 
 
-def key_bias(target: Target, layer: int) -> tuple[Site, Float[Tensor, "head d_head"]] | None:
-    """Where the keys of a layer pass, and their bias; None if there is none or it is not known."""
+def key_bias(target: Target, layer: int) -> Float[Tensor, " d"] | None:
+    """What is added to the output of `key_projection` as bias of the keys; None if there is none or it is not known."""
     module = key_projection(target, layer)
     bias = getattr(getattr(module, "original_component", module), "bias", None)  # also below a bridge's wrapper
     is_split = target.kind == "bridge" or not target.adapter.attention_interface  # fused projections, or keys hidden
@@ -122,7 +123,10 @@ def key_bias(target: Target, layer: int) -> tuple[Site, Float[Tensor, "head d_he
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        return site, site.cut(shards_of(bias).gather(local(bias).detach(), len(bias), 0))
+        whole = shards_of(bias).gather(local(bias).detach(), len(bias), 0)
+        of_keys = torch.zeros_like(whole)
+        site.cut(of_keys).copy_(site.cut(whole))
+        return of_keys
     return None
 
 
