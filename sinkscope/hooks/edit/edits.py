@@ -98,7 +98,7 @@ class NeuronEdit(PlacedEdit):
             places.append((neurons_place(target, group, self.site), group))
         for layer, head in self._heads:
             columns = target.head_columns(layer, head)
-            places.append((heads_place(target, layer).columns(columns), NeuronGroup(layer, None, columns, head)))
+            places.append((heads_place(target, layer, columns), NeuronGroup(layer, None, columns, head)))
         return places
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:

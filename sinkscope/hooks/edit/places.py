@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sinkscope.hooks.edit.expert_edit import expert_hook
 from sinkscope.hooks.edit.sites import NeuronGroup
-from sinkscope.models.hooks import Hook, beside, on_input, on_output
+from sinkscope.models.hooks import Hook, beside, on_hidden, on_input
 from sinkscope.models.target import Target
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -25,22 +25,22 @@ class Place(NamedTuple):
     Attributes:
         module: The module beside which they pass.
         when: "pre" if they enter it, "post" if they leave it.
-        around: Makes a torch hook with kwargs of an edit of the values.
-        numbers: The columns that are edited; None if all are.
+        columns: The columns that are edited; None if all are.
+        inside: For what never passes by itself: makes a torch hook with kwargs of an edit of it.
     """
 
     module: nn.Module
     when: str
-    around: Callable[..., Callable[..., Any]]
-    numbers: list[int] | None = None
+    columns: list[int] | None = None
+    inside: Callable[[Edit], Callable[..., Any]] | None = None
 
     def hook(self, edit: Edit) -> Hook:
         """The hook by which an edit acts here."""
-        return self.module, self.when, self.around(edit)
-
-    def columns(self, numbers: list[int]) -> Place:
-        """Some columns of what passes here."""
-        return self._replace(around=partial(self.around, columns=numbers), numbers=numbers)
+        if self.inside is not None:
+            return self.module, self.when, self.inside(edit)
+        if self.when == "pre":
+            return self.module, self.when, on_input(edit, self.columns)
+        return self.module, self.when, on_hidden(edit, self.columns)
 
     def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
         """The hook of a pass whose rows each have an edit of their own.
@@ -58,9 +58,9 @@ class Place(NamedTuple):
         return self.hook(replaced)
 
 
-def heads_place(target: Target, layer: int) -> Place:
-    """The outputs of all heads of a layer, side by side (`hook_z`)."""
-    return Place(target.output_projection(layer), "pre", on_input)
+def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
+    """The outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
+    return Place(target.output_projection(layer), "pre", columns)
 
 
 def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
@@ -68,13 +68,13 @@ def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Pla
     layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
-        return Place(experts.module, "post", partial(expert_hook, experts, expert, neurons, site))
+        return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons, site))
     if site == "post":
-        return Place(target.mlp_part(layer, "down"), "pre", on_input).columns(neurons)
+        return Place(target.mlp_part(layer, "down"), "pre", neurons)
     first = 0
     module = target.mlp_part(layer, "up")
     if target.adapter.fused_gate_up and target.kind == "bridge":  # it splits the fused projection into two
         module = target.sub(layer, f"{target.adapter.mlp}.in")
     elif target.adapter.fused_gate_up:
         first = target.width(layer)
-    return Place(module, "post", on_output).columns([first + neuron for neuron in neurons])
+    return Place(module, "post", [first + neuron for neuron in neurons])

@@ -30,7 +30,6 @@ from sinkscope.hooks.edit.sites import (
 )
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.checks import check_site
-from sinkscope.models.hooks import on_hidden, on_input
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]
@@ -144,13 +143,13 @@ class Quantize(PlacedEdit):
             if self.activations is not None and one.layer not in self.layers and one.name not in self.layers:
                 exact = channels.get(one.module, [])
                 of = _Rounded(one.layer, one.name, partial(torch.unsqueeze, dim=-2), self.activations, exact)
-                places.append((Place(one.module, "pre", on_input), of))
+                places.append((Place(one.module, "pre"), of))
         for layer in range(target.n_layers):
             if self.kv is not None and layer not in self.layers and target.has_attention(layer):
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
                     of = _Rounded(layer, site.name, site.cut, self.kv, [])
-                    places.append((Place(site.module, "post", on_hidden), of))
+                    places.append((Place(site.module, "post"), of))
         return places
 
     def _check_layers(self, target: Target, names: Sequence[str]) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.sites import NeuronSite, groups_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.hooks.edit.sites import NeuronSite, groups_of
 from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import PIECE, Option, Result, Setup, measurement
 from sinkscope.models.draws import draws

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import NeuronSite, groups_of, site_of
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head
@@ -173,7 +173,7 @@ class Rows:
                 hooks += self._swap(component)
         for layer in layers:
             if KEY_BIAS in swapped and key_bias(self.target, layer) is not None:
-                keys = Place(key_projection(self.target, layer), "post", on_hidden)
+                keys = Place(key_projection(self.target, layer), "post")
                 hooks.append(keys.rows(self._rows_with(KEY_BIAS), partial(self._unbiased, layer)))
         return hooks
 
@@ -196,13 +196,13 @@ class Rows:
             return entering + (at_source(positions) - positions)
 
         if component == POSITIONS:
-            keep = Place(self.target.embedding, "post", on_hidden).hook(embedded.append)
-            return [keep, Place(self.target.layers[0], "pre", on_input).rows(where, moved)]
+            keep = Place(self.target.embedding, "post").hook(embedded.append)
+            return [keep, Place(self.target.layers[0], "pre").rows(where, moved)]
         if isinstance(component, Head):
-            place = heads_place(self.target, component.layer)
-            return [place.columns(self.target.head_columns(component.layer, component.head)).rows(where, at_source)]
+            columns = self.target.head_columns(component.layer, component.head)
+            return [heads_place(self.target, component.layer, columns).rows(where, at_source)]
         modules = writing_modules(self.target, component)
-        return [Place(module, "post", on_hidden).rows(where, at_source) for module in modules]
+        return [Place(module, "post").rows(where, at_source) for module in modules]
 
     def _unbiased(self, layer: int, given: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
         """What gives the keys of a layer, without their bias."""
