@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
-from sinkscope.hooks.edit.sites import NeuronSite, groups_of, site_of
+from sinkscope.hooks.edit.sites import groups_of, site_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
-from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.removal.components import Edit, key_bias, key_projection, writing_modules
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, Tokens
+from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
 
@@ -35,7 +36,9 @@ class Trial:
 
     Attributes:
         ids: The texts.
-        edits: The edits; each takes as many rows of a batch as there are texts.
+        edits: The parts that each edit removes, in as many rows of a batch as there are texts. Neurons are silenced at
+            every position. Other parts write at the position what they write at the source position of the intact text,
+            but a key bias is removed at every position, in all layers.
         at: The position that swaps edit, and where effects are read; one, or one of each text.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
         source: The position whose values replace those of swapped components; one, or one of each text.
@@ -48,7 +51,7 @@ class Trial:
     """
 
     ids: TokenRows
-    edits: Sequence[Edit]
+    edits: Sequence[Parts]
     at: At = 0
     places: Bool[Tensor, "text pos"] | None = None
     source: At = -1
@@ -62,7 +65,8 @@ class Trial:
     @property
     def begin(self) -> int:
         """The first layer that is run: before it, no edit differs and nothing is read."""
-        begins = [edit.begin for edit in self.edits if edit.begin is not None]
+        parts = chain.from_iterable(self.edits)
+        begins = [part.layer or 0 for part in parts if not isinstance(part, Tokens)]
         begin = min(begins, default=max(self.entering.inputs, default=0))
         if self.attention:
             begin = min(begin, self.behind)
@@ -83,10 +87,10 @@ class Rows:
         seeing: The number of these queries.
     """
 
-    def __init__(self, target: Target, trial: Trial, edits: Sequence[Edit]) -> None:
+    def __init__(self, target: Target, trial: Trial, edits: Sequence[Parts]) -> None:
         self.target = target
         self.trial = trial
-        self.edits = [Edit(), *edits]
+        self.edits = [(), *edits]
         self.texts, length = trial.ids.shape
         self.count = self.texts * len(self.edits)
         self._at, self._source = ((torch.as_tensor(at) % length).expand(self.texts) for at in (trial.at, trial.source))
@@ -158,28 +162,25 @@ class Rows:
 
     def _hooks(self, layers: range) -> list[Hook]:
         """The hooks that carry out the edits in some layers."""
-        silenced: list[NeuronSite] = []
-        swapped: list[Component | Head] = []
-        for edit in self.edits:
-            silenced += map(site_of, edit.zero)
-            swapped += edit.swap
+        parts = dict.fromkeys(chain.from_iterable(self.edits))
+        silenced = [site_of(part.site) for part in parts if isinstance(part, Neuron)]
         hooks: list[Hook] = []
         for group in groups_of(silenced):
             if group.layer in layers:
-                where = torch.cat([self._rows_with(site.numbers) for site in group.sites], -1)
+                where = torch.cat([self._rows_with(Neuron.of(site.numbers)) for site in group.sites], -1)
                 hooks.append(neurons_place(self.target, group).rows(where, torch.zeros_like))
-        for component in dict.fromkeys(swapped):
-            if component != KEY_BIAS and (component.layer or 0) in layers:
-                hooks += self._swap(component)
+        for part in parts:
+            if isinstance(part, Component | Head) and part != KEY_BIAS and (part.layer or 0) in layers:
+                hooks += self._swap(part)
         for layer in layers:
-            if KEY_BIAS in swapped and key_bias(self.target, layer) is not None:
+            if KEY_BIAS in parts and key_bias(self.target, layer) is not None:
                 keys = Place(key_projection(self.target, layer), "post")
                 hooks.append(keys.rows(self._rows_with(KEY_BIAS), partial(self._unbiased, layer)))
         return hooks
 
-    def _rows_with(self, part: Any) -> Bool[Tensor, "row 1 1"]:
+    def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
         """The rows whose edit has this part."""
-        having = torch.tensor([part in (*edit.zero, *edit.swap) for edit in self.edits])
+        having = torch.tensor([part in edit for edit in self.edits])
         return repeat(having, "edit -> (edit text) 1 1", text=self.texts)
 
     def _swap(self, component: Component | Head) -> list[Hook]:
