@@ -182,3 +182,12 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
     mixed = [(Component("mlp", layer),) for layer in (2, 0, 1)]  # in another order than they run
     alone = [norm.values([edit])[1] for edit in mixed]
     assert_close(norm.values(mixed)[1:], torch.stack(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_edit_of_several_parts_writes_comes_from_the_intact_text():
+    o = organism("llama", 7)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
+    first, later = Component("attention", 0), Component("attention", 1)  # which reads what the first one writes
+    edited = effects(target, ids, [(first, later)], source=5)
+    with swapped(o.model, ids, later, 0, 5), swapped(o.model, ids, first, 0, 5):
+        assert_close(edited.norms[0], norms(o.model, ids)[:, :, 0].T, rtol=1e-4, atol=1e-4)
