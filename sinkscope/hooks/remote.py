@@ -21,7 +21,6 @@ from sinkscope.hooks.edit.placed import PlacedEdit
 from sinkscope.hooks.edit.positions import Tracker
 from sinkscope.hooks.trace.run import Trace
 from sinkscope.hooks.trace.sites import Pattern, Site, resolve
-from sinkscope.models.hooks import on_hidden, on_input
 from sinkscope.models.inputs import Ids, read_inputs
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.target import Target
@@ -95,13 +94,13 @@ class Remote:
             if not isinstance(part, PlacedEdit):
                 raise _cannot_travel(f"{type(part).__name__} acts on the cache or on every token that is generated")
             for place, of in part.places_in(self.target):
-                if place.numbers is None and place.around not in (on_input, on_hidden):
+                if place.inside is not None:
                     raise _cannot_travel(f"{type(part).__name__} computes more than new values for columns (experts)")
                 formula = part.formula(of, index)
                 if formula is None:
                     raise _cannot_travel(f"{part!r} decides by what it measures")
                 stop = stops.setdefault((place.module, place.when), _Stop(place.module, place.when, [], []))
-                stop.edits.append((place.numbers, *formula))
+                stop.edits.append((place.columns, *formula))
         for site in wanted:
             if site.module is None:
                 raise _cannot_travel(f"no module returns the rows of {site.name!r}")

@@ -36,14 +36,10 @@ def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = 
         fn: The function.
         columns: The columns that it sees and returns; None for all.
     """
-    numbers = beside(torch.tensor(columns or []))
+    change = _changing(fn, "in_features", columns)
 
     def hook(module: object, args: Args, kwargs: Kwargs) -> Any:
-        seen = hidden_of(args, kwargs)
-        if columns is None:
-            new = cut(module, fn(gathered(module, seen, "in_features")), seen)
-        else:
-            new = _with_columns(module, seen, "in_features", columns, numbers(seen), fn)
+        new = change(module, hidden_of(args, kwargs))
         if new is None:
             return None
         return with_hidden(args, kwargs, new)
@@ -51,32 +47,46 @@ def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = 
     return hook
 
 
-def on_output(fn: Callable[[Any], Any], columns: list[int] | None = None) -> Callable[..., Any]:
-    """A forward hook with kwargs: `fn` sees what a module returns, and may return something else.
+def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
+    """A forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others.
 
-    Args:
-        fn: The function.
-        columns: The columns that it sees and returns; None for all.
+    The arguments are those of `on_input`.
     """
-    numbers = beside(torch.tensor(columns or []))
+    change = _changing(fn, "out_features", columns)
 
     def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
-        if columns is not None:
-            return _with_columns(module, output, "out_features", columns, numbers(output), fn)
-        return cut(module, fn(gathered(module, output, "out_features")), output)
+        new = change(module, first_tensor(output))
+        if new is None or not isinstance(output, tuple | list):
+            return new
+        return type(output)([new, *output[1:]])
 
     return hook
 
 
-def _with_columns(module: Any, seen: Tensor, side: str, columns: list[int], numbers: Tensor, fn: Any) -> Tensor | None:
-    """A copy of a tensor with new columns, because others may need the caller's tensor, and so does autograd."""
-    whole = gathered_columns(module, seen, side, columns)
-    if whole is not None:
-        return cut_columns(module, fn(whole), seen, side, columns)
-    new = fn(seen[..., numbers])
-    if new is None:
-        return None
-    return seen.index_copy(-1, numbers, new.to(seen.dtype))
+def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
+    change = _changing(fn, "out_features", None)
+    return lambda module, _args, _kwargs, output: change(module, output)
+
+
+def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> Callable[[Any, Any], Any]:
+    """What replaces the tensor that a hook on a module sees."""
+    numbers = beside(torch.tensor(columns or []))
+
+    def change(module: Any, seen: Any) -> Any:
+        if columns is None:
+            return cut(module, fn(gathered(module, seen, side)), seen)
+        whole = gathered_columns(module, seen, side, columns)
+        if whole is not None:
+            return cut_columns(module, fn(whole), seen, side, columns)
+        places = numbers(seen)
+        new = fn(seen[..., places])
+        if new is None:
+            return None
+        # A copy, because others may need the caller's tensor, and so does autograd.
+        return seen.index_copy(-1, places, new.to(seen.dtype))
+
+    return change
 
 
 def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
@@ -89,19 +99,6 @@ def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
         return tensor
 
     return there
-
-
-def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """A forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others."""
-
-    def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
-        seen = first_tensor(output)
-        new = cut(module, fn(gathered(module, seen, "out_features")), seen)
-        if new is None or not isinstance(output, tuple | list):
-            return new
-        return type(output)([new, *output[1:]])
-
-    return hook
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import einsum, rearrange, reduce
+from einops import einsum, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -25,8 +24,7 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
-from sinkscope.models.hooks import Hook
-from sinkscope.models.target import Target
+from sinkscope.models.hooks import Hook, beside
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
 from sinkscope.results.parts import Component, Head, Neuron
@@ -92,7 +90,7 @@ class Replacement:
         batch = max(1, BATCH_VALUES // (ids.shape[1] * target.d_mlp * max(1, target.n_experts(self.sink_layer))))
         written: list[Tensor] = []
         for rows, edits, where in zip(ids.split(batch), replaced.split(batch), there.split(batch), strict=True):
-            with target.hooks(*replacing(target, self.means, edits, where)):
+            with target.hooks(*self._hooks(edits, where)):
                 view = view_layer(target, self.sink_layer, rows, where)
             output = view.mlp.cpu()
             if len(self.flat):
@@ -102,26 +100,15 @@ class Replacement:
             self.setup.progress("heads", min(batch * len(written), len(ids)), len(ids))
         return torch.cat(written)
 
-
-def replacing(
-    target: Target,
-    means: Float[Tensor, "layer head d_head"],
-    edits: Bool[Tensor, "row layer head"],
-    where: Bool[Tensor, "*row pos"],
-) -> list[Hook]:
-    """Hooks that replace the heads of `edits` by their means at the positions of `where`, for a pass of these rows.
-
-    Every measurement that removes heads uses these hooks, so that removal means the same everywhere.
-    """
-
-    def replace_heads(layer: int, z: Float[Tensor, "row pos d"]) -> None:
-        chosen = rearrange(edits[:, layer], "row head -> row 1 head 1") & rearrange(where, "... pos -> ... pos 1 1")
-        heads = z.unflatten(-1, means.shape[1:])
-        heads.copy_(torch.where(chosen.to(z.device), means[layer].to(z.device, z.dtype), heads))
-
-    layers = reduce(edits, "row layer head -> layer", torch.any).nonzero().flatten().tolist()
-    places = {layer: heads_place(target, layer) for layer in layers if target.has_attention(layer)}
-    return [place.rows(len(edits), partial(replace_heads, layer)) for layer, place in places.items()]
+    def _hooks(self, edits: Bool[Tensor, "row layer head"], where: Bool[Tensor, "row pos"]) -> list[Hook]:
+        """Hooks that replace the heads of `edits` by their means at the positions of `where`, in one pass."""
+        target = self.setup.target
+        hooks: list[Hook] = []
+        for layer, mean in enumerate(self.means):
+            if bool(edits[:, layer].any()) and target.has_attention(layer):
+                chosen = repeat(edits[:, layer], "row head -> row 1 (head d_head)", d_head=mean.shape[-1])
+                hooks.append(heads_place(target, layer).rows(chosen & where[..., None], beside(mean.flatten())))
+        return hooks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def test_what_cannot_be_sent_is_refused_by_name(tmp_path):
     sent = ss.remote(made)
     patch = ss.SinkPatch(sites=[(2, 28)], calibrated={(2, 28): 0.1})
     for edit, words in (
-        (ss.Quantize(kv=4), "Quantize computes more"),
+        (ss.Quantize(kv=4), "Quantize.* decides by what it measures"),
         (ss.kv.StreamingLLM(12), "StreamingLLM acts on the cache"),
         (EDITS["neurons"] | ss.LoopGuard(), "LoopGuard acts on the cache"),
         (patch, "SinkPatch.* decides by what it measures"),

@@ -16,8 +16,8 @@ from sinkscope.hooks.trace.layer_view import columns, contributions, view_layer
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.removal.components import Edit
 from sinkscope.sinks.removal.effects import effects
 
 IDS = torch.arange(20, 44).view(2, 12)
@@ -77,7 +77,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             else:
                 expert_views(other.sub(layer, other.adapter.experts or ""), expert).down[neuron] = 0
         for at in (0, 5):
-            found = effects(target, IDS, [Edit(zero=tuple(edit))], at=at, upto=layer)
+            found = effects(target, IDS, [neurons_of(edit)], at=at, upto=layer)
             kept, intact = found.norms[0, :, layer], found.intact_norms[:, layer]
             assert_close(kept, after(other, layer)[:, at].norm(dim=-1), rtol=1e-4, atol=1e-4)
             assert (kept - intact).abs().max() > 1e-3

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
-from sinkscope.results.parts import Component, Head
+from sinkscope.results.parts import Component, Head, Neuron, neurons_of, sites_of
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.removal.components import Edit, has_key_bias
+from sinkscope.sinks.removal.components import has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
@@ -40,7 +40,7 @@ def test_a_drop_is_the_mean_over_texts():
 def test_a_swapped_token_embedding_is_another_token(family):
     o = organism(family, 2)
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
-    edited = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
+    edited = effects(target, ids, [(Component("token embedding"),)], source=4, attention=True)
     other = ids.clone()
     other[:, 0] = ids[:, 4]
     length, received = _long_way(o.model, other)
@@ -51,7 +51,7 @@ def test_a_swapped_token_embedding_is_another_token(family):
 def test_position_embeddings_are_those_of_other_position_ids():
     o = organism("gpt2", 1)
     target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
-    edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
+    edited = effects(target, ids, [(Component("position embedding"),)], source=6)
     places = torch.tensor([[6, *range(1, 9)]])
     with torch.no_grad():
         hidden = o.model(ids, position_ids=places, output_hidden_states=True).hidden_states[1:-1]
@@ -64,7 +64,7 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero():
         o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
     assert has_key_bias(target) and not has_key_bias(target_of(organism("llama", 0).model))
-    edited = effects(target, ids, [Edit(swap=(Component("key bias"),))], attention=True)
+    edited = effects(target, ids, [(Component("key bias"),)], attention=True)
     bare = copy.deepcopy(o.model)
     with torch.no_grad():
         for layer in bare.model.layers:
@@ -77,7 +77,7 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero():
 def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     o = organism("llama", 6)
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 8)
-    edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
+    edits = [(Neuron(layer, None, n),) for layer in range(2) for n in range(5)]
     whole = effects(target, ids, edits, without=[0, 3], attention=True)
     monkeypatch.setattr("sinkscope.sinks.removal.effects.BATCH_ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model))
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
@@ -97,10 +97,11 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
     component = Component("attention", last)
-    edits = [Edit(zero=o.truth.neurons), Edit(), Edit(swap=(component,)), Edit(zero=o.truth.neurons, swap=(component,))]
+    neurons = neurons_of(o.truth.neurons)
+    edits = [neurons, (), (component,), (*neurons, component)]
     whole = effects(target, ids, edits, attention=True)
     for number, edit in enumerate(edits[:2]):
-        with zeroed(o.model, edit.zero):
+        with zeroed(o.model, sites_of(edit)):
             length, received = _long_way(o.model, ids)
         assert_close(whole.norms[number], length, rtol=1e-4, atol=1e-4)
         assert_close(whole.attention[number], received, rtol=1e-4, atol=1e-5)
@@ -168,7 +169,7 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
     for layer in range(target.n_layers):
         components = [Head(layer, 1), Component("mlp", layer), Component("attention", layer)]
         for reverse, (here, source) in enumerate([(at, other), (other, at)]):
-            edits = [Edit(swap=(component,)) for component in components]
+            edits = [(component,) for component in components]
             of_norm, of_heads = norm.values(edits, bool(reverse))[1:, 0], received.values(edits, bool(reverse))[1:]
             for number, component in enumerate(components):
                 with swapped(o.model, ids, component, here, source):
@@ -178,6 +179,15 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
                 assert_close(of_heads[number], expected, rtol=1e-4, atol=1e-5)
     assert_close(norm.typical[0], norms(o.model, ids)[last, :, other].mean(), rtol=1e-4, atol=1e-4)
     assert_close(received.typical, received.values([], reverse=True)[0])
-    mixed = [Edit(swap=(Component("mlp", layer),)) for layer in (2, 0, 1)]  # in another order than they run
+    mixed = [(Component("mlp", layer),) for layer in (2, 0, 1)]  # in another order than they run
     alone = [norm.values([edit])[1] for edit in mixed]
     assert_close(norm.values(mixed)[1:], torch.stack(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_edit_of_several_parts_writes_comes_from_the_intact_text():
+    o = organism("llama", 7)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
+    first, later = Component("attention", 0), Component("attention", 1)  # which reads what the first one writes
+    edited = effects(target, ids, [(first, later)], source=5)
+    with swapped(o.model, ids, later, 0, 5), swapped(o.model, ids, first, 0, 5):
+        assert_close(edited.norms[0], norms(o.model, ids)[:, :, 0].T, rtol=1e-4, atol=1e-4)

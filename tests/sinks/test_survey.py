@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import Component
+from sinkscope.results.parts import Component, neurons_of
 from sinkscope.sinks.find.attention_received import attention_received
-from sinkscope.sinks.removal.components import Edit
 from sinkscope.sinks.removal.effects import effects
 
 
@@ -56,8 +55,8 @@ def test_edits_at_a_place_of_each_text_are_those_at_each_place_alone(model_type)
     model, tokenizer = tiny_model(model_type)
     target, ids = target_of(model, tokenizer), rows(tokenizer, 3, 40)
     at, source = torch.tensor([0, 7, 12]), torch.tensor([20, 25, 30])
-    edits = [Edit(swap=(component,)) for component in (Component("token embedding"), Component("attention", 1))]
-    edits.append(Edit(zero=((1, 3), (1, 9))))
+    edits = [(component,) for component in (Component("token embedding"), Component("attention", 1))]
+    edits.append(neurons_of([(1, 3), (1, 9)]))
     together = effects(target, ids, edits, at=at, source=source, attention=True)
     for text in range(3):
         where = {"at": int(at[text]), "source": int(source[text])}
@@ -77,7 +76,7 @@ def test_what_attention_adds_is_replaced_and_not_the_stream_that_bloom_adds_to_i
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(5, 96, (2, 12))
-    edited = effects(target_of(model, None), ids, [Edit(swap=(Component("attention", 1),))], at=0, source=7)
+    edited = effects(target_of(model, None), ids, [(Component("attention", 1),)], at=0, source=7)
 
     def swap(_module, args, output):
         stream = args[1]

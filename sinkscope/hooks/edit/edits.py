@@ -24,6 +24,7 @@ from sinkscope.hooks.edit.sites import (
     Where,
     checked_positions,
     chosen_positions,
+    groups_of,
     head_of,
     listed,
     site_of,
@@ -89,22 +90,15 @@ class NeuronEdit(PlacedEdit):
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
 
-    def groups(self) -> list[NeuronGroup]:
-        """The sites, grouped by MLP."""
-        neurons: dict[tuple[int, int | None], list[int]] = {}
-        for site in self.checked_sites:
-            neurons.setdefault((site.layer, site.expert), []).append(site.neuron)
-        return [NeuronGroup(layer, expert, members) for (layer, expert), members in neurons.items()]
-
     def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
         """The inputs of down projections, outputs of up projections, experts, and inputs of output projections."""
         self.check(target)
         places: list[tuple[Place, NeuronGroup]] = []
-        for group in self.groups():
-            places.append((neurons_place(target, group.layer, group.expert, group.neurons, self.site), group))
+        for group in groups_of(self.checked_sites):
+            places.append((neurons_place(target, group, self.site), group))
         for layer, head in self._heads:
             columns = target.head_columns(layer, head)
-            places.append((heads_place(target, layer).columns(columns), NeuronGroup(layer, None, columns, head)))
+            places.append((heads_place(target, layer, columns), NeuronGroup(layer, None, columns, head)))
         return places
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:

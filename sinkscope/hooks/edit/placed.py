@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -98,9 +98,6 @@ class Formula(NamedTuple):
 class PlacedEdit(Intervention):
     """Gives new values to what passes some places."""
 
-    DIMS: ClassVar[int] = 1
-    """Dimensions of a value."""
-
     @abstractmethod
     def places_in(self, target: Target) -> list[tuple[Place, Any]]:
         """The places in this model, each with what its values are values of."""
@@ -129,7 +126,7 @@ class PlacedEdit(Intervention):
         if call is None:
             return None
         # OPT and experts run batch and position together.
-        old = tensor.reshape(*call.index.shape, *tensor.shape[-self.DIMS :])
+        old = tensor.reshape(*call.index.shape, tensor.shape[-1])
         memory = call.sequence.memory.setdefault(key, Memory())
         new = self.edited(Values(old, of, call, memory, run))
         if new is None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from einops import rearrange
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope.hooks.edit.expert_edit import expert_hook
-from sinkscope.models.hooks import Hook, on_input, on_output
+from sinkscope.hooks.edit.sites import NeuronGroup
+from sinkscope.models.hooks import Hook, beside, on_hidden, on_input
 from sinkscope.models.target import Target
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -24,67 +25,56 @@ class Place(NamedTuple):
     Attributes:
         module: The module beside which they pass.
         when: "pre" if they enter it, "post" if they leave it.
-        around: Makes a torch hook with kwargs of an edit of the values.
-        numbers: The columns that are edited; None if all are.
+        columns: The columns that are edited; None if all are.
+        inside: For what never passes by itself: makes a torch hook with kwargs of an edit of it.
     """
 
     module: nn.Module
     when: str
-    around: Callable[..., Callable[..., Any]]
-    numbers: list[int] | None = None
+    columns: list[int] | None = None
+    inside: Callable[[Edit], Callable[..., Any]] | None = None
 
     def hook(self, edit: Edit) -> Hook:
         """The hook by which an edit acts here."""
-        return self.module, self.when, self.around(edit)
+        if self.inside is not None:
+            return self.module, self.when, self.inside(edit)
+        if self.when == "pre":
+            return self.module, self.when, on_input(edit, self.columns)
+        return self.module, self.when, on_hidden(edit, self.columns)
 
-    def columns(self, numbers: list[int]) -> Place:
-        """Some columns of what passes here."""
-        return self._replace(around=partial(self.around, columns=numbers), numbers=numbers)
+    def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
+        """The hook of a pass whose rows each have an edit of their own.
 
-    def part(self, cut: Callable[[Tensor], Tensor]) -> Place:
-        """What `cut` shows, as a view, of what passes here."""
+        Args:
+            where: Which values are replaced.
+            new: What replaces them, of a shape that expands to theirs.
+        """
+        there = beside(where)
 
-        def of_part(edit: Edit) -> Edit:
-            def edited(tensor: Tensor) -> Tensor | None:
-                whole = tensor.clone()
-                view = cut(whole)
-                new = edit(view)
-                if new is None:
-                    return None
-                view.copy_(new)
-                return whole
+        def replaced(values: Tensor) -> Tensor:
+            rows = values.reshape(len(where), -1, values.shape[-1])  # experts and OPT run row and position together
+            return torch.where(there(rows), new(rows).to(rows), rows).reshape(values.shape)
 
-            return edited
-
-        return self._replace(around=lambda edit: self.around(of_part(edit)))
-
-    def rows(self, count: int, change: Callable[[Float[Tensor, "row pos d"]], object]) -> Hook:
-        """The hook of an edit that changes rows of a batch in place; experts and OPT run row and position together."""
-
-        def changed(values: Tensor) -> Tensor:
-            rows = rearrange(values.flatten(0, -2), "(row pos) d -> row pos d", row=count).clone()
-            change(rows)
-            return rows.reshape(values.shape)
-
-        return self.hook(changed)
+        return self.hook(replaced)
 
 
-def heads_place(target: Target, layer: int) -> Place:
-    """The outputs of all heads of a layer, side by side (`hook_z`)."""
-    return Place(target.output_projection(layer), "pre", on_input)
+def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
+    """The outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
+    return Place(target.output_projection(layer), "pre", columns)
 
 
-def neurons_place(target: Target, layer: int, expert: int | None, neurons: list[int], site: str = "post") -> Place:
+def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
     """Neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
+    layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
-        return Place(experts.module, "post", partial(expert_hook, experts, expert, neurons, site))
+        return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons, site))
     if site == "post":
-        return Place(target.mlp_part(layer, "down"), "pre", on_input).columns(neurons)
+        return Place(target.mlp_part(layer, "down"), "pre", neurons)
     first = 0
     module = target.mlp_part(layer, "up")
     if target.adapter.fused_gate_up and target.kind == "bridge":  # it splits the fused projection into two
         module = target.sub(layer, f"{target.adapter.mlp}.in")
     elif target.adapter.fused_gate_up:
         first = target.width(layer)
-    return Place(module, "post", on_output).columns([first + neuron for neuron in neurons])
+    return Place(module, "post", [first + neuron for neuron in neurons])

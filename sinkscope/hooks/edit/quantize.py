@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -30,7 +30,6 @@ from sinkscope.hooks.edit.sites import (
 )
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.checks import check_site
-from sinkscope.models.hooks import on_hidden, on_input
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]
@@ -64,10 +63,11 @@ def down_projection(target: Target, layer: int) -> Any:
 
 
 class _Rounded(NamedTuple):
-    """Values that are rounded: by how many bits, and the numbers of each head that stay exact."""
+    """Values that are rounded: the heads in what passes, by how many bits, and which numbers of each stay exact."""
 
     layer: int
     name: str
+    heads: Callable[[Tensor], Tensor]
     bits: int
     exact: list[int]
 
@@ -105,7 +105,6 @@ class Quantize(PlacedEdit):
     """
 
     KIND: ClassVar[str] = "rounded"
-    DIMS: ClassVar[int] = 2
 
     activations: Bits | None = None
     kv: Bits | None = None
@@ -142,15 +141,15 @@ class Quantize(PlacedEdit):
         places: list[tuple[Place, Any]] = []
         for one in modules:
             if self.activations is not None and one.layer not in self.layers and one.name not in self.layers:
-                place = Place(one.module, "pre", on_input).part(partial(torch.unsqueeze, dim=-2))
                 exact = channels.get(one.module, [])
-                places.append((place, _Rounded(one.layer, one.name, self.activations, exact)))
+                of = _Rounded(one.layer, one.name, partial(torch.unsqueeze, dim=-2), self.activations, exact)
+                places.append((Place(one.module, "pre"), of))
         for layer in range(target.n_layers):
             if self.kv is not None and layer not in self.layers and target.has_attention(layer):
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
-                    place = Place(site.module, "post", on_hidden).part(site.cut)
-                    places.append((place, _Rounded(layer, site.name, self.kv, [])))
+                    of = _Rounded(layer, site.name, site.cut, self.kv, [])
+                    places.append((Place(site.module, "post"), of))
         return places
 
     def _check_layers(self, target: Target, names: Sequence[str]) -> None:
@@ -172,14 +171,17 @@ class Quantize(PlacedEdit):
                     page="quantised-experts",
                 )
 
-    def edited(self, values: Values) -> Float[Tensor, "batch pos head width"]:
+    def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
         """The values rounded, except those that are to stay exact."""
-        old, index, of = values.old, values.index, values.of
+        index, of = values.index, values.of
+        old = of.heads(values.old)
         exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
         exact[..., of.exact] = True
         largest = self._largest(old.masked_fill(exact, 0), values.memory)
         values.log_rows(self.KIND, of.name, "numbers", (~exact).flatten(1).sum(1), index.amax(1))
-        return torch.where(exact, old, rounded(old, largest, of.bits))
+        new = values.old.clone()
+        of.heads(new).copy_(torch.where(exact, old, rounded(old, largest, of.bits)))
+        return new
 
     def _exact_tokens(self, index: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Tokens that are not rounded; padding is none of those that set a scale."""

@@ -67,6 +67,14 @@ class NeuronGroup(NamedTuple):
         return [NeuronSite(self.layer, neuron, self.expert) for neuron in self.neurons]
 
 
+def groups_of(sites: Iterable[NeuronSite]) -> list[NeuronGroup]:
+    """The sites, each once, grouped by MLP."""
+    neurons: dict[tuple[int, int | None], list[int]] = {}
+    for site in dict.fromkeys(sites):
+        neurons.setdefault((site.layer, site.expert), []).append(site.neuron)
+    return [NeuronGroup(layer, expert, members) for (layer, expert), members in neurons.items()]
+
+
 def site_of(site: Any) -> NeuronSite:
     """A `NeuronSite` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
 

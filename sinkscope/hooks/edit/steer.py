@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place
 from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
-from sinkscope.models.hooks import beside, on_hidden, on_input
+from sinkscope.models.hooks import beside
 from sinkscope.models.target import Target
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
@@ -102,11 +102,8 @@ class Add(PlacedEdit):
                     page=PAGE,
                 )
             assert site.module is not None  # only attention rows have none
-            around = on_hidden
-            if site.when == "pre":
-                around = on_input
             added = beside(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
-            places.append((Place(site.module, site.when, around), _Added(site.layer, site.name, added)))
+            places.append((Place(site.module, site.when), _Added(site.layer, site.name, added)))
         return places
 
     def edited(self, values: Values) -> Tensor:

@@ -10,7 +10,7 @@ from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome, Search
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.spikes import MadeSpike
-from sinkscope.sinks.removal.components import Edit, mixing, writers
+from sinkscope.sinks.removal.components import mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 TEXTS = 2  # pieces of typical text
@@ -49,7 +49,7 @@ def _claims(setup: Setup, made: MadeSpike, effect: PositionEffect, place: str, r
     if not marks or not others:
         return ()
     subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
-    values = effect.values([*(Edit(swap=subject) for subject in subjects), *others])
+    values = effect.values([*subjects, *others])
     whole = float((values[0] - effect.typical).mean())
     left = (1 - (values[0] - values[1:]).mean(1) / whole).clamp(min=0)
     claims: list[Claim] = []

@@ -13,9 +13,9 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
-from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, sites_of
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Edit, Heads, Sites, edit_of, heads_of, one_by_one, silencing
+from sinkscope.sinks.removal.components import Heads, Sites, heads_of, one_by_one, silencing
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 
 INTACT = Contrast("intact", 1.0)
@@ -71,7 +71,7 @@ def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Con
 
 def beside(
     setup: Setup, parts: Parts, excluded: Sites, depth: int, components: Sequence[Component | Head]
-) -> tuple[list[Edit], str]:
+) -> tuple[list[Parts], str]:
     """What the edit of some parts is held against: 20 edits of as many random neurons of the same layers, or heads.
 
     If there are too few heads, other components are replaced one by one.
@@ -86,22 +86,23 @@ def beside(
     Returns:
         The edits, and their name in a sentence if they are not random.
     """
-    edit = edit_of(parts)
-    if edit.zero and not edit.swap:
-        return silencing(random_sets(setup.target, edit.zero, excluded, setup.seed)), ""
-    barred: set[Part] = {*edit.swap}
-    whole = {part.layer for part in edit.swap if isinstance(part, Component) and part.kind == "attention"}
+    neurons = [part for part in parts if isinstance(part, Neuron)]
+    swapped = tuple(part for part in parts if isinstance(part, Component | Head))
+    if neurons and not swapped:
+        return silencing(random_sets(setup.target, sites_of(neurons), excluded, setup.seed)), ""
+    barred: set[Part] = {*swapped}
+    whole = {part.layer for part in swapped if isinstance(part, Component) and part.kind == "attention"}
     pool: list[Head] = []
     for layer in filter(setup.target.has_attention, range(depth + 1)):
         if layer not in whole:
             pool += [head for head in heads_of(setup.target, layer) if head not in barred]
-    size = max(1, len(edit.swap))
+    size = max(1, len(swapped))
     if size <= len(pool):
-        generator = draws(setup.seed, f"heads beside {edit.swap}")
-        edits: list[Edit] = []
+        generator = draws(setup.seed, f"heads beside {swapped}")
+        edits: list[Parts] = []
         for _ in range(CONTROL_DRAWS):
             drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
-            edits.append(Edit(swap=tuple(pool[index] for index in drawn)))
+            edits.append(tuple(pool[index] for index in drawn))
         return edits, ""
-    barred |= {Component("attention", part.layer) for part in edit.swap if isinstance(part, Head)}
+    barred |= {Component("attention", part.layer) for part in swapped if isinstance(part, Head)}
     return one_by_one([one for one in components if one not in barred]), OTHER_PARTS

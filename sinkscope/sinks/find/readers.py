@@ -14,7 +14,7 @@ from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import POSITION, Component, Head, Part, Parts, neurons_of
 from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Edit, Sites, edit_of, one_by_one
+from sinkscope.sinks.removal.components import Sites, one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 
@@ -49,11 +49,11 @@ class HeadByHead:
     sites: Sites = ()
     makers: Parts = ()
 
-    def edit(self, parts: Parts) -> Edit:
+    def edit(self, parts: Parts) -> Parts:
         """What removes all of these parts."""
         if POSITION in parts:
-            return Edit(swap=tuple(self.effect.written))
-        return edit_of(parts)
+            return tuple(self.effect.written)
+        return parts
 
     def needs(self) -> list[Need]:
         """What each head needs: the one neuron of the spike without which it loses the place, or all; or else

@@ -17,7 +17,7 @@ from sinkscope.sinks.find.places import Place, stands_out
 from sinkscope.sinks.find.records import Candidate, Spike
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set
 from sinkscope.sinks.find.survey import SinkContext, Survey
-from sinkscope.sinks.removal.components import Sites, edit_of, heads_of, writers
+from sinkscope.sinks.removal.components import Sites, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.search import random_sites
 
@@ -166,7 +166,7 @@ def spike_maker(context: SinkContext, place: str, neurons: Sequence[Candidate]) 
     edited = effects(
         target,
         ids,
-        [edit_of((part,)) for part in parts],
+        one_by_one(parts),
         at=at,
         source=context.ordinary(layer, ids.shape[1])[:MAKER_TEXTS],
         upto=layer,

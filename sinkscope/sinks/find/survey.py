@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
+from sinkscope.results.parts import Parts
 from sinkscope.sinks.find.attention_received import (
     AttentionReceived,
     attention_of_all,
@@ -23,7 +24,7 @@ from sinkscope.sinks.find.attention_received import (
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
-from sinkscope.sinks.removal.components import Edit, Heads
+from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.tokens import TokenRows
 
@@ -74,7 +75,7 @@ class SinkContext:
         return int(self.at.max()) + 1
 
     def trial(
-        self, edits: Sequence[Edit], length: int | None = None, texts: slice = slice(None), **reading: Any
+        self, edits: Sequence[Parts], length: int | None = None, texts: slice = slice(None), **reading: Any
     ) -> Trial:
         """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import NeuronSite
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.hooks.edit.sites import NeuronSite, groups_of
 from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import PIECE, Option, Result, Setup, measurement
 from sinkscope.models.draws import draws
@@ -210,7 +210,7 @@ def patch_eval(
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
     calibrated: dict[NeuronSite, float] = {}
-    for group in patch.groups():
+    for group in groups_of(patch.checked_sites):
         with setup.target.loaded(group.layer):
             view = neutral_view(setup.target, group.layer, setup.ids)
         generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.trace.sites import Site, resolve
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Component, Head, Neuron, Parts
+from sinkscope.results.parts import Component, Head, Part, Parts, neurons_of
 
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
@@ -22,39 +23,14 @@ Heads = Sequence[tuple[int, int]]
 """Heads as pairs of layer and head."""
 
 
-class Edit(NamedTuple):
-    """One intervention.
-
-    Attributes:
-        zero: Neurons silenced at every position, as (layer, neuron) or (layer, expert, neuron).
-        swap: Components that write at the position what they write at the source position of the intact text. A key
-            bias is instead removed at every position, in all layers.
-    """
-
-    zero: Sites = ()
-    swap: tuple[Component | Head, ...] = ()
-
-    @property
-    def begin(self) -> int | None:
-        """The first layer that is edited. None if nothing is."""
-        layers = [site[0] for site in self.zero] + [component.layer or 0 for component in self.swap]
-        return min(layers, default=None)
+def one_by_one(parts: Iterable[Part]) -> list[Parts]:
+    """Edits that remove one part each."""
+    return [(part,) for part in parts]
 
 
-def edit_of(parts: Parts) -> Edit:
-    """What removes all of these parts: neurons are silenced, and others replaced."""
-    zero = tuple(part.site for part in parts if isinstance(part, Neuron))
-    return Edit(zero, tuple(part for part in parts if isinstance(part, Component | Head)))
-
-
-def one_by_one(components: Iterable[Component | Head]) -> list[Edit]:
-    """Edits that replace one component each."""
-    return [Edit(swap=(component,)) for component in components]
-
-
-def silencing(sets: Iterable[Sites]) -> list[Edit]:
+def silencing(sets: Iterable[Sites]) -> list[Parts]:
     """Edits that silence a set of neurons each."""
-    return [Edit(zero=sites) for sites in sets]
+    return list(map(neurons_of, sets))
 
 
 def writers(target: Target, count: int) -> list[Component]:
@@ -113,8 +89,8 @@ def key_projection(target: Target, layer: int) -> Any:
     return target.sub(layer, path)
 
 
-def key_bias(target: Target, layer: int) -> tuple[Site, Float[Tensor, "head d_head"]] | None:
-    """Where the keys of a layer pass, and their bias; None if there is none or it is not known."""
+def key_bias(target: Target, layer: int) -> Float[Tensor, " d"] | None:
+    """What is added to the output of `key_projection` as bias of the keys; None if there is none or it is not known."""
     module = key_projection(target, layer)
     bias = getattr(getattr(module, "original_component", module), "bias", None)  # also below a bridge's wrapper
     is_split = target.kind == "bridge" or not target.adapter.attention_interface  # fused projections, or keys hidden
@@ -122,7 +98,10 @@ def key_bias(target: Target, layer: int) -> tuple[Site, Float[Tensor, "head d_he
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        return site, site.cut(shards_of(bias).gather(local(bias).detach(), len(bias), 0))
+        whole = shards_of(bias).gather(local(bias).detach(), len(bias), 0)
+        of_keys = torch.zeros_like(whole)
+        site.cut(of_keys).copy_(site.cut(whole))
+        return of_keys
     return None
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
-from sinkscope.sinks.removal.components import Edit, Heads
+from sinkscope.results.parts import Parts
+from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Rows, Trial
 from sinkscope.sinks.tokens import TokenRows
 
@@ -98,7 +99,7 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
     return [_effects(of_trial) for of_trial in batches]
 
 
-def effects(target: Target, ids: TokenRows, edits: Sequence[Edit], **reading: Any) -> Effects:
+def effects(target: Target, ids: TokenRows, edits: Sequence[Parts], **reading: Any) -> Effects:
     """Run every edit on every text in as few passes as memory allows.
 
     Args:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
-from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.removal.components import Edit, Heads, has_key_bias, heads_of, one_by_one, writers
+from sinkscope.results.parts import Component, Head, Parts
+from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.rows import KEY_BIAS, At
 from sinkscope.sinks.removal.search import Removal, smallest_set
@@ -75,7 +75,7 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def values(self, edits: Sequence[Edit], reverse: bool = False) -> Float[Tensor, "state part"]:
+    def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts.
 
         Args:
@@ -101,12 +101,12 @@ class PositionEffect:
         """The norm, or the attention of each head, at the typical position without an edit."""
         return self.values([], reverse=True)[0]
 
-    def lost(self, edits: Sequence[Edit]) -> Float[Tensor, "edit part"]:
+    def lost(self, edits: Sequence[Parts]) -> Float[Tensor, "edit part"]:
         """Share of its own value that each part loses under each edit."""
         intact, *edited = self.values(edits)
         return 1 - torch.stack(edited) / intact
 
-    def necessity(self, edits: Sequence[Edit]) -> list[float]:
+    def necessity(self, edits: Sequence[Parts]) -> list[float]:
         """The share of the effect that is lost under each edit."""
         if not edits:
             return []
@@ -158,7 +158,7 @@ class PositionEffect:
             if isinstance(member, Component) and member.kind == "attention":
                 heads = heads_of(self.target, member.layer or 0)
                 others = tuple(component for component in whole if component != member and not alone)
-                of_heads = self.necessity([Edit(swap=(*others, head)) for head in heads])
+                of_heads = self.necessity([(*others, head) for head in heads])
                 own = self.smallest(heads, of_heads, others) or own
             chosen += own
         return tuple(chosen)
@@ -181,7 +181,7 @@ class PositionEffect:
         promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
         def remove(sets: list[Components]) -> list[Removal]:
-            lost = self.necessity([Edit(swap=(*removed_too, *members)) for members in sets])
+            lost = self.necessity([(*removed_too, *members) for members in sets])
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 
         return smallest_set(promising, remove) or ()

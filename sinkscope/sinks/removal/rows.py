@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.hooks.edit.sites import groups_of, site_of
+from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
-from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.removal.components import Edit, key_bias, key_projection, writing_modules
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, Tokens
+from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
 
@@ -34,7 +36,9 @@ class Trial:
 
     Attributes:
         ids: The texts.
-        edits: The edits; each takes as many rows of a batch as there are texts.
+        edits: The parts that each edit removes, in as many rows of a batch as there are texts. Neurons are silenced at
+            every position. Other parts write at the position what they write at the source position of the intact text,
+            but a key bias is removed at every position, in all layers.
         at: The position that swaps edit, and where effects are read; one, or one of each text.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
         source: The position whose values replace those of swapped components; one, or one of each text.
@@ -47,7 +51,7 @@ class Trial:
     """
 
     ids: TokenRows
-    edits: Sequence[Edit]
+    edits: Sequence[Parts]
     at: At = 0
     places: Bool[Tensor, "text pos"] | None = None
     source: At = -1
@@ -61,7 +65,8 @@ class Trial:
     @property
     def begin(self) -> int:
         """The first layer that is run: before it, no edit differs and nothing is read."""
-        begins = [edit.begin for edit in self.edits if edit.begin is not None]
+        parts = chain.from_iterable(self.edits)
+        begins = [part.layer or 0 for part in parts if not isinstance(part, Tokens)]
         begin = min(begins, default=max(self.entering.inputs, default=0))
         if self.attention:
             begin = min(begin, self.behind)
@@ -82,10 +87,10 @@ class Rows:
         seeing: The number of these queries.
     """
 
-    def __init__(self, target: Target, trial: Trial, edits: Sequence[Edit]) -> None:
+    def __init__(self, target: Target, trial: Trial, edits: Sequence[Parts]) -> None:
         self.target = target
         self.trial = trial
-        self.edits = [Edit(), *edits]
+        self.edits = [(), *edits]
         self.texts, length = trial.ids.shape
         self.count = self.texts * len(self.edits)
         self._at, self._source = ((torch.as_tensor(at) % length).expand(self.texts) for at in (trial.at, trial.source))
@@ -153,72 +158,55 @@ class Rows:
         self.received[:, layer] += self.target.shards.gather(received, self.target.n_heads, 1).cpu()
         self.seeing[:, layer] += later.sum(1)
 
-    # --- hooks ---
+    # --- edits ---
 
     def _hooks(self, layers: range) -> list[Hook]:
         """The hooks that carry out the edits in some layers."""
-        silenced: dict[tuple[int, ...], list[tuple[int, range]]] = {}  # (layer) or (layer, expert): neurons, their rows
-        swapped: dict[Component | Head, list[int]] = {}
-        for number, edit in enumerate(self.edits):
-            rows = range(number * self.texts, (number + 1) * self.texts)
-            for site in edit.zero:
-                silenced.setdefault(site[:-1], []).append((site[-1], rows))
-            for component in edit.swap:
-                swapped.setdefault(component, []).extend(rows)
-        hooks = [self._silence(mlp, neurons) for mlp, neurons in silenced.items() if mlp[0] in layers]
-        for component, its_rows in swapped.items():
-            if component == KEY_BIAS:
-                for layer in layers:
-                    hooks += self._unbias(layer, torch.tensor(its_rows))
-            elif (component.layer or 0) in layers:
-                hooks += self._swap(component, torch.tensor(its_rows))
+        parts = dict.fromkeys(chain.from_iterable(self.edits))
+        silenced = [site_of(part.site) for part in parts if isinstance(part, Neuron)]
+        hooks: list[Hook] = []
+        for group in groups_of(silenced):
+            if group.layer in layers:
+                where = torch.cat([self._rows_with(Neuron.of(site.numbers)) for site in group.sites], -1)
+                hooks.append(neurons_place(self.target, group).rows(where, torch.zeros_like))
+        for part in parts:
+            if isinstance(part, Component | Head) and part != KEY_BIAS and (part.layer or 0) in layers:
+                hooks += self._swap(part)
+        for layer in layers:
+            if KEY_BIAS in parts and key_bias(self.target, layer) is not None:
+                keys = Place(key_projection(self.target, layer), "post")
+                hooks.append(keys.rows(self._rows_with(KEY_BIAS), partial(self._unbiased, layer)))
         return hooks
 
-    def _swap(self, component: Component | Head, rows: Int[Tensor, " swapped"]) -> list[Hook]:
+    def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
+        """The rows whose edit has this part."""
+        having = torch.tensor([part in edit for edit in self.edits])
+        return repeat(having, "edit -> (edit text) 1 1", text=self.texts)
+
+    def _swap(self, component: Component | Head) -> list[Hook]:
         """What a component writes at the source of the intact texts is put where it is swapped."""
-        number, at = self._places[rows % self.texts].nonzero().T
-        row = rows[number]
-        text = row % self.texts
-        source = self._source[text]
+        where = self._rows_with(component) & self._places.repeat(len(self.edits), 1)[..., None]
         embedded: list[Tensor] = []
 
-        def replaced(whole: Float[Tensor, "row pos d"], columns: slice = slice(None)) -> None:
-            whole[row, at, columns] = whole[text, source, columns]
+        def at_source(values: Float[Tensor, "row pos d"]) -> Float[Tensor, "row 1 d"]:
+            return values[torch.arange(self.texts), self._source].repeat(len(self.edits), 1)[:, None]
 
-        def moved(entering: Float[Tensor, "row pos d"]) -> None:
+        def moved(entering: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
             """The learned position embedding is what the first layer gets beyond the token embedding."""
-            positions = entering[: self.texts] - embedded.pop()[: self.texts]
-            entering[row, at] += positions[text, source] - positions[text, at]
+            positions = (entering - embedded.pop())[: self.texts].repeat(len(self.edits), 1, 1)
+            return entering + (at_source(positions) - positions)
 
         if component == POSITIONS:
-            keep = Place(self.target.embedding, "post", on_hidden).hook(embedded.append)
-            return [keep, Place(self.target.layers[0], "pre", on_input).rows(self.count, moved)]
+            keep = Place(self.target.embedding, "post").hook(embedded.append)
+            return [keep, Place(self.target.layers[0], "pre").rows(where, moved)]
         if isinstance(component, Head):
             columns = self.target.head_columns(component.layer, component.head)
-            of_head = partial(replaced, columns=slice(columns[0], columns[-1] + 1))
-            return [heads_place(self.target, component.layer).rows(self.count, of_head)]
+            return [heads_place(self.target, component.layer, columns).rows(where, at_source)]
         modules = writing_modules(self.target, component)
-        return [Place(module, "post", on_hidden).rows(self.count, replaced) for module in modules]
+        return [Place(module, "post").rows(where, at_source) for module in modules]
 
-    def _unbias(self, layer: int, rows: Int[Tensor, " swapped"]) -> list[Hook]:
-        """The keys of some rows without their bias; nothing if the layer has none."""
-        biased = key_bias(self.target, layer)
-        if biased is None:
-            return []
-
-        def unbiased(keys: Float[Tensor, "row pos head d_head"]) -> Tensor:
-            without = keys.clone()
-            known = key_bias(self.target, layer)  # a streamed layer is there only now
-            assert known is not None
-            without[rows] -= known[1]
-            return without
-
-        return [Place(key_projection(self.target, layer), "post", on_hidden).part(biased[0].cut).hook(unbiased)]
-
-    def _silence(self, mlp: tuple[int, ...], neurons: list[tuple[int, range]]) -> Hook:
-        numbers = list(dict.fromkeys(neuron for neuron, _ in neurons))
-        mask = torch.zeros(self.count, 1, len(numbers), dtype=torch.bool)
-        for neuron, rows in neurons:
-            mask[rows, :, numbers.index(neuron)] = True
-        place = neurons_place(self.target, mlp[0], next(iter(mlp[1:]), None), numbers)
-        return place.rows(self.count, lambda values: values.masked_fill_(mask.to(values.device), 0))
+    def _unbiased(self, layer: int, given: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
+        """What gives the keys of a layer, without their bias."""
+        bias = key_bias(self.target, layer)  # a streamed layer is there only now
+        assert bias is not None
+        return given - bias
