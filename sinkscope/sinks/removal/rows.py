@@ -19,7 +19,7 @@ from sinkscope.hooks.edit.sites import groups_of, site_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
-from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, Tokens
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import visible_rows
@@ -66,7 +66,7 @@ class Trial:
     def begin(self) -> int:
         """The first layer that is run: before it, no edit differs and nothing is read."""
         parts = chain.from_iterable(self.edits)
-        begins = [part.layer or 0 for part in parts if not isinstance(part, Tokens)]
+        begins = [part.layer or 0 for part in parts if isinstance(part, Neuron | Head | Component)]
         begin = min(begins, default=max(self.entering.inputs, default=0))
         if self.attention:
             begin = min(begin, self.behind)
