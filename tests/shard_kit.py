@@ -244,6 +244,7 @@ def main(out: str, *folders: str) -> None:
         report[Path(folder).name] = {name: compared(folder, name, tokenizer) for name in wanted}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(report))
+    dist.barrier()  # a process that leaves first may end the other's threads with an abort
     dist.destroy_process_group()
 
 
