@@ -128,6 +128,9 @@ class Remote:
                 f"{target.name} does not run without its weights ({first_line(error)}), so the order of its modules is "
                 "not known: make it with dispatch=True"
             ) from None
+        missing = [module for module, side in stops if (module, side) not in seen]
+        if missing:
+            raise _cannot_travel(f"{type(missing[0]).__name__}, where a site or an edit is, does not run in a pass")
         return list(dict.fromkeys(seen))
 
     def _sent(self, stops: list[_Stop], ids: Ids, mask: Ids | None) -> dict[Any, Tensor]:
