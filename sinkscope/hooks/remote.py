@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -21,6 +20,7 @@ from sinkscope.hooks.edit.placed import PlacedEdit
 from sinkscope.hooks.edit.positions import Tracker
 from sinkscope.hooks.trace.run import Trace
 from sinkscope.hooks.trace.sites import Pattern, Site, resolve
+from sinkscope.models.hooks import first_tensor
 from sinkscope.models.inputs import Ids, read_inputs
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.target import Target
@@ -83,7 +83,9 @@ class Remote:
         found: dict[str, Tensor] = {}
         for stop in stops.values():
             for site in stop.reads:
-                found[site.name] = _shaped(site, given[stop.module, stop.side], rows.ids.shape)
+                if site.name in ("ln_final", "logits"):  # the block has taken them out of what the model returns
+                    site = replace(site, cut=first_tensor)
+                found[site.name] = site.shown(given[stop.module, stop.side], rows.ids.shape)
         return Trace({site.name: found[site.name] for site in wanted})
 
     def _stops(self, wanted: list[Site], edit: Intervention | None, ids: Ids, mask: Ids | None) -> dict[Any, _Stop]:
@@ -199,16 +201,6 @@ def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remo
             "nnsight.TransformersModel(name, task='text-generation')"
         )
     return Remote(target, where)
-
-
-def _shaped(site: Site, value: Tensor, shape: torch.Size) -> Tensor:
-    """What a site shows of the hidden states at its module."""
-    if site.name in ("ln_final", "logits"):  # the block has taken them out of what the model returns
-        site = replace(site, cut=lambda tensor: tensor)
-    tensor = site.cut(value)
-    if tensor.shape[:2] != shape:  # OPT runs batch and position together
-        tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
-    return tensor
 
 
 def _cannot_travel(reason: str) -> UnsupportedError:

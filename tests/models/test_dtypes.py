@@ -11,7 +11,7 @@ import torch
 from checkpoints import checkpoint
 from covering import every_nth
 from kv_kit import model_of
-from organisms import tiny_model
+from organisms import organism, tiny_model
 
 import sinkscope as ss
 from sinkscope.hooks.edit import Ablate, SinkPatch
@@ -41,6 +41,17 @@ def test_a_measurement_under_another_default(default):
     want = ss.lines(count=2, length=64).to_dict()["result"]
     default()
     assert ss.lines(count=2, length=64).to_dict()["result"] == want and torch.get_default_dtype() == torch.float64
+
+
+def test_places_are_proved_and_measured_where_tensors_are_made_on_a_device(monkeypatch):
+    """The meta device has no values, so what is made there by mistake fails here, as a draw on a GPU does."""
+    planted = organism("llama")
+    want = ss.find_sinks(planted.model, tokenizer=planted.tokenizer).to_dict()["result"]
+    monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
+    with torch.device("meta"):
+        target_of(planted.model)  # proves its places
+        assert ss.find_sinks(planted.model, tokenizer=planted.tokenizer).to_dict()["result"] == want
+        assert torch.zeros(1).is_meta
 
 
 @pytest.mark.filterwarnings("ignore:the second token's value is itself like a sink's")

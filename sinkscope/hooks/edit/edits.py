@@ -189,14 +189,18 @@ class Ablate(NeuronEdit):
             memory["mean"] = mean.detach()  # for later calls
             value = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
         else:
-            value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
+            value = torch.full_like(old, self._number(self.value))
         return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
+
+    @staticmethod
+    def _number(value: float | str) -> float:
+        return 0.0 if value == "zero" else float(value)
 
     def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula:
         """The number, or the mean of the row where there is one."""
         chosen = chosen_positions(index, self.positions)
         if self.value != "mean":
-            return Formula(chosen, 0.0, None, torch.tensor(0.0 if self.value == "zero" else float(self.value)))
+            return Formula(chosen, 0.0, None, torch.tensor(self._number(self.value)))
         is_later = index > 0
         count = is_later.sum(1, keepdim=True)
         return Formula(chosen & (count > 0), 0.0, is_later / count.clamp(min=1), torch.tensor(0.0))

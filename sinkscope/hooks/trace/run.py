@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
@@ -199,10 +198,7 @@ def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, rea
 
 def _hook(site: Site, take: Callable[[Tensor], None], shape: torch.Size) -> Any:
     def read(value: Any) -> None:
-        tensor = site.cut(value)
-        if tensor.shape[:2] != shape:  # OPT runs batch and position together
-            tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
-        take(tensor)
+        take(site.shown(value, shape))
 
     if site.when == "pre":
         return on_input(read)

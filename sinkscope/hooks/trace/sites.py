@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -33,6 +34,13 @@ class Site:
     when: str = "post"
     cut: Callable[[Any], Tensor] = first_tensor
     factor: float = 1.0
+
+    def shown(self, value: Any, shape: torch.Size) -> Tensor:
+        """What the site shows of its module's input or output, in a pass over ids of this shape."""
+        tensor = self.cut(value)
+        if tensor.shape[:2] != shape:  # OPT runs batch and position together
+            tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
+        return tensor
 
 
 def _half(number: int, target: Target, tensor: Tensor) -> Tensor:

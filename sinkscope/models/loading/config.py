@@ -52,7 +52,7 @@ def read_checkpoint_json(file: Path) -> Any:
 
 @contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Context manager, and decorator, in which new tensors are float32, whatever the caller set for all of torch.
+    """Context manager, and decorator, in which new tensors are float32 and on the CPU, whatever the caller set.
 
     The setting is torch's own, which all threads share. Measurements that overlap in several threads share this one,
     and the last that ends sets back what the caller had; where that is float32, nothing changes.
@@ -61,10 +61,25 @@ def float32_by_default() -> Iterator[None]:
         _BEFORE.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with cpu_by_default():
+            yield
     finally:
         with _LOCK:
             torch.set_default_dtype(_BEFORE.pop())  # of the earliest if it is the last one
+
+
+@contextmanager
+def cpu_by_default() -> Iterator[None]:
+    """Context manager, and decorator, in which new tensors are on the CPU, whatever device the caller set for them.
+
+    Random numbers are drawn there, so that they are the same on every device. Where the CPU is the default already,
+    nothing is set, because a device that is set takes time in every call of torch.
+    """
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -17,9 +17,7 @@ def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
     """Some tokens, always the same ones."""
     vocabulary = int(next(target.embedding.parameters()).shape[0])
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator, device="cpu").to(
-        target.device
-    )
+    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
 
 
 def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:

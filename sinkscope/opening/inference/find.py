@@ -12,7 +12,7 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
-from sinkscope.models.loading.config import first_line
+from sinkscope.models.loading.config import cpu_by_default, first_line
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds, kind_of
 from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
@@ -33,6 +33,7 @@ class _Known:
 _KNOWN: dict[tuple[type, str], _Known] = {}  # by the class and the configuration of the model
 
 
+@cpu_by_default()
 def adapter_of(target: Target, *, proves: bool = True) -> Found:
     """The adapter of a model: its row if there is one, or else what its names propose, once per configuration.
 
@@ -103,6 +104,7 @@ def _noted(adapter: Found, problems: dict[str, str]) -> Found:
     return replace(adapter, unproved=unproved)
 
 
+@cpu_by_default()
 def prove(target: Target, *, every_layer: bool = True) -> None:
     """Raise if `probe` finds a problem. Models with weights on meta are skipped.
 

@@ -114,7 +114,7 @@ class LayerSums:
         """Put random numbers in the place of what passes; the same ones in both rows, or not."""
         rows = passing.by_row(tensor).clone()
         count = 1 if same else _ROWS
-        noise = torch.randn(count, *rows.shape[1:], generator=self._generator, device="cpu")
+        noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
         if passing is self.pre:
             noise[:, -1] *= _LARGE
         rows[:] = noise.to(rows)
@@ -159,7 +159,7 @@ class LayerSums:
                 self.problems[f"attn.hook_{which}"] = "a change of one head in it is none of that head in attention"
         batch, count, tokens = call.query.shape[:3]
         self._count = count
-        noise = torch.randn(1, tokens, call.value.shape[-1], generator=self._generator, device="cpu")
+        noise = torch.randn(1, tokens, call.value.shape[-1], generator=self._generator)
         output = call.value.new_zeros(batch, tokens, count, call.value.shape[-1])
         output[:, :, _HEAD % count] = (noise - noise.mean(-1, keepdim=True)).to(output)  # norms take off the mean
         call.compute = lambda _: (output, None)
