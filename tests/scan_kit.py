@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.scan import scan_parts
 
 PARTS = ("find_sinks", "repeat")
 DIES_ONCE, HANGS, FULL_DISK = "dies-once", "hangs", "full-disk"
@@ -20,8 +19,7 @@ if any("spawn_main" in word for word in sys.orig_argv):
     from sinkscope.sinks.find import attention_received
 
     attention_received.RATE_TEXTS = 8
-    parts = [part for part in scanning.scan_parts() if part.name in {parts}]
-    scanning.scan_parts = lambda: parts
+    scanning.PARTS = [part for part in scanning.PARTS if part.name in {parts}]
     measured = scanning._measured
 
     def full(*_):
@@ -47,8 +45,7 @@ if any("spawn_main" in word for word in sys.orig_argv):
 
 def few_parts(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Scan with few parts alone, in spawned processes too: these run what `folder` holds as they start."""
-    parts = [part for part in scan_parts() if part.name in PARTS]
-    patch.setattr(scanning, "scan_parts", lambda: parts)
+    patch.setattr(scanning, "PARTS", [part for part in scanning.PARTS if part.name in PARTS])
     (folder / "sitecustomize.py").write_text(IN_WORKERS.replace("{parts}", repr(PARTS)))
     patch.syspath_prepend(folder)
     patch.setenv("PYTHONPATH", str(folder), prepend=":")

@@ -22,7 +22,12 @@ from sinkscope.results.options import Mark, Outline
 
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 """Headings of the help, in their order."""
-LAST = 1000  # place of a command that states none
+ORDER = (
+    *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "separate", "reproduce"),
+    *("repeat", "attack", "loops", "barcode", "why", "lines", "bench", "bench table", "check-cache"),
+    *("scan", "demo", "scan table", "view", "models", "generate", "report"),
+)
+"""The commands of each heading, in their order; others come after them."""
 
 
 def written() -> str:
@@ -30,15 +35,15 @@ def written() -> str:
     for module in walk_packages(sinkscope.__path__, "sinkscope."):
         with suppress(ImportError):  # it needs a library that is not there, and holds no command
             import_module(module.name)
-    found: list[tuple[tuple[int, int, str], dict[str, Any]]] = []
+    rows: list[dict[str, Any]] = []
     for module in [name for name in sys.modules if name.startswith("sinkscope.")]:
         for name, value in vars(sys.modules[module]).items():
             mark = getattr(value, "mark", None)
             if isinstance(mark, Mark) and value.__module__ == module:
                 row = {"words": mark.words, "target": f"{module}:{name}", "group": mark.group, "help": mark.help}
                 row |= {"measures": isinstance(value, Measurement), "outline": Outline.of(value).to_data()}
-                found.append(((GROUPS.index(mark.group), mark.order or LAST, mark.words), row))
-    rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
+                rows.append(row)
+    rows.sort(key=lambda row: (GROUPS.index(row["group"]), [*ORDER, row["words"]].index(row["words"]), row["words"]))
     return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"
 
 

@@ -7,7 +7,7 @@ from datetime import date
 from html import escape
 from math import hypot
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
@@ -87,8 +87,8 @@ class SinkCard(Result):
         changes: Comparison with the other card, including what stayed the same.
     """
 
-    kind: ClassVar[str] = "sink-card"
-    page: ClassVar[str] = "scan"
+    kind = "sink-card"
+    page = "scan"
 
     quick: bool
     parts: tuple[CardPart, ...]

@@ -26,7 +26,6 @@ from sinkscope.results.tables import cell
 @command(
     words="generate",
     group="Look",
-    order=5,
     help="Continue a prompt under a patch, policy or guard.",
 )
 def print_generated(

@@ -28,7 +28,6 @@ LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
 @command(
     words="loops",
     group="Loops",
-    order=1,
     help="Check outputs for repetition, or watch a stream.",
 )
 def check_loops(

@@ -218,7 +218,6 @@ def _workers(number: int | None, settings: Mapping[str, Any]) -> int:
 @command(
     words="scan",
     group="Look",
-    order=1,
     help="Run all measurements on a model and write its sink card.",
     options_of=scan,
 )

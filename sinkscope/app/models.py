@@ -18,7 +18,6 @@ SHOWN_MODELS = SCREEN - 5
 @command(
     words="models",
     group="Look",
-    order=4,
     help="List the short names of public models.",
 )
 def print_models(

@@ -22,7 +22,6 @@ from sinkscope.results.result import Result
 @command(
     words="report",
     group="Look",
-    order=6,
     help="Write all results of a folder as one HTML file.",
 )
 def report(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -19,19 +19,28 @@ from sinkscope.app.pages import Section, document, folded, plot, result_section,
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.files.catalog import commands
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import part_of, silent
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.measure import Hidden, Measurement, Option, ScanPart, Setup, Whole
+from sinkscope.lines.lines import lines
+from sinkscope.loops.barcode import barcode
+from sinkscope.loops.why import why
+from sinkscope.measure import Hidden, Option, Setup, Whole
 from sinkscope.models.target import Target
 from sinkscope.results.console import end_bar, terminal_width
 from sinkscope.results.notation import A_SINK
 from sinkscope.results.options import checks_arguments, command
 from sinkscope.results.result import Result
+from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.chunks import digest_of
+from sinkscope.sinks.circuit.circuit import circuit
+from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.marking_heads import heads
+from sinkscope.sinks.patch.make import patch_make
+from sinkscope.sinks.precision.precision import precision
+from sinkscope.sinks.repetition.repeat import repeat
 
 PAGE = "card.html"
 BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
@@ -41,19 +50,28 @@ QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
 @dataclass(frozen=True)
 class Part:
-    """A measurement of a scan.
+    """A part of a scan.
 
     Attributes:
         name: Name of its function.
         command: Command that runs it alone.
-        measure: The measurement, or a function of a `Setup`.
-        scan: How it takes part.
+        measure: Gives its result; it takes a `Setup` and the arguments.
+        topic: What its conclusion is about on the first screen of the card. Of several parts of a topic, the last one
+            with a result is quoted. Empty: it is not on the first screen.
+        full: Its arguments.
+        quick: Its arguments with --quick. None: it is then left out.
+        streams: Whether it can run on a model that is read layer by layer.
+        provisional: Whether a full scan may find otherwise than --quick.
     """
 
     name: str
     command: str
-    measure: Any
-    scan: ScanPart
+    measure: Callable[..., Result]
+    topic: str = ""
+    full: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, Any] | None = field(default_factory=dict)
+    streams: bool = False
+    provisional: bool = False
 
     @property
     def file(self) -> str:
@@ -75,61 +93,37 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
     return tabulate_records([run_bench(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)])
 
 
-BENCHMARKS = (
+PARTS = (
+    Part("find_sinks", "find-sinks", find_sinks.on, "Sink", {"all_layers": True}, streams=True),
+    Part("circuit", "circuit", circuit.on, "Circuit", quick={"max_repeats": 300}),
+    Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
+    Part("repeat", "repeat --ablate", repeat.on, "Repetition", {"ablate": True}, {"ablate": True}, streams=True),
+    Part("attack", "attack", attack.on, quick={"sequences": 20}),
+    Part("patch_make", "patch make", patch_make.on, "Repetition", quick=None),
+    Part("barcode", "barcode", barcode.on, "Loops", quick={"max_new_tokens": 96}),
+    Part("why", "why", why.on, "Loops", quick={"max_new_tokens": 96, "cuts": 3}),
+    Part("lines", "lines", lines.on, "Lines", quick={"count": 3, "length": 192}),
     Part(
         "loops",
         "bench --task loops:source=text",
         loops,
-        ScanPart(
-            topic="Loops",
-            full={"count": 16, "max_new_tokens": 384},
-            quick={"count": 4, "max_new_tokens": 128},
-            streams=False,
-            provisional=True,
-        ),
+        "Loops",
+        {"count": 16, "max_new_tokens": 384},
+        {"count": 4, "max_new_tokens": 128},
+        provisional=True,
     ),
     Part(
         "policies",
         "bench --task text",
         policies,
-        ScanPart(
-            topic="Cache",
-            full={"count": 4, "prompt": 768},
-            quick={"count": 1, "prompt": 256},
-            streams=False,
-            provisional=True,
-        ),
+        "Cache",
+        {"count": 4, "prompt": 768},
+        {"count": 1, "prompt": 256},
+        provisional=True,
     ),
+    Part("precision", "precision", precision.on, "Precision", quick={"pieces": 8}),
 )
-"""Parts of a scan that are benchmarks."""
-
-ORDER = (
-    "find_sinks",
-    "circuit",
-    "heads",
-    "repeat",
-    "attack",
-    "patch_make",
-    "barcode",
-    "why",
-    "lines",
-    "loops",
-    "policies",
-    "precision",
-)
-"""What a scan runs, in the order of the card. Measurements of other packages that take part come after these."""
-
-
-def scan_parts() -> list[Part]:
-    """The parts of a scan in the order of the card: measurements that say so, and benchmarks."""
-    parts = list(BENCHMARKS)
-    for one in commands().values():
-        measurement = one.load()
-        if one.measures and measurement.scan is not None:
-            parts.append(Part(one.name, measurement.scan.command or one.words, measurement, measurement.scan))
-    by_name = {part.name: part for part in parts}
-    ours = [by_name.pop(name) for name in ORDER]
-    return [*ours, *by_name.values()]
+"""What a scan runs, in the order of the card."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +184,7 @@ def scan(
     settings = _settings(setup, quick, patch)
     parts: list[CardPart] = []
     results: dict[str, Result] = {}
-    chosen = [part for part in scan_parts() if not quick or part.scan.quick is not None]
+    chosen = [part for part in PARTS if not quick or part.quick is not None]
     with Folder(folder, settings, FinishedPart, option="--out") as kept:
         for number, part in enumerate(chosen):
             progress(f"scan: {part.command}", 100 * number, 100 * len(chosen))
@@ -257,20 +251,16 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
 
 def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
     """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
-    measurement = part.measure
-    whole = not part.scan.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
-    if whole and not setup.target.resident:
+    if not part.streams and not setup.target.resident:
         return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
-    arguments = part.scan.full
+    arguments = part.full
     if quick:
-        arguments = part.scan.quick or {}
+        arguments = part.quick or {}
     arguments = context_arguments(arguments, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         with nullcontext() if edit is None else edit.on(setup.target):
-            if isinstance(measurement, Measurement):
-                return measurement.on(setup, **arguments)
-            return measurement(setup, **arguments)
+            return part.measure(setup, **arguments)
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"
@@ -295,7 +285,7 @@ def context_arguments(arguments: Mapping[str, Any], context: int | None) -> dict
 
 def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
-    card = CardPart(part.name, part.command, topic=part.scan.topic, provisional=part.scan.provisional)
+    card = CardPart(part.name, part.command, topic=part.topic, provisional=part.provisional)
     if isinstance(outcome, str):
         return replace(card, problem=outcome.rstrip(".") + ".")
     return replace(
@@ -341,7 +331,6 @@ def _memory_limit(target: Target, quick: bool) -> float:
 @command(
     words="demo",
     group="Look",
-    order=2,
     help="Take a two-minute tour of the bundled model.",
 )
 def demo(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -100,9 +100,9 @@ class ScanTable(Result):
         scans: A row for each; checkpoints of a model in the order of their steps.
     """
 
-    kind: ClassVar[str] = "scan-table"
-    page: ClassVar[str] = "scan"
-    drawing: ClassVar[Any] = "sinkscope.app.scan_table:draw"
+    kind = "scan-table"
+    page = "scan"
+    drawing = "sinkscope.app.scan_table:draw"
     table_of = "scans"
     columns = ("scan", "sink_layer", "neurons", "heads", "sink_rate", "repeats", "loops")
 
@@ -182,7 +182,6 @@ def draw(result: ScanTable) -> Any:
 @command(
     words="scan table",
     group="Look",
-    order=2,
     help="Join the cards of several scans into one table.",
 )
 def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) -> ScanTable:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from jaxtyping import Float
@@ -36,7 +36,7 @@ SAMPLING = "sampling"
 class RandomSlots(Policy):
     """Keeps random slots, chosen separately in every layer and head: the baseline that a policy has to beat."""
 
-    KEEPS_BUDGET: ClassVar[bool] = True
+    KEEPS_BUDGET = True
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score a position by its hash, so that a slot that was kept stays."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
@@ -41,7 +41,7 @@ class BenchRecord(Keyed):
         steps: Numbers for each new token by name, such as the probability of the model's top prediction.
     """
 
-    identity: ClassVar[tuple[str, ...]] = ("model", "task", "method", "prompt", "turn", "seed")
+    identity = ("model", "task", "method", "prompt", "turn", "seed")
 
     model: str
     task: str

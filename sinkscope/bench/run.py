@@ -34,7 +34,6 @@ VERSION = 5
 @command(
     words="bench",
     group="Benchmark",
-    order=1,
     help="Compare methods on prompts: scores beside costs.",
 )
 def bench(

@@ -36,11 +36,11 @@ class BenchTable(Result):
         groups: Results by task, model, set and method.
     """
 
-    kind: ClassVar[str] = "bench"
-    drawing: ClassVar[Any] = draw_bench
-    page: ClassVar[str] = "bench"
+    kind = "bench"
+    drawing = draw_bench
+    page = "bench"
 
-    glossary: ClassVar[dict[str, str]] = {
+    glossary: ClassVar = {
         "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
         "cells": "Share of a prompt's causal cells that attention covers; a dash if prompts are left to the model",
         "time": "Seconds per new token, divided by those of the full cache",
@@ -124,7 +124,6 @@ class BenchTable(Result):
 @command(
     words="bench table",
     group="Benchmark",
-    order=2,
     help="Show the tables of finished runs.",
 )
 def bench_table(

@@ -133,7 +133,7 @@ class PromptFile(Task):
         new: Maximum length of an answer.
     """
 
-    name: ClassVar[str] = "file"
+    name = "file"
 
     file: str = ""
     given: tuple[Prompt, ...] = ()

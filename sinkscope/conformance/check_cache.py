@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -31,10 +31,10 @@ class CacheCheck(Result):
         checks: The checks in their order.
     """
 
-    kind: ClassVar[str] = "check-cache"
-    page: ClassVar[str] = "check_cache"
-    table_of: ClassVar[str] = "checks"
-    columns: ClassVar[tuple[str, ...]] = ("check", "verdict")
+    kind = "check-cache"
+    page = "check_cache"
+    table_of = "checks"
+    columns = ("check", "verdict")
 
     cache: str
     checks: tuple[CheckedBehaviour, ...]
@@ -75,7 +75,6 @@ class CacheCheck(Result):
 @command(
     words="check-cache",
     group="Benchmark",
-    order=3,
     help="Check any KV cache, press or policy on models that show what it loses.",
 )
 def check_cache(

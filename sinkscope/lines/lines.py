@@ -24,7 +24,7 @@ from sinkscope.files.records import Part, checked_value
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
-from sinkscope.measure import Hidden, Natural, Number, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
@@ -201,9 +201,7 @@ def draw(result: LineWeights) -> go.Figure:
 
 @measurement(
     group="Dialogues",
-    order=1,
     help="Measure attention on the heaviest lines.",
-    scan=ScanPart(topic="Lines", quick={"count": 3, "length": 192}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

@@ -24,7 +24,7 @@ from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.measure import Natural, Number, Option, Result, ScanPart, Setup, Whole, measurement
+from sinkscope.measure import Natural, Number, Option, Result, Setup, Whole, measurement
 from sinkscope.measure.attention_texts import ordinary_ids, prompt_ids
 from sinkscope.models.checks import attending_layers, check_length, check_site
 from sinkscope.models.inputs import read_row
@@ -279,9 +279,7 @@ def draw(result: Barcode) -> go.Figure:
 
 @measurement(
     group="Loops",
-    order=3,
     help="Show attention in a loop, and what locks onto it.",
-    scan=ScanPart(topic="Loops", quick={"max_new_tokens": 96}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

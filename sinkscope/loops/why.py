@@ -23,7 +23,7 @@ from sinkscope.kv.policy import Policy
 from sinkscope.kv.rounded import Bits, Rounded
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.measure import Natural, Number, Option, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_row
@@ -339,9 +339,7 @@ class Case:
 
 @measurement(
     group="Loops",
-    order=4,
     help="Say what keeps a loop going.",
-    scan=ScanPart(topic="Loops", quick={"max_new_tokens": 96, "cuts": 3}, streams=False),
     figure=draw,
     loading="whole",
     edits=True,

@@ -3,7 +3,7 @@
 from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.records import Natural, Whole
-from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, ScanPart, measurement
+from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, measurement
 from sinkscope.measure.setup import PIECE, Setup, TextAttention
 from sinkscope.models.text import typical_text
 from sinkscope.results.options import Hidden, Option, Output
@@ -23,7 +23,6 @@ __all__ = [
     "Progress",
     "Provenance",
     "Result",
-    "ScanPart",
     "Setup",
     "TextAttention",
     "Whole",

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
@@ -32,28 +32,6 @@ EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_from_options)}
 """Parameters of a measurement that can run under interventions."""
 
 
-@dataclass(frozen=True)
-class ScanPart:
-    """How a measurement takes part in `sinkscope scan`.
-
-    Attributes:
-        topic: What its conclusion is about on the first screen of the card. Of several measurements of a topic, the
-            last one with a result is quoted. Empty: it is not on the first screen.
-        full: Its arguments.
-        quick: Its arguments with --quick. None: it is then left out.
-        streams: Whether it can run on a model that is read layer by layer.
-        provisional: Whether a full scan may find otherwise than --quick.
-        command: Command that runs it alone. Empty: the words of the measurement.
-    """
-
-    topic: str = ""
-    full: Mapping[str, Any] = field(default_factory=dict)
-    quick: Mapping[str, Any] | None = field(default_factory=dict)
-    streams: bool = True
-    provisional: bool = False
-    command: str = ""
-
-
 @dataclass(eq=False)
 class Measurement(Generic[P, R]):
     """A measurement that can be called with a model; made by `@measurement`.
@@ -69,7 +47,6 @@ class Measurement(Generic[P, R]):
     quick: dict[str, Any]
     outputs: Sequence[Output]
     check: Callable[..., object] | None
-    scan: ScanPart | None
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
@@ -204,14 +181,12 @@ def measurement(
     group: str,
     figure: Callable[[Any], go.Figure] | None = None,
     words: str | None = None,
-    order: int = 0,
     help: str = "",
     loading: Loading = "stream",
     edits: bool = False,
     quick: dict[str, Any] | None = None,
     outputs: Sequence[Output] = (),
     check: Callable[..., object] | None = None,
-    scan: ScanPart | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
@@ -222,7 +197,6 @@ def measurement(
         group: The documentation lists measurements of one group together.
         figure: Function that draws the result. None: its class says what draws it, or nothing does.
         words: Words of the command. None: the function's name with dashes.
-        order: Place in its group; 0 is the end.
         help: One line for the list of commands.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
@@ -230,7 +204,6 @@ def measurement(
         outputs: Additional files that its command writes.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
-        scan: How it takes part in `sinkscope scan`. None: it does not.
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
@@ -240,7 +213,7 @@ def measurement(
         if figure is not None:
             result_class.drawing = figure
         said = (words or function.__name__).replace("_", "-")
-        mark = Mark(said, group, help or f"See sinkscope {said} --help.", order)
-        return Measurement(function, mark, loading, edits, quick or {}, outputs, check, scan)
+        mark = Mark(said, group, help or f"See sinkscope {said} --help.")
+        return Measurement(function, mark, loading, edits, quick or {}, outputs, check)
 
     return wrap

@@ -81,30 +81,26 @@ class Mark:
         words: What is typed, such as "bench table".
         group: Heading under which the help lists it.
         help: One line.
-        order: Place in its group; 0 is the end.
     """
 
     words: str
     group: str
     help: str
-    order: int = 0
 
 
-def command(
-    *, words: str, group: str, help: str, order: int = 0, options_of: Callable[..., Any] | None = None
-) -> Callable[[C], C]:
+def command(*, words: str, group: str, help: str, options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
     """Make a function a command that is no measurement; its arguments are checked as `checks_arguments` does.
 
     `python -m tools.commands` writes it into the table of commands.
 
     Args:
-        words: As for `Mark`, and so are `group`, `help` and `order`.
+        words: As for `Mark`, and so are `group` and `help`.
         options_of: Function whose options the command has as well; they arrive in its `**settings`.
     """
 
     def wrap(function: C) -> C:
         made = checks_arguments()(function)
-        vars(made)["mark"] = Mark(words, group, help, order)
+        vars(made)["mark"] = Mark(words, group, help)
         if options_of is not None:
             own = {one.name: one for one in parameters_of(function)}
             every = {one.name: one for one in parameters_of(options_of)} | own

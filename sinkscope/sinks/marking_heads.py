@@ -21,7 +21,7 @@ from torch import Tensor
 from sinkscope.hooks.edit.places import heads_place
 from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, beside
@@ -267,9 +267,7 @@ def draw(result: MarkingHeads) -> go.Figure:
 
 @measurement(
     group="Sinks",
-    order=3,
     help="Find the heads that mark the first token.",
-    scan=ScanPart(quick={"count": 8}),
     figure=draw,
     quick={"count": 2},
 )

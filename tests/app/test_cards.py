@@ -13,9 +13,9 @@ from report_kit import files_shown, made_report
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
-from sinkscope.app.scan import context_arguments, scan, scan_parts
+from sinkscope.app.scan import context_arguments, scan
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Measurement, Setup
+from sinkscope.measure import Setup
 from sinkscope.results.result import Number, Result
 
 pytestmark = pytest.mark.few_texts
@@ -26,8 +26,7 @@ LIGHT = ("heads", "repeat")
 
 def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
     """Scan with these parts alone."""
-    parts = [part for part in scan_parts() if part.name in names]
-    monkeypatch.setattr(scanning, "scan_parts", lambda: parts)
+    monkeypatch.setattr(scanning, "PARTS", [part for part in scanning.PARTS if part.name in names])
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder):
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     only(monkeypatch, FEW)
     before = json.loads((folder / "card.json").read_text())["result"]
-    monkeypatch.setattr(Measurement, "on", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
     scan(model, out=folder, quick=True)
     assert json.loads((folder / "card.json").read_text())["result"] == before
     ours = (folder / "card.html").read_text()
@@ -106,20 +105,17 @@ def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
 
 @pytest.mark.slow
 def test_a_part_that_fails_says_why_and_the_next_begins(light, model, tmp_path, monkeypatch):
-    real = Measurement.on
+    def fails(*_, **__):
+        raise ZeroDivisionError("<b>by zero</b>\nand more")
 
-    def on(self, setup, **options):
-        if self.__name__ == "heads":
-            raise ZeroDivisionError("<b>by zero</b>\nand more")
-        return real(self, setup, **options)
-
-    monkeypatch.setattr(Measurement, "on", on)
+    working = scanning.PARTS
+    monkeypatch.setattr(scanning, "PARTS", [replace(working[0], measure=fails), *working[1:]])
     card = scan(model, out=tmp_path / "s", quick=True)
     assert card.parts[0].problem == "it failed (ZeroDivisionError: <b>by zero</b>)."
     assert card.parts[1].problem is None and card.conclusion() == card.parts[1].conclusion
     page = (tmp_path / "s/card.html").read_text()
     assert "is missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
-    monkeypatch.setattr(Measurement, "on", real)
+    monkeypatch.setattr(scanning, "PARTS", working)
     again = scan(model, out=tmp_path / "s", quick=True)  # and it is tried again
     assert [part.problem for part in again.parts] == [None, None]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.scan import scan, scan_parts
+from sinkscope.app.scan import PARTS, scan
 from sinkscope.models.draws import seed_of
 
 pytestmark = pytest.mark.few_texts
@@ -37,7 +37,7 @@ def compare_resumed(model: Path | None, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     scan(model, out=whole, quick=True)
     expected = results(whole)
-    parts = [part for part in scan_parts() if part.scan.quick is not None]
+    parts = [part for part in PARTS if part.quick is not None]
     assert len(parts) > 1 and len(expected) > len(parts)
     for number in range(1, len(parts)):
         stopped = tmp_path / f"stopped{number}"

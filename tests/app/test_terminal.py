@@ -19,8 +19,8 @@ from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
 from sinkscope.app.scan import Part, card_part
 from sinkscope.loops.text.streams import Watch
-from sinkscope.measure import ScanPart
 from sinkscope.results.console import ProgressBar
+from sinkscope.sinks.find.find import find_sinks
 
 pyte = pytest.importorskip("pyte")
 WIDTH = 80
@@ -87,7 +87,7 @@ def stream(tmp_path, monkeypatch) -> str:
 @pytest.fixture
 def tour(monkeypatch) -> None:
     """A scan that takes a moment, and whose findings are made up."""
-    part = card_part(Part("find_sinks", "find-sinks", None, ScanPart(topic="Sink")), sample_find_sinks())
+    part = card_part(Part("find_sinks", "find-sinks", find_sinks.on, "Sink"), sample_find_sinks())
 
     def scan(*, progress, **_):
         for done in range(3):

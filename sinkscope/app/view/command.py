@@ -20,7 +20,6 @@ from sinkscope.results.options import Hidden, Option, command
 @command(
     words="view",
     group="Look",
-    order=3,
     help="Explore a model on a text in the browser.",
 )
 def view_model(

@@ -114,12 +114,12 @@ class ModelView(Result):
         generation: A continuation with and without the guard. None if it was not made.
     """
 
-    kind: ClassVar[str] = "view"
-    page: ClassVar[str] = "view"
-    table_rows: ClassVar[int] = 12
-    percent: ClassVar[tuple[str, ...]] = ("of_first",)
-    columns: ClassVar[tuple[str, ...]] = ("position", "token", "norm", "of_first", "attention")
-    glossary: ClassVar[dict[str, str]] = {
+    kind = "view"
+    page = "view"
+    table_rows = 12
+    percent = ("of_first",)
+    columns = ("position", "token", "norm", "of_first", "attention")
+    glossary: ClassVar = {
         "norm": "norm after the sink layer",
         "of_first": "that norm over the first token's in typical text",
         "attention": "attention that the token receives, mean over heads and later queries",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import GUARD
@@ -52,16 +51,16 @@ class Loops(Task):
         given: Prompts to use instead.
     """
 
-    name: ClassVar[str] = "loops"
-    main: ClassVar[str] = "loop"
-    low_is_good: ClassVar[bool] = True
-    unit: ClassVar[str] = "answers that loop"
-    counted: ClassVar[str] = "loop"
-    columns: ClassVar[tuple[str, ...]] = (
+    name = "loops"
+    main = "loop"
+    low_is_good = True
+    unit = "answers that loop"
+    counted = "loop"
+    columns = (
         *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
         *("interventions", "alarm", "chance"),
     )
-    budget: ClassVar[int] = 1024
+    budget = 1024
 
     source: str = "small"
     count: Size | None = None

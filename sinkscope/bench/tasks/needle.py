@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, cycle, islice, product
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.task import Size, Task, register_task
@@ -88,9 +88,9 @@ class Needle(Task):
         seed: Seed of every random choice.
     """
 
-    name: ClassVar[str] = "needle"
-    unit: ClassVar[str] = "needles found"
-    metric: ClassVar[str] = "share"
+    name = "needle"
+    unit = "needles found"
+    metric = "share"
 
     kinds: tuple[Kind, ...] = ()
     lengths: tuple[Size, ...] = (640, 1024, 1536, 2048)

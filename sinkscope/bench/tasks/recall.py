@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile, zip_longest
 from operator import eq
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
@@ -73,12 +73,12 @@ class Recall(Task):
         positions: Positions of the question: begin, middle, end.
     """
 
-    name: ClassVar[str] = "recall"
-    unit: ClassVar[str] = "right answers"
-    columns: ClassVar[tuple[str, ...]] = ("prefix", "chance")
-    budget: ClassVar[int] = 256
-    metric: ClassVar[str] = "sinkscope.bench.tasks.recall:exact_until_end"
-    model: ClassVar[str] = RECALL
+    name = "recall"
+    unit = "right answers"
+    columns = ("prefix", "chance")
+    budget = 256
+    metric = "sinkscope.bench.tasks.recall:exact_until_end"
+    model = RECALL
 
     count: Size = 10
     turns: Size = 3

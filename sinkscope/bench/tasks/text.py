@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -43,16 +42,16 @@ class TextFidelity(Task):
             greedy answer of full attention.
     """
 
-    name: ClassVar[str] = "text"
-    main: ClassVar[str] = "kl"
-    low_is_good: ClassVar[bool] = True
-    unit: ClassVar[str] = "divergence from full attention"
-    shown: ClassVar[str] = "{:.2g} nats"
-    control: ClassVar[str] = "random"
-    tile: ClassVar[str] = "agree"
-    tile_label: ClassVar[str] = "of next tokens are those of full attention"
-    columns: ClassVar[tuple[str, ...]] = ("agree", "first")
-    together: ClassVar[bool] = True
+    name = "text"
+    main = "kl"
+    low_is_good = True
+    unit = "divergence from full attention"
+    shown = "{:.2g} nats"
+    control = "random"
+    tile = "agree"
+    tile_label = "of next tokens are those of full attention"
+    columns = ("agree", "first")
+    together = True
 
     count: Size = 4
     prompt: Size = 768

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
-from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
+from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
 from sinkscope.results.claims import Claim
 from sinkscope.results.result import Number, numbers_of
@@ -154,9 +154,7 @@ def draw(result: ClusterAttack) -> go.Figure:
 
 @measurement(
     group="Repetition",
-    order=2,
     help="Make sinks with different tokens that one head marks.",
-    scan=ScanPart(quick={"sequences": 20}, streams=False),
     figure=draw,
     quick={"lengths": [4], "sequences": 4, "prefix": ""},
 )

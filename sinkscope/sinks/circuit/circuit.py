@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.hooks.edit.sites import head_of
-from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Search
 from sinkscope.results.notation import count_of, short_sentence, word_list
@@ -184,9 +184,7 @@ def draw(result: Circuit) -> go.Figure:
 
 @measurement(
     group="Sinks",
-    order=2,
     help="Trace the circuit of the sink.",
-    scan=ScanPart(topic="Circuit", quick={"max_repeats": 300}, streams=False),
     figure=draw,
     quick={"max_repeats": 64},
 )

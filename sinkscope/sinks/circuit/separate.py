@@ -95,7 +95,7 @@ def draw(result: Separation) -> go.Figure:
 
 
 @measurement(
-    group="Sinks", order=6, help="Tell first tokens from later ones by linear probes.", figure=draw, quick={"pieces": 8}
+    group="Sinks", help="Tell first tokens from later ones by linear probes.", figure=draw, quick={"pieces": 8}
 )
 def separate(
     setup: Setup, *, layer: Whole = 0, neuron: Whole | None = None, pieces: Natural = 128, count: Natural = 1024

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Natural, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.checkpoints.names import published_for
 from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.find.layer_scan import typical_quantiles
@@ -27,9 +27,7 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unkn
 
 @measurement(
     group="Sinks",
-    order=1,
     help="Find the layer and the neurons that make the sink.",
-    scan=ScanPart(topic="Sink", full={"all_layers": True}),
     quick={"max_repeats": 64},
 )
 def find_sinks(

@@ -157,7 +157,6 @@ def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None, **_: o
 
 @measurement(
     group="Sinks",
-    order=5,
     help="Measure what a patch costs.",
     figure=draw,
     words="patch eval",

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Output, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claim, Outcome
@@ -233,9 +233,7 @@ def write_patch(made: PatchMade, path: str) -> str | None:
 
 @measurement(
     group="Sinks",
-    order=4,
     help="Make a patch and prove that it repairs repetition.",
-    scan=ScanPart(topic="Repetition", quick=None, streams=False),
     figure=draw,
     words="patch make",
     loading="whole",

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from pydantic import Field
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.measure import Result, ScanPart, Setup, measurement
+from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search, percent_pair
 from sinkscope.results.notation import neuron_names, word_list
@@ -218,9 +218,7 @@ def draw(result: Precision) -> go.Figure:
 
 @measurement(
     group="Sinks",
-    order=6,
     help="Measure what rounding costs, and what to keep exact.",
-    scan=ScanPart(topic="Precision", quick={"pieces": 8}, streams=False),
     figure=draw,
     loading="whole",
     quick={"schemes": ["a8-tensor"], "pieces": 3, "length": 16},

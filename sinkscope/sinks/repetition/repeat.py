@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import plotly.graph_objects as go
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
+from sinkscope.measure import Natural, Option, Result, Setup, measurement
 from sinkscope.results.claims import Claim
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
@@ -114,9 +114,7 @@ def refuse_unused(
 
 @measurement(
     group="Repetition",
-    order=1,
     help="Measure what repeated tokens do to norm, attention or output.",
-    scan=ScanPart(topic="Repetition", full={"ablate": True}, quick={"ablate": True}, command="repeat --ablate"),
     figure=draw,
     quick={"max_repeats": 24, "ablate": True},
     check=refuse_unused,
