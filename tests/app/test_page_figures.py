@@ -8,7 +8,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from sinkscope.app.pages import DRAWN, document, page, plot, section
+from sinkscope.app.pages import DRAWN, Section, document, page, plot
 from sinkscope.results.result import Result
 
 FIGURES = Path(__file__).parents[2] / "figures"
@@ -28,5 +28,5 @@ def test_a_page_is_svg_and_small(name):
 
 @pytest.mark.parametrize(("trace", "whole"), [(go.Scatter, False), (go.Scatter3d, True)])
 def test_only_a_figure_that_needs_it_brings_the_whole_of_plotly(trace, whole):
-    text = document("x", [section("x", "", {}, plot(go.Figure(trace(x=[1], y=[2]))))])
+    text = document("x", [Section("x", "", "", plot(go.Figure(trace(x=[1], y=[2]))))])
     assert (len(text) > 4_000_000) == whole and text.count("Copyright 2012") == 1

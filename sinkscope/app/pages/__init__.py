@@ -23,6 +23,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import visible
+from sinkscope.files.provenance import Provenance
 from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import cell
@@ -83,12 +84,23 @@ def save_document(path: str | os.PathLike[str], text: str, *, force: bool = Fals
 
 
 def result_section(result: Result, file: str = "") -> Section:
-    """The section of a result: its text, table and figure, how it was made, and its settings and provenance."""
-    data = result.to_dict()
-    html = result.to_html()
+    """The section of a result: its text, table and figure, how it was made, and its settings and provenance.
+
+    Args:
+        result: The result.
+        file: Displayed name of its file.
+    """
+    parts = [result.to_html()]
     if type(result).drawing is not None:
-        html += plot(result.figure(), file)
-    return section(result.kind, file, {name: data[name] for name in ENVELOPE}, html)
+        parts.append(plot(result.figure(), file))
+    parts.append(f'<p class="made">{_how_it_was_made(file, result.provenance)}</p>')
+    data = result.to_dict()
+    for name in ENVELOPE:
+        parts.append(f"<details><summary>{name}</summary><dl>")
+        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
+        parts.append("</dl></details>")
+    html = visible("\n".join(parts))  # HTML does not allow control characters
+    return Section(result.kind, result.model.name, file, html)
 
 
 def folded(one: Section, sentence: str) -> Section:
@@ -96,38 +108,20 @@ def folded(one: Section, sentence: str) -> Section:
     return replace(one, html=f"<details><summary>{text(sentence)}</summary>{one.html}</details>")
 
 
-def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown: str) -> Section:
-    """Make a section of a page.
-
-    Args:
-        kind: Kind of the result.
-        file: Displayed name of its file.
-        lists: Model, settings and provenance, as far as they exist.
-        shown: HTML in which everything is escaped.
-    """
-    parts = [shown, f'<p class="made">{_how_it_was_made(file, lists.get("provenance", {}))}</p>']
-    for name, values in lists.items():
-        parts.append(f"<details><summary>{name}</summary><dl>")
-        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in values.items()]
-        parts.append("</dl></details>")
-    html = visible("\n".join(parts))  # HTML does not allow control characters
-    return Section(kind, str(lists.get("model", {}).get("name", "")), file, html)
-
-
-def _how_it_was_made(file: str, provenance: Mapping[str, Any]) -> str:
+def _how_it_was_made(file: str, made: Provenance) -> str:
     """The file, the time, the memory and the command, as far as the provenance knows them."""
     facts = [file]
-    if provenance.get("seconds"):
-        facts.append(f"{provenance['seconds']:.3g} s")
-    if provenance.get("peak_memory_bytes"):
-        facts.append(f"{provenance['peak_memory_bytes'] / 1e9:.2g} GB")
+    if made.seconds:
+        facts.append(f"{made.seconds:.3g} s")
+    if made.peak_memory_bytes:
+        facts.append(f"{made.peak_memory_bytes / 1e9:.2g} GB")
     line = text(" · ".join(filter(None, facts)))
-    argv = [str(word) for word in provenance.get("argv") or ()]
-    if len(argv) < 2:
+    if len(made.argv) < 2:
         return line
-    if argv[0].endswith("__main__.py"):
-        argv[0] = "sinkscope"
-    return f"{line}<br><code>{escape(shlex.join(argv))}</code>"
+    program, *words = made.argv
+    if program.endswith("__main__.py"):
+        program = "sinkscope"
+    return f"{line}<br><code>{escape(shlex.join([program, *words]))}</code>"
 
 
 def document(
