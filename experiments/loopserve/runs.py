@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from experiments.record import Row
-from sinkscope.bench.answer import Answer, Batch, BenchModel, cells_of, row_events
+from sinkscope.bench.answer import Answer, Batch, cells_of, row_events
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.run import run_bench
@@ -37,6 +37,8 @@ from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.lines.serve.progressive import Progressive
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 from sinkscope.measure.rate import mean_known, wilson
+from sinkscope.models.checks import end_ids, tokenizer_of
+from sinkscope.models.target import Target
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
 
@@ -65,20 +67,20 @@ CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
 class OneCache(Task):
     """Dialogues on one cache that grows over the turns; the history answers each turn after the method has."""
 
-    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+    def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, prompt after prompt."""
         records: list[BenchRecord] = []
         for prompt in batch.prompts:
-            talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer)
+            talk = Conversation(target, batch.methods[0].make(), tokenizer=target.tokenizer)
             for number, turn in enumerate(prompt.turns):
                 if number == 0:
                     text = turn.text
                 else:
                     text = f"\n\n{turn.text}"
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
-                tokens = to_end(list(asked.ids), model.ends)
+                tokens = to_end(list(asked.ids), end_ids(target))
                 ended = "cap"
-                if tokens[-1] in model.ends:
+                if tokens[-1] in end_ids(target):
                     ended = "eos"
                 read = [asked.read]
                 if asked.read is None:
@@ -86,7 +88,7 @@ class OneCache(Task):
                 answer = Answer(
                     prompt_tokens=asked.prompt_tokens,
                     tokens=tokens,
-                    text=model.decode(tokens),
+                    text=tokenizer_of(target).decode(tokens, skip_special_tokens=True),
                     ended=ended,
                     events=row_events(asked.events, 0, len(tokens)),
                     read=read,
@@ -94,7 +96,7 @@ class OneCache(Task):
                     cells=cells_of(asked.events, 0),
                     seconds=0.0,
                 )
-                metrics = self.score(model, batch, turn, answer)
+                metrics = self.score(target, batch, turn, answer)
                 records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):
                     talk.say(text, turn.answers[0])

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -28,73 +27,36 @@ from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
 from sinkscope.measure.setup import model_info
 from sinkscope.models.checks import check_length, tokenizer_of
-from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
-from sinkscope.opening.live import target_of
 
 
-@dataclass(frozen=True)
-class BenchModel:
-    """The model that answers.
+def answering_settings(target: Target) -> dict[str, Any]:
+    """What determines the answers of a model, whatever is done with it."""
+    with noted_decoding() as used:
+        decoding(target, do_sample=False)
+    return {
+        "model": asdict(model_info(target)),
+        "kind": target.kind,
+        "device": target.device.type,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": str(getattr(target.config, "_attn_implementation", "unknown")),
+        "decoding": used,
+    }
 
-    Attributes:
-        target: The model, whole in memory.
-        fingerprint: Fingerprint of the model.
-        ends: Ids that end an answer.
-        pad: Id used for padding.
+
+def conversation_ids(target: Target, texts: Sequence[str], chat: bool = False) -> list[int]:
+    """Ids of a conversation of alternating prompts and answers that ends with a prompt.
+
+    Without a chat template, its parts are separated by empty lines.
     """
-
-    target: Target
-    fingerprint: str
-    ends: frozenset[int]
-    pad: int
-
-    @classmethod
-    def of(cls, model: object, tokenizer: Any = None) -> BenchModel:
-        """Prepare a model.
-
-        Raises:
-            SinkscopeError: The model carries no tokenizer.
-        """
-        if isinstance(model, partial):
-            model = model()
-        target = target_of(model, tokenizer)
-        target.shards.check_alone("bench")
-        tokenizer_of(target)
-        ends, pad = ends_and_pad(target)
-        return cls(target, fingerprint_of(target), ends, pad)
-
-    def settings(self) -> dict[str, Any]:
-        """What determines the answers, whatever is done with the model."""
-        target = self.target
-        with noted_decoding() as used:
-            decoding(target, do_sample=False)
-        return {
-            "model": asdict(model_info(target)),
-            "kind": target.kind,
-            "device": target.device.type,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "attention": str(getattr(target.config, "_attn_implementation", "unknown")),
-            "decoding": used,
-        }
-
-    def encode(self, texts: Sequence[str], chat: bool = False) -> list[int]:
-        """Ids of a conversation of alternating prompts and answers that ends with a prompt.
-
-        Without a chat template, its parts are separated by empty lines.
-        """
-        tokenizer = tokenizer_of(self.target)
-        text = "\n\n".join(texts)
-        if chat:
-            roles = cycle(["user", "assistant"])
-            messages = [{"role": role, "content": part} for role, part in zip(roles, texts, strict=False)]
-            text = chat_text(tokenizer, messages, self.target.name)
-        return list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, without special tokens."""
-        return str(tokenizer_of(self.target).decode(list(tokens), skip_special_tokens=True))
+    tokenizer = tokenizer_of(target)
+    text = "\n\n".join(texts)
+    if chat:
+        roles = cycle(["user", "assistant"])
+        messages = [{"role": role, "content": part} for role, part in zip(roles, texts, strict=False)]
+        text = chat_text(tokenizer, messages, target.name)
+    return list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
 
 
 @dataclass(frozen=True)
@@ -225,7 +187,7 @@ def top_probability(logits: Logits) -> RowNumbers:
 
 
 def answer_rows(
-    model: BenchModel,
+    target: Target,
     rows: Sequence[list[int]],
     new: int,
     edit: Intervention | None = None,
@@ -237,7 +199,7 @@ def answer_rows(
     """Answer prompts, which are padded on the left.
 
     Args:
-        model: The model.
+        target: The model.
         rows: Ids of the prompts.
         new: Maximum number of new tokens.
         edit: The intervention to apply to the model. None: its own full cache.
@@ -246,14 +208,14 @@ def answer_rows(
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
-    target = model.target
-    ids, mask = padded(rows, model.pad, target.device)
+    ends, pad = ends_and_pad(target)
+    ids, mask = padded(rows, pad, target.device)
     processors: list[LogitsProcessor] = []
     if sampler is not None:
         processors.append(sampler)
     if along:
         new = max(map(len, along))
-        processors.append(ForcedAnswer(list(along), ids.shape[1], model.pad))
+        processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -270,13 +232,13 @@ def answer_rows(
             attention_mask=mask,
             max_new_tokens=new,
             logits_processor=processors,
-            **decoding(target, do_sample=False, pad_token_id=model.pad),
+            **decoding(target, do_sample=False, pad_token_id=pad),
         )
         events: list[Event] = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
-        tokens = along[row] if along else to_end(written, model.ends)
+        tokens = along[row] if along else to_end(written, ends)
         prompt = len(rows[row])
         length = len(tokens)
         read: Sequence[float] = range(prompt + 1, prompt + length)  # the first token is the prompt's
@@ -290,8 +252,8 @@ def answer_rows(
         answer = Answer(
             prompt_tokens=prompt,
             tokens=tokens,
-            text=model.decode(tokens),
-            ended="eos" if tokens[-1] in model.ends and not along else "cap",
+            text=tokenizer_of(target).decode(tokens, skip_special_tokens=True),
+            ended="eos" if tokens[-1] in ends and not along else "cap",
             events=row_events(events, row, length),
             read=read,
             cached_peak=cached_peak,
@@ -330,13 +292,13 @@ def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str
     return tuple(written)
 
 
-def check_prompt(model: BenchModel, methods: Sequence[Method], prompt: Prompt, tokens: int, new: int) -> None:
+def check_prompt(target: Target, methods: Sequence[Method], prompt: Prompt, tokens: int, new: int) -> None:
     """Reject a prompt that does not fit, or a method that cannot be applied to it, before any computation.
 
     Raises:
         SinkscopeError: Prompt and answer exceed the context, or a budget is too small for the prompt.
     """
-    check_length(model.target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
+    check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
     for method in methods:
         edit = method.make()
         if isinstance(edit, LoopServe) and edit.decode:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sinkscope.bench.answer import Batch, BenchModel, check_prompt
+from sinkscope.bench.answer import Batch, answering_settings, check_prompt, conversation_ids
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
@@ -23,7 +23,11 @@ from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
 from sinkscope.loops.generate import Temperature
+from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.loading.config import float32_by_default
+from sinkscope.models.origin import fingerprint_of
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, command
 
@@ -140,9 +144,14 @@ def run_bench(
     chosen = read_methods(methods, task.budget)
     for method in chosen:
         method.make()  # impossible settings are refused before the run
-    opened = BenchModel.of(model, tokenizer)
-    new = max_new_tokens or task.new_tokens(opened.target)
-    prompts = shard_of(_prompts(task, opened, chosen, new), shard)
+    if isinstance(model, partial):
+        model = model()
+    target = target_of(model, tokenizer)
+    target.shards.check_alone("bench")
+    tokenizer_of(target)  # a model without one is refused
+    new = max_new_tokens or task.new_tokens(target)
+    prompts = shard_of(_prompts(task, target, chosen, new), shard)
+    fingerprint = fingerprint_of(target)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
         groups = [chosen]
@@ -150,40 +159,40 @@ def run_bench(
     for group in groups:
         for start in range(0, len(prompts), batch_size):
             part = tuple(prompts[start : start + batch_size])
-            batches.append(Batch(opened.fingerprint, task.name, group, part, new, temperature, seed))
+            batches.append(Batch(fingerprint, task.name, group, part, new, temperature, seed))
     settings = {
         "version": VERSION,
-        **opened.settings(),
+        **answering_settings(target),
         "task": task.name,
         "max_new_tokens": new,
         "temperature": temperature,
         "chat": task.chat,
     }
     with open_run(out, settings, prompts) as folder:
-        _answer(task, opened, batches, folder, progress or silent)
+        _answer(task, target, batches, folder, progress or silent)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
-def _prompts(task: Task, opened: BenchModel, methods: Sequence[Method], new: int) -> Sequence[Prompt]:
+def _prompts(task: Task, target: Target, methods: Sequence[Method], new: int) -> Sequence[Prompt]:
     """The prompts of a task, each with an id of its own, which fit the model and every method."""
-    prompts = task.prompts(opened.target)
+    prompts = task.prompts(target)
     repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated or not prompts:
         raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
     for prompt in prompts:
         for texts in task.conversations(prompt):
-            check_prompt(opened, methods, prompt, len(opened.encode(texts, task.chat)), new)
+            check_prompt(target, methods, prompt, len(conversation_ids(target, texts, task.chat)), new)
     return prompts
 
 
 def _answer(
-    task: Task, model: BenchModel, batches: Sequence[Batch], folder: Folder[BenchRecord], progress: Progress
+    task: Task, target: Target, batches: Sequence[Batch], folder: Folder[BenchRecord], progress: Progress
 ) -> None:
     """Answer the batches of which a record is missing, and store their records as they arrive."""
     total = sum(len(batch.keys) for batch in batches)
     done = 0
     for batch in batches:
         if not all(key in folder.records for key in batch.keys):
-            folder.append(task.answers(model, batch))
+            folder.append(task.answers(target, batch))
         done += len(batch.keys)
         progress("answers", done, total)

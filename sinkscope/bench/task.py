@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, Strict
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
+from sinkscope.bench.answer import Answer, Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import FULL, SAMPLING, setting_types
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
@@ -93,24 +93,24 @@ class Task(ABC):
             texts += [turn.text, *turn.answers[:1]]
         return conversations
 
-    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+    def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
         method = batch.methods[0]
         temperature = 1.0 if method.name == SAMPLING else batch.temperature
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
-            rows = [model.encode(self.conversations(prompt)[number], self.chat) for prompt in prompts]
+            rows = [conversation_ids(target, self.conversations(prompt)[number], self.chat) for prompt in prompts]
             sampler: RowSampler | None = None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(model, rows, batch.new, method.make(), sampler=sampler)
+            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
-                metrics = self.score(model, batch, prompt.turns[number], answer)
+                metrics = self.score(target, batch, prompt.turns[number], answer)
                 records.append(batch.record(method, prompt, number, answer, metrics))
         return records
 
-    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
+    def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Metrics of an answer; `main` is among them.
 
         By default the score against the correct answers, and against those of another prompt, which is the control.

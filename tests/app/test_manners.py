@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 import sinkscope.app.pages as pages
-from sinkscope.bench.answer import BenchModel, answer_rows
+from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of
 from sinkscope.hooks.edit.decode import greedy, noted_decoding
@@ -101,7 +101,7 @@ def _ways(model, tokenizer) -> list[Any]:
     target = target_of(model, tokenizer)
     return [
         greedy(target, ids, 12),
-        [made.tokens for made in answer_rows(BenchModel.of(target), ids.tolist(), 12)],
+        [made.tokens for made in answer_rows(target, ids.tolist(), 12)],
         ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
         [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
         [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1.0, seed=3)],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bench_kit import tiny, words
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, loops
@@ -20,14 +20,12 @@ FRESH = [*range(4, 50), *range(4, 44)]
 
 
 def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> dict[str, Any]:
-    model = BenchModel.of(*tiny())
+    target = target_of(*tiny())
     ids = tiny()[1](words(8))["input_ids"]
-    answer = Answer(
-        len(ids), tokens, model.decode(tokens), ended, (), [], 9.0, None, 1.0, {"top1": (0.5,) * len(tokens)}
-    )
+    answer = Answer(len(ids), tokens, "", ended, (), [], 9.0, None, 1.0, {"top1": (0.5,) * len(tokens)})
     answer = Answer(**{**vars(answer), **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
-    return Loops().score(model, batch, Turn(words(8)), answer)
+    return Loops().score(target, batch, Turn(words(8)), answer)
 
 
 def guard_event(step: int) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sinkscope as ss
-from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import tabulate_records
 from sinkscope.bench.tasks.recall import Recall, recall_dialogue, uneven
 from sinkscope.errors import SinkscopeError
+from sinkscope.opening.live import target_of
 
 FACT = re.compile(r"fact (\S+) (\S+) (\S+) (\S+)")
 SHAPES = st.tuples(
@@ -100,9 +101,9 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
 def test_how_far_a_chain_was_followed():
     answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], 1.0, None, 0.0)
     turn = Turn("?", ("bell glass lotte carpet rope .",))
-    model, batch = BenchModel.of(*tiny()), Batch("f", "recall", (), (), 9)
-    metrics = Recall().score(model, batch, turn, answer)
+    target, batch = target_of(*tiny()), Batch("f", "recall", (), (), 9)
+    metrics = Recall().score(target, batch, turn, answer)
     assert (metrics["score"], metrics["prefix"]) == (0.0, 0.5)
     whole = replace(answer, text="bell glass lotte carpet rope", ended="eos")
-    metrics = Recall().score(model, batch, turn, whole)
+    metrics = Recall().score(target, batch, turn, whole)
     assert (metrics["score"], metrics["prefix"]) == (1.0, 1.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
@@ -108,7 +108,7 @@ class Loops(Task):
             prompts.append(Prompt(f"text-{number}", (turn,), TEXT))
         return prompts
 
-    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
+    def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """How repetitive the answer is, how it ended, and what a guard did.
 
         - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.
@@ -126,7 +126,7 @@ class Loops(Task):
             interventions = float(len(steps))
         chance = None
         if turn.answers:
-            chance = float(loops(tokenizer_of(model.target)(turn.answers[0])["input_ids"]))
+            chance = float(loops(tokenizer_of(target)(turn.answers[0])["input_ids"]))
         return {
             "loop": float(loops(tokens)),
             "tail_loop": float(ends_in_loop(tokens)),

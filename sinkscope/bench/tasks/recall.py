@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise, takewhile, zip_longest
 from operator import eq
 from typing import Literal, get_args
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
@@ -101,9 +101,9 @@ class Recall(Task):
             prompts += with_controls(dialogues)
         return prompts
 
-    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
+    def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
-        metrics = super().score(model, batch, turn, answer)
+        metrics = super().score(target, batch, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
         right = takewhile(bool, map(eq, said, wanted))

@@ -17,14 +17,14 @@ from statistics import fmean
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel, Logits, Measure, RowNumbers, answer_rows
+from sinkscope.bench.answer import Answer, Batch, Logits, Measure, RowNumbers, answer_rows, conversation_ids
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.decode import to_end
 from sinkscope.kv import Full
-from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 
@@ -81,21 +81,21 @@ class TextFidelity(Task):
         """The length of the continuation."""
         return self.answer
 
-    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+    def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Run full attention, and every method along its answers."""
-        rows = [model.encode([prompt.turns[0].text], self.chat) for prompt in batch.prompts]
+        rows = [conversation_ids(target, [prompt.turns[0].text], self.chat) for prompt in batch.prompts]
         full: list[Logits] = []
 
         def keep(logits: Logits) -> RowNumbers:
             full.append(logits)
             return {}
 
-        written = answer_rows(model, rows, batch.new, Full(), measure=keep, along=_given_answers(model, batch))
+        written = answer_rows(target, rows, batch.new, Full(), measure=keep, along=_given_answers(target, batch))
         along = [answer.tokens for answer in written]
         records: list[BenchRecord] = []
         for method in batch.methods:
             edit = method.make() or Full()
-            answers = answer_rows(model, rows, batch.new, edit, measure=comparison(full), along=along)
+            answers = answer_rows(target, rows, batch.new, edit, measure=comparison(full), along=along)
             for prompt, answer in zip(batch.prompts, answers, strict=True):
                 records.append(batch.record(method, prompt, 0, answer, metrics_of(answer)))
         return records
@@ -117,13 +117,13 @@ def metrics_of(answer: Answer) -> Metrics:
     return metrics
 
 
-def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:
+def _given_answers(target: Target, batch: Batch) -> list[list[int]]:
     """Ids of the correct answers; empty if no prompt has one."""
     given: list[list[int]] = []
     for prompt in batch.prompts:
         for text in prompt.turns[0].answers[:1]:
-            ids = model.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            given.append(to_end(list(ids[: batch.new]), model.ends))
+            ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            given.append(to_end(list(ids[: batch.new]), end_ids(target)))
     if given and (len(given) < len(batch.prompts) or not all(given)):
         raise SinkscopeError(
             "some prompts have no answer, or one without tokens: give a text to all prompts or to none"
