@@ -81,8 +81,7 @@ class Measurement(Generic[P, R]):
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The function's own parameters, without the `Setup`."""
-        setup = next(iter(inspect.signature(self.function).parameters))
-        return parameters_of(self.function, without=[setup])
+        return parameters_of(self.function)[1:]
 
     @functools.cached_property
     def all_parameters(self) -> tuple[Parameter, ...]:

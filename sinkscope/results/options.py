@@ -125,7 +125,7 @@ def checks_arguments(page: str | None = None) -> Callable[[C], C]:
             given: dict[str, Any] = {}
             with suppress(TypeError):  # the call itself raises what Python says of such arguments
                 given = inspect.signature(function).bind(*args, **kwargs).arguments
-            for one in _checked_parameters(function):
+            for one in parameters_of(function):
                 if one.name in given:
                     one.check(given[one.name], in_python=True, page=page)
             return function(*args, **kwargs)
@@ -137,8 +137,8 @@ def checks_arguments(page: str | None = None) -> Callable[[C], C]:
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
 LARGEST: dict[Any, float] = {float: 1e300, int: (1 << 31) - 1}
-TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
-"""Types that the command line knows by name; anything else is text to it."""
+TYPES = {bool: "bool", int: "int", float: "float", Path: "path"}
+"""Names of the types that the command line knows; anything else is text to it."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Parameter:
     @property
     def help_with_default(self) -> str:
         """Its description and its default, if that is not empty."""
-        if self.default in (None, False, inspect.Parameter.empty, ()):
+        if self.default is inspect.Parameter.empty or not self.default:
             return self.help
         shown = self.default
         if isinstance(shown, list | tuple):
@@ -192,14 +192,12 @@ class Parameter:
 
     def to_data(self) -> dict[str, Any]:
         """What the command line needs to know of it, as JSON."""
-        kind = next((name for name, known in TYPES.items() if known is self.type), "text")
-        data: dict[str, Any] = {"name": self.name, "help": self.help, "type": kind}
+        data: dict[str, Any] = {"name": self.name, "help": self.help, "type": TYPES.get(self.type, "text")}
         if get_origin(self.type) is Literal:
             data["type"] = list(get_args(self.type))
         if self.default is not inspect.Parameter.empty:
             data["default"] = plain(self.default)
-        option = {one.name: getattr(self.option, one.name) for one in fields(Option)}
-        data["option"] = {name: value for name, value in option.items() if value != getattr(Option(), name)}
+        data["option"] = {name: value for name, value in vars(self.option).items() if value != getattr(Option, name)}
         data["limits"] = _limits_as_data(self.limits)
         data["many"] = self.many
         return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
@@ -207,30 +205,18 @@ class Parameter:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
         """The parameter of which `to_data` gave this."""
+        kinds = {name: kind for kind, name in TYPES.items()}
         kind: Any = Any
         if isinstance(data["type"], list):
             kind = Literal[tuple(data["type"])]
-        elif data["type"] in TYPES:
-            kind = TYPES[data["type"]]
-        default = data.get("default", inspect.Parameter.empty)
-        if isinstance(default, list):
-            default = tuple(default)
-        elif kind is Path and isinstance(default, str):
-            default = Path(default)
-        said = dict(data.get("limits", {}))
-        limits: list[Any] = []
-        if "words" in said:
-            limits.append(Wording(said.pop("words"), said.pop("page", None)))
-        if said:
-            limits.insert(0, Field(**said))
-        hint = kind
-        if limits:
-            hint = Annotated[(kind, *limits)]
-        many = data.get("many", False)
-        if many:
+        elif data["type"] in kinds:
+            kind = kinds[data["type"]]
+        limits = dict(data.get("limits", {}))
+        wording = [Wording(limits.pop("words"), limits.pop("page"))] if "words" in limits else []
+        hint = Annotated[(kind, Option(**data.get("option", {})), Field(**limits), *wording)]
+        if data.get("many"):
             hint = Sequence[hint]
-        option = Option(**data.get("option", {}))
-        return cls(data["name"], kind, option, default, data["help"], many, tuple(limits), hint)
+        return parameter(data["name"], hint, data.get("default", inspect.Parameter.empty), help=data["help"])
 
     def check(self, value: Any, *, in_python: bool = False, page: str | None = None) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
@@ -270,29 +256,23 @@ def _limits_as_data(limits: Sequence[Any]) -> dict[str, Any]:
     return data
 
 
-@cache
-def _checked_parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """The parameters of a function, which are read when it is first called."""
-    return parameters_of(function)
-
-
 def _has_largest(limit: Any) -> bool:
     """Whether a part of an annotation, such as `pydantic.Field(le=9)`, says how large a number may be."""
     return any(hasattr(part, "le") for part in getattr(limit, "metadata", ()))
 
 
-def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> tuple[Parameter, ...]:
+@cache
+def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     """The parameters of a function, in order, with their descriptions from the section "Args" of its docstring.
 
     Args:
         function: Function whose annotations can be evaluated in its module.
-        without: Names of parameters to leave out, such as the `setup` of a measurement.
     """
     hints = get_type_hints(function, include_extras=True)
     descriptions = descriptions_of(inspect.getdoc(function) or "", "Args")
     parameters: list[Parameter] = []
     for name, one in inspect.signature(function).parameters.items():
-        if name not in without and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
             parameters.append(parameter(name, hints.get(name, Any), one.default, help=descriptions.get(name, "")))
     return tuple(parameters)
 
@@ -352,12 +332,10 @@ class Outline:
     def of(cls, function: Any) -> Outline:
         """The outline of a function that is imported."""
         doc = inspect.getdoc(function) or ""
-        said = introduction(doc), tuple(example_lines(doc))
-        parameters = getattr(function, "all_parameters", None)
-        if parameters is not None:
-            return cls(*said, parameters, tuple(getattr(function, "outputs", ())))
+        parameters = getattr(function, "all_parameters", None) or parameters_of(function)
+        outputs = tuple(getattr(function, "outputs", ()))
         returns = get_type_hints(function).get("return")
-        return cls(*said, parameters_of(function), returns_result=returns is not type(None))
+        return cls(introduction(doc), tuple(example_lines(doc)), parameters, outputs, returns is not type(None))
 
     def to_data(self) -> dict[str, Any]:
         """The outline as JSON."""
