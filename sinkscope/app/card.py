@@ -7,14 +7,13 @@ from datetime import date
 from html import escape
 from math import hypot
 from pathlib import Path
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
 from sinkscope.results.notation import word_form
 from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import Grid, cell, strings
+from sinkscope.results.tables import Grid, Table, cell, strings
 
 CARD = "card.json"
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
@@ -160,7 +159,7 @@ class SinkCard(Result):
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            rows: list[dict[str, Any]] = []
+            rows: Table = []
             for change in self.changes:
                 if change.changed:
                     rows.append({"what changed": change.label, "before": change.before, "after": change.after})
@@ -188,11 +187,11 @@ class SinkCard(Result):
         share = f"{len(self.finished)} of {len(self.parts)} parts"
         return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB."
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
             return [asdict(change) for change in self.changes]
-        rows: list[dict[str, Any]] = []
+        rows: Table = []
         for part in self.parts:
             for number in part.numbers:
                 rows.append({"part": part.name, **asdict(number)})

@@ -22,7 +22,7 @@ from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import Grid, strings
+from sinkscope.results.tables import Grid, Table, strings
 
 NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl".split())
 """Columns that are no shares."""
@@ -49,9 +49,9 @@ class BenchTable(Result):
 
     groups: tuple[BenchGroup, ...]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per group."""
-        rows: list[dict[str, Any]] = []
+        rows: Table = []
         for group in self.groups:
             row = {
                 "task": group.task,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
+from sinkscope.results.tables import Table
 
 FAILED = 1
 """Exit status if a check fails."""
@@ -39,7 +40,7 @@ class CacheCheck(Result):
     cache: str
     checks: tuple[CheckedBehaviour, ...]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per check; those that fail stand first."""
         return sorted(super().rows(), key=lambda row: row["verdict"] != "fails")
 

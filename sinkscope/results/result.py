@@ -16,7 +16,7 @@ from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import kind_of
-from sinkscope.results.tables import WIDTH, Grid, cell, glossary, height, long_table, shortened, strings
+from sinkscope.results.tables import WIDTH, Grid, Table, cell, glossary, height, long_table, shortened, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -154,7 +154,7 @@ class Result(Envelope):
 
     # Its table
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """The result as a table, one dict per row.
 
         By default, the arrays that have the axes of the largest named array are the columns, beside a column for each
@@ -175,7 +175,7 @@ class Result(Envelope):
     def _record_row(self, record: Any) -> dict[str, Any]:
         return {name: value for name, value in plain(record).items() if name not in self.table_without}
 
-    def shown_rows(self) -> list[dict[str, Any]]:
+    def shown_rows(self) -> Table:
         """The rows that are printed; if there are many, the first ones."""
         return self.rows()[: self.table_rows]
 
@@ -313,7 +313,7 @@ def _named_axes(cls: type[Result], own: dict[str, Any]) -> dict[str, tuple[str, 
     return axes
 
 
-def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> Table:
     """A row for each entry of the largest array, with the arrays of the same axes as columns."""
     largest = max(axes, key=lambda name: own[name].size)
     shape = own[largest].shape

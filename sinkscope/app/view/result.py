@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
 from sinkscope.measure import Result
-from sinkscope.results.tables import long_table
+from sinkscope.results.tables import Table, long_table
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class ModelView(Result):
     circuit_sentence: str = ""
     generation: Generation | None = None
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per token of each intact text."""
-        rows: list[dict[str, Any]] = []
+        rows: Table = []
         for text in self.texts:
             intact = text.variants[0]
             norm = intact.norm[self.layer]
@@ -150,7 +150,7 @@ class ModelView(Result):
             rows += long_table(columns, text=[text.name], position=range(len(norm)))
         return rows
 
-    def shown_rows(self) -> list[dict[str, Any]]:
+    def shown_rows(self) -> Table:
         """The tokens of the first text that receive most attention or have the largest norm, in their order."""
         rows = self.rows()[: len(self.texts[0].tokens)]
         rows.sort(key=lambda row: max(row["of_first"], row["attention"]), reverse=True)
