@@ -11,36 +11,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sinkscope.tap.internals import attention_name, eager_attention, set_attention
+
 _NAME = "sinkscope-masked"
-_HIDDEN = -1e9  # a score; finite, so that rows of padding that see nothing are no NaN
 
 
 @contextmanager
 def attending(model: Any, sees: Mapping[int, Bool[Tensor, "batch kv_head query key"]]) -> Iterator[None]:
-    """The layers of a model attend by `sees` alone, with its soft caps and learned sink logits."""
+    """The layers of a model attend by `sees` alone, by the attention that the model's own file defines."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
-        groups = query.shape[1] // key.shape[1]
-        visible = sees[module.layer_idx].repeat_interleave(groups, 1)
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        scores = (query @ key.repeat_interleave(groups, 1).mT * scaling).float()
-        if kwargs.get("softcap") is not None:
-            scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
-        scores = torch.where(visible, scores, _HIDDEN)
-        if kwargs.get("s_aux") is not None:
-            learned = kwargs["s_aux"][None, :, None, None].float().expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, learned], -1)
-        probs = (scores.softmax(-1)[..., : key.shape[2]] * visible).to(value.dtype)
-        return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), probs
+        visible = sees[module.layer_idx].repeat_interleave(query.shape[1] // key.shape[1], 1)
+        least = torch.finfo(query.dtype).min  # finite, so that rows of padding that see nothing are no NaN
+        hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, least)
+        return eager_attention(module)(module, query, key, value, hidden, **kwargs)
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, lambda **_: None)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _NAME
+    before = attention_name(model.config)
+    set_attention(model.config, _NAME)
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        set_attention(model.config, before)
 
 
 def window_of(config: Any, layer: int) -> int | None:

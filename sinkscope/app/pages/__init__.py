@@ -90,10 +90,10 @@ def result_section(result: Result, file: str = "") -> Section:
         result: The result.
         file: Displayed name of its file.
     """
-    parts = [result.to_html()]
+    shown = result.to_html()
     if type(result).drawing is not None:
-        parts.append(plot(result.figure(), file))
-    parts.append(f'<p class="made">{_how_it_was_made(file, result.provenance)}</p>')
+        shown += plot(result.figure(), file)
+    parts = [shown, f'<p class="made">{_how_it_was_made(file, result.provenance)}</p>']
     data = result.to_dict()
     for name in ENVELOPE:
         parts.append(f"<details><summary>{name}</summary><dl>")
