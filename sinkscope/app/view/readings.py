@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.trace import Observer, attention_rows, trace
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
-from sinkscope.models.hooks import on_input
 from sinkscope.models.norms import norm_of
 from sinkscope.sinks.find.places import SPIKE_RATIO
 
@@ -47,7 +45,7 @@ class Reading:
 
 @torch.no_grad()
 def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> Reading:
-    """Read a text under an edit, or intact (None), in one pass; sink neurons of a mixture take another one."""
+    """Read a text under an edit, or intact (None), in one pass, and sink neurons in one to their layer."""
     target, length, row = sink.setup.target, len(ids), torch.tensor([ids])
     shape = (sink.setup.n_layers, sink.setup.n_heads, length)
     rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
@@ -60,20 +58,15 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
         received[layer, :, first_query : first_query + probs.shape[2]] -= itself
 
     last = LastLogits()
-    posts: dict[int, Tensor] = {}
-    hooks: list[tuple[Any, str, Any]] = []
-    for layer in {site[0] for site in sink.neurons}:
-        if not target.is_mixture(layer):
-            keep = on_input(partial(posts.__setitem__, layer))
-            hooks.append((target.sub(layer, target.adapter.down), "pre", keep))
+    posts: dict[int, Float[Tensor, "pos neuron"]] = {}
     with nullcontext() if edit is None else edit.on(target):
-        with attention_rows(target, see), target.hooks(*hooks):
+        with attention_rows(target, see):
             norm = norms_of(sink, ids, observers=[last])
-        for number, (layer, *expert, neuron) in enumerate(sink.neurons):
-            if layer not in posts:
-                posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-            column = flat_number(target, layer, expert[0] if expert else None, neuron)
-            activation[number] = posts[layer].flatten(0, -2)[:, column].float().cpu()
+        for layer in {site[0] for site in sink.neurons}:
+            posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+    for number, (layer, *expert, neuron) in enumerate(sink.neurons):
+        column = flat_number(target, layer, expert[0] if expert else None, neuron)
+        activation[number] = posts[layer][:, column].cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
     return Reading(norm, rows, received, activation, likeliest(sink, last.logits))
 
