@@ -20,7 +20,8 @@ from experiments.check_cache.right import RIGHT, ROUNDING
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
+from sinkscope.conformance.checks import CHECKS
+from sinkscope.conformance.kit import TOLERANCE, Kit
 from sinkscope.results.style import BLUE, GREY, RED, figure_of
 
 VALUES = {"does not apply": 0, "passes": 1, "fails": 2}
@@ -31,9 +32,9 @@ def row_of(name: str, factory: Any, tolerance: float) -> Row:
     started = time.process_time()
     kit = Kit(name, factory, tolerance)
     checks: list[Row] = []
-    for one in all_checks():
+    for check, one in CHECKS.items():
         found = kit.checked(one)
-        checks.append({"check": one, "verdict": found.verdict, "seen": found.seen})
+        checks.append({"check": check, "verdict": found.verdict, "seen": found.seen})
     return {"cache": name, "checks": checks, "seconds": round(time.process_time() - started, 1)}
 
 
@@ -42,7 +43,7 @@ def faulty_row(name: str) -> Row:
     fault = FAULTS[name]
     row = row_of(name, fault.factory, TOLERANCE)
     verdicts = {one["check"]: one["verdict"] for one in row["checks"]}
-    control = Kit(name, fault.right).checked(fault.check)
+    control = Kit(name, fault.right).checked(CHECKS[fault.check])
     more = {"named": fault.check, "thread": fault.thread, "control": control.verdict}
     return {**row, **more, "caught": verdicts[fault.check] == "fails"}
 

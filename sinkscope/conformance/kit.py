@@ -7,7 +7,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,12 +87,11 @@ class Kit:
     factory: Factory
     tolerance: float = TOLERANCE
 
-    def checked(self, name: str) -> CheckedBehaviour:
-        """What the check of that name finds."""
-        function = all_checks()[name]
-        words = name.replace("_", " ")
+    def checked(self, check: Check) -> CheckedBehaviour:
+        """What a check finds."""
+        words = check.__name__.replace("_", " ")
         try:
-            return CheckedBehaviour(words, "passes", inspect.getdoc(function) or "", function(self))
+            return CheckedBehaviour(words, "passes", inspect.getdoc(check) or "", check(self))
         except ApartError as error:
             return CheckedBehaviour(words, "does not apply", "", str(error))
         except FaultError as error:
@@ -236,41 +234,4 @@ def _stock(config: Any) -> Cache:
 
 
 Check = Callable[[Kit], str]
-CHECKS: dict[str, Check] = {}
-"""All checks by name. A check returns what it saw, and raises if it fails or does not apply."""
-ORDER = (
-    "the_cache_knows_its_length",
-    "with_room_for_everything_logits_are_the_plain_models",
-    "a_text_of_hundreds_of_tokens_is_kept",
-    "each_kv_head_reads_its_own_choice",
-    "positions_are_right_after_eviction_inside_the_text",
-    "facts_on_both_sides_of_a_hole_are_recalled",
-    "the_first_tokens_survive",
-    "the_budget_holds_at_every_step_in_tokens",
-    "the_budget_holds_at_every_step_in_bytes",
-    "windows_hide_what_has_left_them_and_nothing_else",
-    "learned_sink_logits_count",
-    "states_of_a_hybrid_are_kept",
-    "a_prompt_in_chunks_is_the_whole_prompt",
-    "a_second_turn_continues_the_first",
-    "after_a_reset_nothing_is_left",
-    "rows_of_a_batch_do_not_mix",
-    "padded_rows_are_what_they_are_alone",
-    "rows_change_places_as_beams_do",
-    "a_cropped_draft_leaves_no_trace",
-    "half_precision_is_as_exact_as_the_plain_model",
-)
-"""From simple to complex: a fault of one check may let later ones fail, but not earlier ones."""
-
-
-def check(function: Check) -> Check:
-    """Register a check; its name says the behaviour."""
-    CHECKS[function.__name__] = function
-    return function
-
-
-def all_checks() -> dict[str, Check]:
-    """Every check by its name, in their order."""
-    for file in ("whole", "evicted"):
-        import_module(f"{__package__}.{file}")
-    return {name: CHECKS[name] for name in ORDER}
+"""Returns what it saw, and raises if it fails or does not apply."""

@@ -23,7 +23,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     place = config.getoption(_PLACE)
     if place is None:
         return
-    from sinkscope.conformance.kit import TOLERANCE, Kit, all_checks
+    from sinkscope.conformance.checks import CHECKS
+    from sinkscope.conformance.kit import TOLERANCE, Kit
     from sinkscope.conformance.subject import factory_named, without_budget
     from sinkscope.errors import SinkscopeError
 
@@ -34,8 +35,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     except SinkscopeError as error:
         raise pytest.UsageError(str(error)) from None
     parent = _Checks.from_parent(session, name=place, nodeid=place)
-    for name in all_checks():
-        items.append(_Check.from_parent(parent, name=name, kit=kit))
+    for name, check in CHECKS.items():
+        items.append(_Check.from_parent(parent, name=name, kit=kit, check=check))
 
 
 class _Checks(pytest.Collector):
@@ -49,13 +50,13 @@ class _WrongCacheError(Exception):
 
 
 class _Check(pytest.Item):
-    def __init__(self, *, kit: Any, **kwargs: Any) -> None:
+    def __init__(self, *, kit: Any, check: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._kit = kit
+        self._kit, self._check = kit, check
 
     def runtest(self) -> None:
         """Run the check; one that does not apply is skipped."""
-        one = self._kit.checked(self.name)
+        one = self._kit.checked(self._check)
         if one.verdict == "does not apply":
             pytest.skip(one.seen)
         if one.verdict == "fails":

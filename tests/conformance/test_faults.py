@@ -12,7 +12,8 @@ from experiments.check_cache import faulty
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.keepers import Keeper, cache_of
 from experiments.check_cache.right import RIGHT, ROUNDING
-from sinkscope.conformance.kit import CHECKS, TOLERANCE, Kit, all_checks
+from sinkscope.conformance.checks import CHECKS
+from sinkscope.conformance.kit import TOLERANCE, Kit
 
 LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them could do it
     "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept"],
@@ -23,14 +24,14 @@ LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them
 @pytest.mark.parametrize("name", every_nth(FAULTS, 9))
 def test_the_first_check_that_fails_names_the_fault(name):
     fault = FAULTS[name]
-    checks = list(all_checks())
+    checks = list(CHECKS)
     if OLD_TRANSFORMERS:  # resetting does nothing there, in right caches either
         checks.remove("after_a_reset_nothing_is_left")
     if fault.check not in checks:
         pytest.skip("the cache that is compared with has this fault, too")
     kit = Kit(f"faulty:{name}", fault.factory)
-    assert next(one for one in checks if kit.checked(one).verdict == "fails") == fault.check
-    assert Kit("right:one", fault.right).checked(fault.check).verdict == "passes"
+    assert next(one for one in checks if kit.checked(CHECKS[one]).verdict == "fails") == fault.check
+    assert Kit("right:one", fault.right).checked(CHECKS[fault.check]).verdict == "passes"
 
 
 @pytest.mark.parametrize("factory", every_nth(RIGHT, len(RIGHT)), ids=lambda factory: factory.__name__)
@@ -41,20 +42,20 @@ def test_right_caches_pass(factory):
     if name == "quantized_cache":
         pytest.importorskip("optimum.quanto")
     kit = Kit(f"right:{name}", factory, ROUNDING.get(name, TOLERANCE))
-    verdicts = {one: kit.checked(one).verdict for one in all_checks()}
+    verdicts = {name: kit.checked(one).verdict for name, one in CHECKS.items()}
     assert [one for one in verdicts if verdicts[one] == "fails"] == LIMITS.get(name, [])
     assert list(verdicts.values()).count("passes") >= 12
 
 
 def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
-    assert {fault.check for fault in FAULTS.values()} == set(all_checks()) == set(CHECKS) and len(FAULTS) >= 30
+    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 30
 
 
 @pytest.mark.parametrize("name", ["a_second_turn_raises_an_error", "only_16_tokens_are_handed_out"])
 def test_an_error_of_a_cache_is_a_failure_with_its_own_line(name):
     """Every check ends with a verdict, and the line is that in the cache's code that led to the error."""
     kit = Kit(f"faulty:{name}", FAULTS[name].factory)
-    found = [kit.checked(one) for one in all_checks()]
+    found = [kit.checked(one) for one in CHECKS.values()]
     assert found[-1].verdict
     (turn,) = [one for one in found if one.check == FAULTS[name].check.replace("_", " ")]
     assert turn.verdict == "fails"
@@ -75,4 +76,4 @@ def test_bytes_count_at_every_call_and_not_at_the_last_alone():
     def late(config, budget):
         return cache_of(config, lambda: Late(budget))
 
-    assert Kit("faulty:late", late).checked("the_budget_holds_at_every_step_in_bytes").verdict == "fails"
+    assert Kit("faulty:late", late).checked(CHECKS["the_budget_holds_at_every_step_in_bytes"]).verdict == "fails"

@@ -17,10 +17,10 @@ from kv_kit import shallow_of as model_of
 from refusals import refused
 from transformers import DynamicCache
 
+from sinkscope.conformance.checks import alone
 from sinkscope.conformance.flow import Flow, error_of, outcome_of, right_logits
 from sinkscope.conformance.kit import Kit
 from sinkscope.conformance.models import MODELS, kit_model
-from sinkscope.conformance.whole import alone
 from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, make_policy, policies
 from sinkscope.kv.windows import layer_window
 from sinkscope.opening.live import target_of

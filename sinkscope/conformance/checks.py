@@ -1,0 +1,333 @@
+"""The checks, from simple to complex: a fault of one may let later ones fail, but not earlier ones.
+
+With room for everything a cache changes nothing; with half of the prompt or a third, it loses only what it evicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from sinkscope.conformance.flow import Flow, Logits, Outcome, right_logits
+from sinkscope.conformance.kit import ROTATED, SEEN, ApartError, Check, FaultError, Kit
+from sinkscope.conformance.models import QUESTIONS, WINDOW, kit_model
+from sinkscope.conformance.subject import parameters
+
+CHECKS: dict[str, Check] = {}
+"""All checks by name, in their order."""
+LONG = Flow(lengths=(600,))
+_LONG = 2 * WINDOW + 8
+_ROUGHER = 1.5  # times the rounding of the stock model
+_LARGER = 2.0  # times the budget: what rows and heads that are padded to the longest may take
+_LOSS = 0.1  # nats
+_BEYOND = 4.0  # times the control
+
+
+def check(function: Check) -> Check:
+    """Register a check; its name says the behaviour."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def _tight(flow: Flow) -> Flow:
+    return replace(flow, budget=flow.prompt // 3)
+
+
+@check
+def the_cache_knows_its_length(kit: Kit) -> str:
+    """`get_seq_length` counts all tokens read, evicted or not: a model that is told no positions asks for it."""
+    if not kit.knows_length:
+        raise ApartError("a stock cache holds the keys: give position_ids, as generate does")
+    flows = [Flow(steps=2)]
+    if isinstance(kit.subject(), Cache):  # a policy acts on generated tokens
+        flows.insert(0, Flow(steps=0))
+    known = 0
+    for flow in kit.flows(*flows):
+        try:
+            lengths = kit.outcome(flow).lengths
+        except (ApartError, FaultError):  # what raises is no question of lengths
+            continue
+        right = list(range(flow.prompt, flow.prompt + flow.steps + 1))
+        if lengths != right:
+            expected = f"lengths of {right} after the prompt and each token"
+            raise FaultError(expected, str(lengths), flow, "outcome.lengths")
+        known += len(right)
+    if not known:
+        raise ApartError("it raises an error whenever it is read")
+    return f"right after {known} calls"
+
+
+@check
+def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
+    """A cache that need not evict changes nothing."""
+    return kit.right(Flow(lengths=(6,), steps=2), Flow(), Flow(model="bundled", lengths=(48,)), budget=False)
+
+
+@check
+def a_text_of_hundreds_of_tokens_is_kept(kit: Kit) -> str:
+    """What a cache does to a short text it does to a long one."""
+    return kit.right(LONG, budget=False)
+
+
+@check
+def each_kv_head_reads_its_own_choice(kit: Kit) -> str:
+    """Keys and values of a slot belong to one token, and each kv head has its own."""
+    flow = _tight(Flow())
+    outcome = kit.outcome(flow)
+    heads = kit_model(flow.model).config.num_key_value_heads
+    differ = 0 < len(outcome.mixed) < heads
+    for sees in outcome.sees.values():
+        differ = differ or not torch.equal(sees[:, 0, flow.prompt :], sees[:, 1, flow.prompt :])
+    if not differ:
+        raise ApartError("all kv heads keep the same tokens")
+    if outcome.mixed:
+        expected = "each key beside the values of its own token"
+        raise FaultError(expected, "keys of other tokens", flow, "outcome.mixed")
+    if outcome.rotated_again:
+        raise ApartError(ROTATED)
+    return kit.right(replace(flow, lengths=(24, 24)), budget=False)
+
+
+@check
+def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
+    """Tokens on both sides of a hole are as far from new ones as they were."""
+    worst = 0.0
+    for flow in (_tight(Flow(steps=6)), _tight(Flow(model="bundled", lengths=(48,), steps=6))):
+        outcome = kit.outcome(flow)
+        if outcome.rotated_again:
+            raise ApartError(ROTATED)
+        worst = max(worst, kit.close(outcome.logits, right_logits(flow, outcome), flow))
+    return f"an error of {worst:.1g}"
+
+
+@check
+def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
+    """The recall model answers from facts that were kept, as it does if a mask hides the others."""
+    asked = 0
+    for seed in range(QUESTIONS):
+        flow = Flow(model="recall", lengths=(65,), steps=3, budget=32, seed=seed)
+        outcome = kit.outcome(flow)
+        answer = flow.tokens()[0][:, flow.prompt + 1 :]
+        if not torch.equal(_said(right_logits(flow, outcome)), answer):
+            continue  # not enough was kept
+        asked += 1
+        if not torch.equal(_said(outcome.logits), answer):
+            expected = "the answer that stands in what was kept"
+            raise FaultError(expected, "another answer", flow, "outcome.logits.argmax(-1)")
+    if not asked:
+        raise ApartError(f"of {QUESTIONS} facts none was kept")
+    return f"{asked} of {QUESTIONS} are kept, all right"
+
+
+def _said(logits: Logits) -> Tensor:
+    """What is answered after the first token of the answer."""
+    return logits[:, 1:-1].argmax(-1)
+
+
+@check
+def the_first_tokens_survive(kit: Kit) -> str:
+    """The model loses nothing that the first token alone would give back."""
+    loss: float | None = None
+    refusal = ApartError()
+    for flow in (
+        Flow(steps=6),
+        Flow(chunks=(12, 12), steps=6),
+        Flow(lengths=(16,), steps=24),
+        Flow(model="bundled", lengths=(48,), steps=8),
+        LONG,
+    ):
+        flow = replace(flow, budget=flow.prompt // 2)
+        try:
+            outcome = kit.outcome(flow)
+        except ApartError as error:
+            refusal = error
+            continue
+        own, control = _given_back(flow, outcome, 0), 0.0
+        for column in range(3, flow.prompt - 1, flow.prompt // 5):
+            control = max(control, _given_back(flow, outcome, column))
+        loss = max(loss or 0.0, own)
+        if own > _LOSS and own > _BEYOND * control:
+            expected = f"seeing the first token again spares the model less than {_LOSS} nats"
+            seen = f"it spares {own:.2g} nats; any of five other tokens at most {max(control, 0):.2g}"
+            raise FaultError(expected, seen, flow, "[sees[..., 0] for sees in outcome.sees.values()]")
+    if loss is None:
+        raise refusal
+    return f"{loss:.2g} nats"
+
+
+def _given_back(flow: Flow, outcome: Outcome, column: int) -> float:
+    """The loss in nats that would be spared if all queries after the prompt saw a column."""
+    whole = right_logits(flow)
+    sees: dict[int, Tensor] = {}
+    for layer, seen in outcome.sees.items():
+        sees[layer] = seen.clone()
+        sees[layer][:, :, flow.prompt :, column] = True
+    more = right_logits(flow, replace(outcome, sees=sees))
+    return _loss(outcome.logits, whole) - _loss(more, whole)
+
+
+def _loss(logits: Logits, whole: Logits) -> float:
+    """KL divergence from the logits of the whole text, in nats, on average over steps."""
+    right = whole[:, 1:].log_softmax(-1)
+    return float((right.exp() * (right - logits[:, 1:].log_softmax(-1))).sum(-1).mean())
+
+
+@check
+def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
+    """A step reads at most the budget and its own token, on average over layers and kv heads."""
+    most = 0.0
+    for flow in (_tight(Flow(steps=4)), _tight(Flow(lengths=(48,), steps=6)), _tight(Flow(turn=6))):
+        outcome = kit.outcome(flow)
+        assert flow.budget is not None
+        for step, column in enumerate(range(flow.prompt, flow.prompt + flow.steps)):
+            tokens = _mean_tokens(outcome, column)
+            allowed = flow.budget + 1 + (step if kit.grows else 0)
+            most = max(most, tokens)
+            if tokens > allowed:
+                expected = f"step {step + 1} reads at most {allowed} tokens"
+                raise FaultError(expected, f"it reads {tokens:g} of {column + 1}", flow, SEEN)
+    return f"at most {most:g} tokens"
+
+
+def _mean_tokens(outcome: Outcome, column: int) -> float:
+    """Tokens that the query at a column sees, on average over layers, kv heads and rows."""
+    counts = [sees[:, :, column].sum(-1).float().mean() for sees in outcome.sees.values()]
+    return float(torch.stack(counts).mean())
+
+
+@check
+def the_budget_holds_at_every_step_in_bytes(kit: Kit) -> str:
+    """What is evicted is freed: no view keeps it alive, and nothing else holds it."""
+    flow = replace(Flow(lengths=(96,), steps=4), budget=16)
+    outcome = kit.outcome(flow)
+    assert flow.budget is not None
+    config = kit_model(flow.model).config
+    token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    most = max(outcome.bytes[1:])
+    allowed = int(_LARGER * (flow.budget + flow.steps) * token)
+    if most > allowed:
+        expected = f"at most {allowed} bytes, {_LARGER:g} times those of the budget and the generated tokens"
+        seen = f"{most} bytes; everything would be {(flow.prompt + flow.steps) * token}"
+        raise FaultError(expected, seen, flow, "outcome.bytes")
+    return f"at most {most} bytes"
+
+
+@check
+def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
+    """A window is crossed inside the prompt, and while tokens are generated."""
+    return kit.right(
+        Flow(model="windows", lengths=(WINDOW - 2,), steps=6), Flow(model="windows", lengths=(_LONG,), steps=4)
+    )
+
+
+@check
+def learned_sink_logits_count(kit: Kit) -> str:
+    """The softmax has the learned logit of each head in its sum."""
+    return kit.right(Flow(model="sinks", lengths=(8,), steps=2), Flow(model="sinks", lengths=(_LONG,)))
+
+
+@check
+def states_of_a_hybrid_are_kept(kit: Kit) -> str:
+    """Layers without attention keep their state beside the keys and values of the others."""
+    return kit.right(Flow(model="hybrid"))
+
+
+@check
+def a_prompt_in_chunks_is_the_whole_prompt(kit: Kit) -> str:
+    """Chunks may be longer or shorter than a window."""
+    return kit.right(
+        Flow(chunks=(7, 17)),
+        Flow(model="windows", lengths=(_LONG,), chunks=(WINDOW + 4, WINDOW + 4)),
+        Flow(model="sinks", lengths=(_LONG,), chunks=(10, 20, 10)),
+    )
+
+
+@check
+def a_second_turn_continues_the_first(kit: Kit) -> str:
+    """Several tokens that follow generated ones see what was said before."""
+    return kit.right(Flow(turn=6, steps=2), Flow(model="windows", lengths=(_LONG,), turn=6))
+
+
+@check
+def after_a_reset_nothing_is_left(kit: Kit) -> str:
+    """A cache that was reset is like a new one."""
+    return kit.right(Flow(reset=True), Flow(model="windows", lengths=(_LONG,), reset=True))
+
+
+@check
+def rows_of_a_batch_do_not_mix(kit: Kit) -> str:
+    """Each row has the logits that it has alone."""
+    return alone(kit, Flow(lengths=(24, 24), steps=2), Flow(lengths=(24, 24, 24)))
+
+
+@check
+def padded_rows_are_what_they_are_alone(kit: Kit) -> str:
+    """Padding changes neither logits nor what is kept."""
+    return alone(kit, Flow(lengths=(24, 17), steps=2), Flow(lengths=(24, 9)))
+
+
+def alone(kit: Kit, *flows: Flow) -> str:
+    """Whether rows give the right logits, and those that each has alone under the same budget; no check of its own."""
+    error = kit.right(*flows)
+    if not kit.evicts:
+        return error
+    share = "share" in parameters(kit.factory)
+    for flow in flows:
+        flow = replace(flow, budget=flow.prompt // 2 if share else 8)
+        together = kit.outcome(flow)
+        for row, length in enumerate(flow.lengths):
+            own = kit.outcome(replace(flow, lengths=(length,), seed=row, budget=length // 2 if share else 8))
+            seen, expected = _tokens(together, row, flow.prompt), _tokens(own, 0, length)
+            if seen < expected:
+                what = f"row {row} sees {expected} tokens of all layers and kv heads, as it does alone"
+                raise FaultError(what, f"it sees {seen}", flow, SEEN)
+            if not share:
+                kit.close(
+                    together.logits[row : row + 1], own.logits, flow, f"in row {row}, the logits that it has alone"
+                )
+    return error
+
+
+def _tokens(outcome: Outcome, row: int, column: int) -> int:
+    """Tokens that the query of a row at a column sees in all layers and kv heads together."""
+    return sum(int(sees[row, :, column].sum()) for sees in outcome.sees.values())
+
+
+@check
+def rows_change_places_as_beams_do(kit: Kit) -> str:
+    """After `reorder_cache`, a row goes on with the tokens of another, in all layers."""
+    return kit.right(Flow(lengths=(24, 24), order=(1, 1)), Flow(lengths=(17, 17, 17), order=(2, 0, 0)))
+
+
+@check
+def a_cropped_draft_leaves_no_trace(kit: Kit) -> str:
+    """Tokens that were read and rejected are gone after `crop(-n)`."""
+    return kit.right(Flow(rejected=1), Flow(rejected=3))
+
+
+@check
+def half_precision_is_as_exact_as_the_plain_model(kit: Kit) -> str:
+    """The error of bfloat16 and float16 against the same pass in float32 is that of the plain model in this type."""
+    ratio = 0.0
+    for flow in (
+        Flow(dtype="bfloat16", lengths=(24, 24)),
+        Flow(dtype="float16", lengths=(24, 24)),
+        Flow(dtype="bfloat16", model="bundled", lengths=(48,)),
+        Flow(dtype="float16", model="bundled", lengths=(48,)),
+    ):
+        outcome = kit.outcome(flow)
+        exact = right_logits(replace(flow, dtype="float32"))
+        stock = _spread(right_logits(flow), exact)
+        own = _spread(outcome.logits, exact)
+        ratio = max(ratio, own / stock)
+        if not own <= _ROUGHER * stock + kit.tolerance * float(exact.std()):
+            expected = f"at most {_ROUGHER:g} times the plain model's own error in {flow.dtype}"
+            raise FaultError(expected, f"{own / stock:.2g} times", flow)
+    return f"{ratio:.2g} times the plain model's own error"
+
+
+def _spread(rough: Logits, exact: Logits) -> float:
+    return float((rough.float() - exact).square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny))
