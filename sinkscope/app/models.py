@@ -9,7 +9,7 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.models.checkpoints.names import ModelEntry, models
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
-from sinkscope.results.tables import SCREEN, Grid
+from sinkscope.results.tables import SCREEN, Grid, Table, strings
 
 SHOWN_MODELS = SCREEN - 5
 """Rows that leave room on a screen for the head, two notes and the conclusion."""
@@ -50,13 +50,12 @@ def print_models(
     if not known:
         raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models --all` shows every name")
     with_sink = sum(entry.published is not None for entry in known)
-    columns: dict[str, list[str]] = {"name": [], "sink": [], "hub id": []}  # the longest last
+    rows: Table = []
     for entry in sorted(known, key=lambda entry: entry.published is None):
-        columns["name"].append(entry.name)
-        columns["hub id"].append(entry.hub_id)
         layers = () if entry.published is None else entry.published.layers
-        columns["sink"].append(", ".join(map(str, layers)) or "-")
-    print(Grid(columns).text(rows=None if every else SHOWN_MODELS))
+        sink = ", ".join(map(str, layers)) or "-"
+        rows.append({"name": entry.name, "sink": sink, "hub id": entry.hub_id})  # the longest last
+    print(Grid(strings(rows)).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
     show(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")

@@ -221,11 +221,7 @@ def _metrics(task: type[Task], records: Sequence[BenchRecord], full: Sequence[Be
         metrics[name] = mean_known(record.metrics.get(name) for record in records)
     if full and _seconds_per_token(full):
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    alarms: list[float] = []
-    for record in records:
-        alarm = record.metrics.get("alarm")
-        if alarm is not None:
-            alarms.append(alarm)
+    alarms = [record.metrics["alarm"] for record in records if record.metrics.get("alarm") is not None]
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
     return metrics

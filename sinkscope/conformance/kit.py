@@ -1,4 +1,4 @@
-"""Checks by name, and what one finds."""
+"""What is checked, how strictly, and what a check finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 import sinkscope
 from sinkscope.conformance.flow import Flow, Logits, Outcome, error_of, outcome_of, right_logits
 from sinkscope.conformance.models import kit_model
-from sinkscope.conformance.subject import EXPECTED, Factory, evicts, made, parameters
+from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 
@@ -110,7 +110,7 @@ class Kit:
     @property
     def evicts(self) -> bool:
         """Whether it can be asked to keep only a part."""
-        return evicts(self.factory)
+        return not parameters(self.factory).keys().isdisjoint({"budget", "share"})
 
     @property
     def grows(self) -> bool:

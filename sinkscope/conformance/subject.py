@@ -69,11 +69,6 @@ def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(factory).parameters)
 
 
-def evicts(factory: Factory) -> bool:
-    """Whether a factory can be asked to keep only a part."""
-    return not parameters(factory).keys().isdisjoint({"budget", "share"})
-
-
 def made(factory: Factory, model: Any, prompt: int, budget: int | None) -> Any:
     """What a factory gives.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED = 4  # parts that a sentence names
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
-Opposite = {"needed": "not shown", "not shown": "needed", "sufficient": "needed"}
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
 
@@ -122,11 +120,6 @@ class Claim:
             raise ValueError("a claim needs a subject, at least one draw, and two contrasts")
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """What two claims have in common that speak of the same thing."""
-        return (frozenset(self.subject), self.outcome.kind, frozenset(self.outcome.heads), self.place)
-
-    @property
     def verdict(self) -> Verdict:
         """What the values show, from the value with its margin against every contrast."""
         slack = self.margin or 0.0
@@ -229,13 +222,3 @@ def percent_pair(share: float, control: float) -> tuple[str, str]:
         if abs(share - control) < 1e-3 or texts[0] != texts[1]:
             break
     return texts
-
-
-def contradictions(claims: Sequence[Claim]) -> list[tuple[Claim, Claim]]:
-    """Pairs of claims about the same subject, outcome and place with opposite verdicts."""
-    pairs: list[tuple[Claim, Claim]] = []
-    for number, claim in enumerate(claims):
-        for other in claims[:number]:
-            if claim.key == other.key and Opposite.get(claim.verdict) == other.verdict:
-                pairs.append((other, claim))
-    return pairs

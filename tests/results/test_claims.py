@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from conclusion_kit import contradictions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search, contradictions, percent_pair
+from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search, percent_pair
 from sinkscope.results.parts import Component, Head, Neuron, Tokens
 
 SHARES = st.floats(0, 1.2) | st.sampled_from([0.0, 0.2, 0.4999, 0.5, 0.5001, 0.8, 1.0])

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from attack_kit import own_text, text_file
+from conclusion_kit import contradictions
 from covering import covering
 from organisms import organism
 from organisms.hard import HARD, hard
 
 from sinkscope.measure import Setup
-from sinkscope.results.claims import Claim, contradictions
+from sinkscope.results.claims import Claim
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks

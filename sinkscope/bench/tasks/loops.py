@@ -48,7 +48,6 @@ class Loops(Task):
         source: small, small-dc, small-ri, stories, organism, text, or a file of prompts.
         count: Number of prompts of each file, from the first one on, or of openings of text. None: all, or 16 openings.
         opening: Tokens of each opening.
-        given: Prompts to use instead.
     """
 
     name = "loops"
@@ -65,12 +64,9 @@ class Loops(Task):
     source: str = "small"
     count: Size | None = None
     opening: Size = 16
-    given: tuple[Prompt, ...] = ()
 
     def prompts(self, target: Target) -> list[Prompt]:
         """The prompts of the source."""
-        if self.given:
-            return list(self.given)
         if self.source == TEXT:
             return self._text(target)
         files = [Path(self.source)]
