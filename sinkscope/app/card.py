@@ -191,6 +191,9 @@ class SinkCard(Result):
         """One row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
             return [asdict(change) for change in self.changes]
+        return self._numbers()
+
+    def _numbers(self) -> Table:
         rows: Table = []
         for part in self.parts:
             for number in part.numbers:
@@ -204,7 +207,7 @@ class SinkCard(Result):
             changes = strings(self.rows())
             kept = ("label", "before", "after")
             grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, kept=kept))
-        shown = replace(self, against=None).rows()
+        shown = self._numbers()
         important = ("label", "value", "control", "margin")
         for row in shown:
             for name in important[1:]:

@@ -85,6 +85,11 @@ class CommandRun:
         """Additional files that a measurement writes, by option."""
         return {one.name: one for one in self.outline.outputs}
 
+    @cached_property
+    def written(self) -> list[Parameter]:
+        """The parameters that name what the function writes itself."""
+        return [one for one in self.parameters.values() if one.option.writes]
+
     def click_parameters(self) -> list[click.Parameter]:
         """The options of the command: those of the function, the kind of model object, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
@@ -139,7 +144,7 @@ class CommandRun:
             if "written" in self.parameters:
                 arguments["written"] = paths.__setitem__
             else:
-                paths = self._written_paths(arguments)
+                paths = {one.option.writes: arguments[one.name] for one in self.written if one.name in arguments}
             result = self._result(arguments, backend, progress)
         if result is not None and self.outline.returns_result:
             self._end(result, files if is_first() else {}, force, explain, paths)
@@ -160,10 +165,10 @@ class CommandRun:
         """Refuse, under torchrun, what one process does: commands that do not measure one model, folders of results."""
         if not self.command.measures and self.command.words != "generate":
             raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
-        for name, value in arguments.items():
-            if self.parameters[name].option.writes:
-                flag = self.parameters[name].flag
-                raise SinkscopeError(f"{flag} {value} is written by one process: run this command without torchrun")
+        for one in self.written:
+            if one.name in arguments:
+                path = f"{one.flag} {arguments[one.name]}"
+                raise SinkscopeError(f"{path} is written by one process: run this command without torchrun")
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
@@ -185,7 +190,7 @@ class CommandRun:
         inputs: dict[str, str | None] = {}
         for name, value in arguments.items():
             one = self.parameters[name]
-            if one.option.writes and str(value) != "-":
+            if one.option.writes:
                 paths[one.flag] = str(value)
                 continue
             flag = one.option.metavar if one.option.argument else one.flag
@@ -193,14 +198,6 @@ class CommandRun:
                 if isinstance(word, str | Path):
                     inputs[str(word)] = flag
         check_outputs(paths, kinds, inputs, force=force)
-
-    def _written_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the function writes, and where."""
-        paths: dict[str, Any] = {}
-        for name, value in arguments.items():
-            if self.parameters[name].option.writes and str(value) != "-":
-                paths[self.parameters[name].option.writes] = value
-        return paths
 
     def _kinds(self, name: str) -> list[str | None]:
         """The kinds of the file that an option writes."""
