@@ -205,7 +205,6 @@ def draw(result: LineWeights) -> go.Figure:
     figure=draw,
     loading="whole",
     edits=True,
-    quick={"count": 2, "length": 48, "layers": [1]},
 )
 def lines(
     setup: Setup,

@@ -283,7 +283,6 @@ def draw(result: Barcode) -> go.Figure:
     figure=draw,
     loading="whole",
     edits=True,
-    quick={"max_new_tokens": 24, "layers": [0]},
 )
 def barcode(
     setup: Setup,

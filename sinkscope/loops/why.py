@@ -343,7 +343,6 @@ class Case:
     figure=draw,
     loading="whole",
     edits=True,
-    quick={"max_new_tokens": 48, "cuts": 1},
 )
 def why(
     setup: Setup,

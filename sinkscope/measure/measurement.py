@@ -44,7 +44,6 @@ class Measurement(Generic[P, R]):
     mark: Mark
     loading: Loading
     edits: bool
-    quick: dict[str, Any]
     outputs: Sequence[Output]
     check: Callable[..., object] | None
 
@@ -183,7 +182,6 @@ def measurement(
     help: str = "",
     loading: Loading = "stream",
     edits: bool = False,
-    quick: dict[str, Any] | None = None,
     outputs: Sequence[Output] = (),
     check: Callable[..., object] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
@@ -199,7 +197,6 @@ def measurement(
         help: One line for the list of commands.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
-        quick: Arguments with which it takes about a second on a small model, for the tests of the matrix.
         outputs: Additional files that its command writes.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
@@ -213,6 +210,6 @@ def measurement(
             result_class.drawing = figure
         said = (words or function.__name__).replace("_", "-")
         mark = Mark(said, group, help or f"See sinkscope {said} --help.")
-        return Measurement(function, mark, loading, edits, quick or {}, outputs, check)
+        return Measurement(function, mark, loading, edits, outputs, check)
 
     return wrap

@@ -269,7 +269,6 @@ def draw(result: MarkingHeads) -> go.Figure:
     group="Sinks",
     help="Find the heads that mark the first token.",
     figure=draw,
-    quick={"count": 2},
 )
 def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural = 32) -> MarkingHeads:
     """Find the attention heads that mark the place of a spike, by the effect of replacing their output on its neurons.

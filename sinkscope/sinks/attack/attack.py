@@ -156,7 +156,6 @@ def draw(result: ClusterAttack) -> go.Figure:
     group="Repetition",
     help="Make sinks with different tokens that one head marks.",
     figure=draw,
-    quick={"lengths": [4], "sequences": 4, "prefix": ""},
 )
 def attack(
     setup: Setup,

@@ -186,7 +186,6 @@ def draw(result: Circuit) -> go.Figure:
     group="Sinks",
     help="Trace the circuit of the sink.",
     figure=draw,
-    quick={"max_repeats": 64},
 )
 def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | None = None) -> Circuit:
     """Trace the circuit of each attention sink from its mark to the heads that read it, and verify each step.

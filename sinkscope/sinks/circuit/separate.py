@@ -94,9 +94,7 @@ def draw(result: Separation) -> go.Figure:
     return figure_of(fig, result, width=1200, height=460)
 
 
-@measurement(
-    group="Sinks", help="Tell first tokens from later ones by linear probes.", figure=draw, quick={"pieces": 8}
-)
+@measurement(group="Sinks", help="Tell first tokens from later ones by linear probes.", figure=draw)
 def separate(
     setup: Setup, *, layer: Whole = 0, neuron: Whole | None = None, pieces: Natural = 128, count: Natural = 1024
 ) -> Separation:

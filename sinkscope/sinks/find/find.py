@@ -28,7 +28,6 @@ from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unkn
 @measurement(
     group="Sinks",
     help="Find the layer and the neurons that make the sink.",
-    quick={"max_repeats": 64},
 )
 def find_sinks(
     setup: Setup,

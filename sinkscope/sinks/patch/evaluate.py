@@ -162,7 +162,6 @@ def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None, **_: o
     words="patch eval",
     loading="whole",
     check=read_patch_argument,
-    quick={"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16},
 )
 def patch_eval(
     setup: Setup,

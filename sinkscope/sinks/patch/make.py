@@ -237,7 +237,6 @@ def write_patch(made: PatchMade, path: str) -> str | None:
     figure=draw,
     words="patch make",
     loading="whole",
-    quick={"max_repeats": 300, "pieces": 2, "length": 16},
     outputs=[
         Output(
             "out",

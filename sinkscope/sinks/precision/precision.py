@@ -221,7 +221,6 @@ def draw(result: Precision) -> go.Figure:
     help="Measure what rounding costs, and what to keep exact.",
     figure=draw,
     loading="whole",
-    quick={"schemes": ["a8-tensor"], "pieces": 3, "length": 16},
 )
 def precision(
     setup: Setup,

@@ -116,7 +116,6 @@ def refuse_unused(
     group="Repetition",
     help="Measure what repeated tokens do to norm, attention or output.",
     figure=draw,
-    quick={"max_repeats": 24, "ablate": True},
     check=refuse_unused,
 )
 def repeat(
