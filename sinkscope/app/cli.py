@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = command_line()
     code = 0
     output_is_closed = _prepare_streams()
-    gc.disable()  # importing torch and transformers makes no garbage; `ProgressBar` turns it on when work begins
+    gc.disable()  # importing torch and transformers makes no garbage; `CommandRun` turns it on when work begins
     try:
         if output_is_closed:
             raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")

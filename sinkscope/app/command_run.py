@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -217,7 +218,11 @@ class CommandRun:
             arguments["model"] = load(arguments.get("model"), backend=backend, **options)
         if "progress" in self.parameters:
             arguments["progress"] = progress
-        return self.function(**arguments)
+        function = self.function
+        if not gc.get_freeze_count():
+            gc.freeze()  # what was imported stays, and need not be looked through
+        gc.enable()
+        return function(**arguments)
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import sys
 from contextlib import closing
@@ -80,7 +79,6 @@ def check_loops(
     _refuse({"--first": first, "--tee": tee}, "without --follow")
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
-    gc.enable()  # the command line turns it off while libraries are imported
     with closing(_open_bytes(file)) as source:
         return check_file(
             source, form=_form(file, form), settings=monitor, max_new=max_new, name=_name(file), told=_tell
@@ -156,13 +154,11 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
         if host not in LOOPBACK:
             note(f"note: everyone who can reach {host} can use that server now")
 
-    gc.enable()  # the command line turns it off while libraries are imported
     serve(settings, host, port, ready)
 
 
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, tee: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
-    gc.enable()  # the command line turns it off while libraries are imported
     source = _open_bytes(file)
     if tee:
         source = _Tee(source, sys.stdout.buffer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
@@ -46,10 +45,6 @@ class ProgressBar:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
-        if not gc.isenabled():  # the command line turns it off while libraries are imported
-            if not gc.get_freeze_count():
-                gc.freeze()  # what they made stays, and need not be looked through
-            gc.enable()
         if self._bar is None and not self._ended and sys.stderr.isatty():
             self._erase()
             self._start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import webbrowser
 from pathlib import Path
@@ -77,7 +76,6 @@ def view_model(
         if show and sys.stdout.isatty():
             webbrowser.open(address)
 
-    gc.enable()  # the command line turns it off while libraries are imported
     end_bar(progress)
     serve(explorer, port, ready)
     return None
