@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 Loading = Literal["stream", "whole"]
 
-SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open)}
+SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open) if one.name != "loading"}
 """Parameters that every measurement has."""
 EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_from_options)}
 """Parameters of a measurement that can run under interventions."""
@@ -50,22 +50,25 @@ class Measurement(Generic[P, R]):
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
         self.__name__ = self.function.__name__
-        own = list(inspect.signature(self.function).parameters.values())[1:]
+        _, *own = inspect.signature(self.function).parameters.values()
         self._own = [one.name for one in own]
-        model, *shared = inspect.signature(Setup.open).parameters.values()
-        common = [one for one in shared if one.name not in (*self._own, "loading")]
+        shared = dict(inspect.signature(Setup.open).parameters)
+        self._shared = dict(SETUP_PARAMETERS)
         if self.edits:
-            common += inspect.signature(edit_from_options).parameters.values()
+            shared |= inspect.signature(edit_from_options).parameters
+            self._shared |= EDIT_PARAMETERS
+        for name in self._own:
+            self._shared.pop(name, None)
+        model, *common = [shared[name] for name in self._shared]
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
-        self.__doc__ = self._whole_doc([one.name for one in (model, *common)])
+        self.__doc__ = self._whole_doc()
 
-    def _whole_doc(self, shared: Sequence[str]) -> str:
+    def _whole_doc(self) -> str:
         """The docstring with the shared parameters, the result and a line of Python, as `help` shows it."""
         doc = inspect.getdoc(self.function) or ""
         lines: list[str] = []
-        for name, one in (SETUP_PARAMETERS | EDIT_PARAMETERS).items():
-            if name in shared:
-                lines.append(fill(f"    {name}: {one.help}", 120, subsequent_indent=" " * 8))
+        for name, one in self._shared.items():
+            lines.append(fill(f"    {name}: {one.help}", 120, subsequent_indent=" " * 8))
         head, args, tail = doc.partition("\n\nArgs:\n")
         own, end, rest = tail.partition("\n\n")
         if not args:
@@ -85,10 +88,7 @@ class Measurement(Generic[P, R]):
     @functools.cached_property
     def all_parameters(self) -> tuple[Parameter, ...]:
         """Its own parameters, then those that it shares with all measurements."""
-        shared = dict(SETUP_PARAMETERS)
-        if self.edits:
-            shared |= EDIT_PARAMETERS
-        return (*self.parameters, *(one for name, one in shared.items() if name not in self._own))
+        return (*self.parameters, *self._shared.values())
 
     def __get__(self, instance: object, owner: type | None = None) -> Measurement[P, R]:
         """The measurement itself; with this method `help` describes it as a function, signature first."""
@@ -103,8 +103,7 @@ class Measurement(Generic[P, R]):
         edit = None
         if self.edits:
             edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
-        own_only = {one.name for one in self.parameters if one.option.own}
-        opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments and name not in own_only}
+        opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments}
         opening |= self._pieces(opening.pop("texts", None))
         opening["loading"] = self.loading
         if edit is not None:

@@ -30,7 +30,6 @@ class Option:
         argument: Whether it is a positional argument.
         hidden: Whether only Python callers can give it.
         required: Whether the command line requires it although it has a default in Python.
-        own: Whether it belongs to the measurement alone although an option that opens the model has the same name.
         writes: What the file or folder is that it names for writing, as a word before its path; empty: it names none.
     """
 
@@ -40,7 +39,6 @@ class Option:
     argument: bool = False
     hidden: bool = False
     required: bool = False
-    own: bool = False
     writes: str = ""
 
 
