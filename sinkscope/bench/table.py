@@ -18,7 +18,7 @@ from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.measure.rate import mean_known, wilson
+from sinkscope.measure.rate import known_numbers, mean_known, wilson
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
@@ -221,7 +221,7 @@ def _metrics(task: type[Task], records: Sequence[BenchRecord], full: Sequence[Be
         metrics[name] = mean_known(record.metrics.get(name) for record in records)
     if full and _seconds_per_token(full):
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    alarms = [record.metrics["alarm"] for record in records if record.metrics.get("alarm") is not None]
+    alarms = known_numbers(record.metrics.get("alarm") for record in records)
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
     return metrics

@@ -29,9 +29,14 @@ def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
     return Rate(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
+def known_numbers(values: Iterable[float | int | None]) -> list[float]:
+    """Those that are numbers: neither None nor NaN."""
+    return [value for value in values if value is not None and not math.isnan(value)]
+
+
 def mean_known(values: Iterable[float | int | None]) -> float | None:
-    """Mean of those that are numbers: neither None nor NaN. None: there are none."""
-    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    """Mean of those that are numbers. None: there are none."""
+    numbers = known_numbers(values)
     if not numbers:
         return None
     return fmean(numbers)
