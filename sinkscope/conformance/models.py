@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+from sinkscope.models.text import typical_text
+from sinkscope.opening.load import load
 
 BOS = 1
 """Id of the token that begins the prompts of the tiny models."""
@@ -38,19 +40,6 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def _trained(folder: str) -> Any:
-    """A model of the package."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(Path(__file__).parents[1] / "models" / folder)
-    if shown:
-        logging.enable_progress_bar()
-    return model
-
-
 def _planted(family: str, **options: Any) -> Any:
     """A tiny random model in which heads attend to BOS, whose value is small.
 
@@ -59,11 +48,10 @@ def _planted(family: str, **options: Any) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    state = torch.get_rng_state()  # the caller's random numbers stay as they are
-    torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(_SIZES | options))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         embedding = model.get_input_embeddings().weight
         embedding.normal_()
         embedding[BOS] = 0
@@ -80,7 +68,6 @@ def _planted(family: str, **options: Any) -> Any:
                 slowest[:, reads] = _strength()
             elif weight.dim() >= 2 and "embed" not in name and "lm_head" not in name and weight.shape[0] == 64:
                 weight[[_CONST, _FIRST]] = 0
-    torch.set_rng_state(state)
     return model
 
 
@@ -99,8 +86,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hybrid": partial(  # a convolution with a state in one of two layers
         _planted, "lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_L_cache=3
     ),
-    "bundled": partial(_trained, "bundled"),
-    "recall": partial(_trained, "recall"),
+    "bundled": partial(load, "bundled", device="cpu", probe=False),
+    "recall": partial(load, "recall", device="cpu", probe=False),
 }
 """What makes each model of the kit."""
 
@@ -136,9 +123,9 @@ def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
     if name == "recall":
         return _question(length, seed)
     if name == "bundled":
-        text = _text()[700 * seed :]
+        text = typical_text().replace("\n", " ")[700 * seed :]
         start = text.index(" ") + 1
-        return torch.tensor(_tokenizer(name)(text[start : start + 12 * length])["input_ids"][:length])
+        return torch.tensor(kit_model(name).tokenizer(text[start : start + 12 * length])["input_ids"][:length])
     draw, others = random.Random(seed), range(5, kit_model(name).config.vocab_size)
     ids: list[int] = []
     while len(ids) < length:
@@ -149,7 +136,7 @@ def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
 
 def _question(length: int, seed: int) -> Int[Tensor, " column"]:
     """Facts between filler words, a question for one of them, and its answer of three tokens."""
-    vocabulary = _tokenizer("recall").get_vocab()
+    vocabulary = kit_model("recall").tokenizer.get_vocab()
     names = sorted(vocabulary, key=lambda word: vocabulary[word])
     draw = random.Random(seed)
     keys = names[vocabulary["adam"] : vocabulary["xenia"] + 1]
@@ -164,17 +151,3 @@ def _question(length: int, seed: int) -> Int[Tensor, " column"]:
     words += draw.sample(fillers, length - 9 - len(words))
     words += ["ask", asked[1], "what", "was", "said", "answer", *asked[2:]]
     return torch.tensor([vocabulary[word] for word in words])
-
-
-@cache
-def _text() -> str:
-    from sinkscope.models.text import typical_text
-
-    return typical_text().replace("\n", " ")
-
-
-@cache
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "models" / folder)
