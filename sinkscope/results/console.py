@@ -36,9 +36,8 @@ class ProgressBar:
         self._bar: Any = None
         self._task: Any = None
         self._ended = False
-        self._waits = False
+        self._waiting: threading.Thread | None = None
         self._erased = threading.Event()
-        self._writing = threading.Lock()
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -55,28 +54,16 @@ class ProgressBar:
     def wait(self, words: str) -> None:
         """Say at once what takes a while, in a line over which the bar and everything else is printed."""
         if is_terminal(sys.stderr):
-            self._waits = True
-            self._write_waiting(words)
-            threading.Thread(target=self._count, args=(words, time.monotonic()), daemon=True).start()
-
-    def _write_waiting(self, words: str) -> None:
-        sys.stderr.write(visible(words)[: terminal_width() - 1] + "\r")
-        sys.stderr.flush()
-
-    def _count(self, words: str, started: float) -> None:
-        """Show the seconds that have passed, until the line is erased."""
-        while not self._erased.wait(1):
-            with self._writing:
-                if not self._erased.is_set():
-                    self._write_waiting(f"{words} {time.monotonic() - started:.0f} s")
+            self._waiting = threading.Thread(target=_count_seconds, args=(words, self._erased), daemon=True)
+            self._waiting.start()
 
     def _erase(self) -> None:
-        with self._writing:
+        if self._waiting is not None:
             self._erased.set()
-            if self._waits:
-                self._waits = False
-                sys.stderr.write(ERASE)
-                sys.stderr.flush()
+            self._waiting.join()
+            self._waiting = None
+            sys.stderr.write(ERASE)
+            sys.stderr.flush()
 
     def _start(self) -> None:
         from rich import progress as rich
@@ -101,6 +88,17 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _count_seconds(words: str, erased: threading.Event) -> None:
+    """Show words, and the seconds that have passed since, in one line of the terminal until it is erased."""
+    started, shown = time.monotonic(), words
+    while True:
+        sys.stderr.write(visible(shown)[: terminal_width() - 1] + "\r")
+        sys.stderr.flush()
+        if erased.wait(1):
+            return
+        shown = f"{words} {time.monotonic() - started:.0f} s"
 
 
 def end_bar(progress: Any) -> None:
