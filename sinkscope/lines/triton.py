@@ -106,9 +106,11 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
 
 def numbers_of(chosen: Bool[Tensor, "head number"]) -> Int[Tensor, "head some"]:
     """Indices of the chosen entries, ascending, padded with the number of entries."""
-    every = torch.arange(chosen.shape[1], device=chosen.device)
     size = max(1, int(chosen.sum(1).max()))
-    return torch.where(chosen, every, len(every)).sort(1).values[:, :size]
+    head, number = chosen.nonzero(as_tuple=True)  # ascending
+    numbers = torch.full((len(chosen), size), chosen.shape[1], device=chosen.device)
+    numbers[head, (chosen.cumsum(1) - 1)[head, number]] = number
+    return numbers
 
 
 def _banded(slash: Bool[Tensor, "head key"], size: int) -> Bool[Tensor, "head key"]:
