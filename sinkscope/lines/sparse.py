@@ -42,8 +42,8 @@ LONE_COST = 1.5
 def dense_limit(width: int, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32 and an H200.
 
-    On a CPU the limit is lower for heads narrower than 48, whose dense attention is cheaper. On an H200 a cell takes 1.6
-    times as long with Triton as with flash attention.
+    On a CPU the limit is lower for heads narrower than 48, whose dense attention is cheaper. On an H200 a cell takes
+    1.6 times as long with Triton as with flash attention.
     """
     if _by_kernel(device):
         return CUDA_LIMIT
