@@ -17,6 +17,7 @@ from transformers import LogitsProcessor
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
@@ -45,11 +46,20 @@ def answering_settings(target: Target) -> dict[str, Any]:
     }
 
 
-def conversation_ids(target: Target, texts: Sequence[str], chat: bool = False) -> list[int]:
-    """Ids of a conversation of alternating prompts and answers that ends with a prompt.
+def conversation_ids(target: Target, prompt: Prompt, turn: int, chat: bool = False) -> list[int]:
+    """Ids of what the model reads before the answer to a turn: all turns up to it, each earlier one with its answer.
 
-    Without a chat template, its parts are separated by empty lines.
+    Without a chat template, they are separated by empty lines.
+
+    Raises:
+        SinkscopeError: An earlier turn has no answer.
     """
+    texts: list[str] = []
+    for number, earlier in enumerate(prompt.turns[:turn], 1):
+        if not earlier.answers:
+            raise SinkscopeError(f"prompt {prompt.id!r}: turn {number} has no answer for the turns after it: give one")
+        texts += [earlier.text, earlier.answers[0]]
+    texts.append(prompt.turns[turn].text)
     tokenizer = tokenizer_of(target)
     text = "\n\n".join(texts)
     if chat:

@@ -31,15 +31,11 @@ def finding(groups: Sequence[BenchGroup]) -> str:
         groups: All groups of one task and one model.
     """
     task = task_class(groups[0].task)
-    sets: dict[str, str] = {}
+    sets = {group.set for group in groups}
     by_method: dict[str, list[BenchGroup]] = {}
     for group in groups:
-        sets[group.set] = group.title
         by_method.setdefault(group.method, []).append(group)
-    methods: list[BenchGroup] = []
-    for some in by_method.values():
-        if len(some) == len(sets):
-            methods.append(pooled(some))
+    methods = [pooled(some) for some in by_method.values() if len(some) == len(sets)]
     where = groups[0].title
     if len(sets) > 1:
         where = f"{groups[0].task}, {len(sets)} sets"

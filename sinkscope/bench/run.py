@@ -180,8 +180,8 @@ def _prompts(task: Task, target: Target, methods: Sequence[Method], new: int) ->
     if repeated or not prompts:
         raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
     for prompt in prompts:
-        for texts in task.conversations(prompt):
-            check_prompt(target, methods, prompt, len(conversation_ids(target, texts, task.chat)), new)
+        for turn in range(len(prompt.turns)):
+            check_prompt(target, methods, prompt, len(conversation_ids(target, prompt, turn, task.chat)), new)
     return prompts
 
 

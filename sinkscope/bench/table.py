@@ -83,20 +83,17 @@ class BenchTable(Result):
 
     def headline(self) -> Number | None:
         """The score of the best method on the first set, beside the control of the task."""
-        if not self.groups:
-            return None
         same = [group for group in self.groups if group.place == self.groups[0].place]
-        task = task_class(same[0].task)
-        control = next((group for group in same if name_of(group.method) == task.control), None)
-        for best in ranked(same)[:1]:
-            shares = {group.method: group.metrics.get(task.tile) if task.tile else group.score for group in same}
-            label = f"{task.tile_label or task.unit}, {best.method}"
-            if task.counted:
-                label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
-            name = task.control if control is None else control.method
-            key = best.key(task.tile or task.main)
-            return Number(key, label, shares[best.method], shares.get(name), share=True, contrast=name)
-        return None
+        if not ranked(same):
+            return None
+        best, task = ranked(same)[0], task_class(same[0].task)
+        name = next((group.method for group in same if name_of(group.method) == task.control), task.control)
+        shares = {group.method: group.metrics.get(task.tile) if task.tile else group.score for group in same}
+        label = f"{task.tile_label or task.unit}, {best.method}"
+        if task.counted:
+            label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
+        key = best.key(task.tile or task.main)
+        return Number(key, label, shares[best.method], shares.get(name), share=True, contrast=name)
 
     def conclusion(self) -> str:
         """What the first task says of its best method, over all its sets of one model, with its cost."""

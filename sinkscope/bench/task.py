@@ -76,23 +76,6 @@ class Task(ABC):
         """Maximum length of an answer, if the user gives none."""
         return 64
 
-    def conversations(self, prompt: Prompt) -> list[list[str]]:
-        """What the model reads before each answer: all turns up to its own, each earlier one with its answer.
-
-        Raises:
-            SinkscopeError: A turn before the last has no answer.
-        """
-        texts: list[str] = []
-        conversations: list[list[str]] = []
-        for number, turn in enumerate(prompt.turns, 1):
-            conversations.append([*texts, turn.text])
-            if number < len(prompt.turns) and not turn.answers:
-                raise SinkscopeError(
-                    f"prompt {prompt.id!r}: turn {number} has no answer for the turns after it: give one"
-                )
-            texts += [turn.text, *turn.answers[:1]]
-        return conversations
-
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
         method = batch.methods[0]
@@ -100,7 +83,7 @@ class Task(ABC):
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
-            rows = [conversation_ids(target, self.conversations(prompt)[number], self.chat) for prompt in prompts]
+            rows = [conversation_ids(target, prompt, number, self.chat) for prompt in prompts]
             sampler: RowSampler | None = None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])

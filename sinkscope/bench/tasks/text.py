@@ -83,7 +83,7 @@ class TextFidelity(Task):
 
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Run full attention, and every method along its answers."""
-        rows = [conversation_ids(target, [prompt.turns[0].text], self.chat) for prompt in batch.prompts]
+        rows = [conversation_ids(target, prompt, 0, self.chat) for prompt in batch.prompts]
         full: list[Logits] = []
 
         def keep(logits: Logits) -> RowNumbers:
