@@ -15,7 +15,7 @@ from sinkscope.app.processes import Processes
 from sinkscope.app.scan import scan
 from sinkscope.app.scan_table import ScanTable, join_cards
 from sinkscope.errors import SinkscopeError, is_full_disk
-from sinkscope.files.output import check_writable, path_of
+from sinkscope.files.output import PathName, check_writable, path_of
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, between, check_values
@@ -71,8 +71,8 @@ def scan_one(model: str, folder: str, settings: Mapping[str, Any]) -> Outcome:
 
 
 def scan_many(
-    models: Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
+    models: Sequence[PathName],
+    out: PathName,
     executor: Any = None,
     *,
     workers: int | None = None,
@@ -181,7 +181,7 @@ def _name_and_revision(model: str) -> tuple[str, str]:
     return name, revision
 
 
-def _folders_of(models: Sequence[str | os.PathLike[str]]) -> dict[str, str]:
+def _folders_of(models: Sequence[PathName]) -> dict[str, str]:
     """The models by the names of their folders, which are the last parts of theirs.
 
     Raises:

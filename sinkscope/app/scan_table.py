@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from sinkscope.app.card import CARD, SinkCard, read_card
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of
+from sinkscope.files.output import PathName, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.measure.margin import margin_of
@@ -211,7 +210,7 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
     return join_cards(folder, scans)
 
 
-def join_cards(folder: str | PathLike[str], scans: Mapping[str, str]) -> ScanTable:
+def join_cards(folder: PathName, scans: Mapping[str, str]) -> ScanTable:
     """The table of scans.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NotRequired
@@ -11,6 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import PathName
 from sinkscope.files.records import Wording, checked_value, read_rows
 
 FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
@@ -75,7 +75,7 @@ class TurnRow(TypedDict):
     metric: NotRequired[str]
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+def read_prompts(path: PathName) -> list[Prompt]:
     """Read prompts from JSON lines.
 
     A line has `prompt` and `answers`, or `turns`, each of which has them. It may have `id`, `set`, `part` and `metric`;

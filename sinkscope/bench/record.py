@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import is_file, read_json
+from sinkscope.files.output import PathName, is_file, read_json
 from sinkscope.files.plain import pathless
 from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
 
@@ -70,9 +69,7 @@ class BenchRun(list[BenchRecord]):
         self.settings = settings
 
 
-def open_run(
-    folder: str | os.PathLike[str] | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]
-) -> Folder[BenchRecord]:
+def open_run(folder: PathName | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]) -> Folder[BenchRecord]:
     """Open the folder of a run for writing; use it in a `with`.
 
     Args:
@@ -86,7 +83,7 @@ def open_run(
     return Folder(folder, decisive, BenchRecord, option="--out")
 
 
-def read_run(folder: str | os.PathLike[str]) -> BenchRun:
+def read_run(folder: PathName) -> BenchRun:
     """Read a folder of `sinkscope bench`, even while it is being written.
 
     Raises:

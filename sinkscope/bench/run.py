@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import PathName
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.files.shard import shard_of
@@ -106,7 +106,7 @@ def run_bench(
     task: Task | str,
     methods: Sequence[str],
     *,
-    out: str | os.PathLike[str] | None = None,
+    out: PathName | None = None,
     tokenizer: Any = None,
     max_new_tokens: int | None = None,
     batch_size: int = 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +112,6 @@ def held_bytes(cache: Any) -> int:
         if isinstance(one, Tensor):
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple):
-            waiting += one
-        elif type(one).__module__.partition(".")[0] not in ("torch", "builtins"):
-            waiting += vars(one).values() if hasattr(one, "__dict__") else ()
+        elif isinstance(one, dict | list | tuple) or not type(one).__module__.startswith(("torch", "builtins")):
+            waiting += gc.get_referents(one)
     return sum(storages.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import kind_modules
-from sinkscope.files.output import read_json, write_output
+from sinkscope.files.output import PathName, read_json, write_output
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
@@ -82,7 +81,7 @@ class Envelope:
         """`to_dict` as one indented JSON object with a final newline."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: PathName) -> Path:
         """Write `to_json` to `path`, completely or not at all. It may replace an earlier result of its kind.
 
         Raises:
@@ -91,7 +90,7 @@ class Envelope:
         return write_output(path, self.to_json())
 
     @classmethod
-    def load(cls: type[E], path: str | os.PathLike[str]) -> E:
+    def load(cls: type[E], path: PathName) -> E:
         """Read a file written by `save` or `--json`; the result has the class of its kind.
 
         Raises:

@@ -18,6 +18,8 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json, pathless
 
+PathName = str | os.PathLike[str]
+"""How a file or folder is named."""
 MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
@@ -28,7 +30,7 @@ OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Pipes that a shell makes, as in `<(command)`; nobody may ever read or write any other."""
 
 
-def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool = False) -> Path:
+def write_output(path: PathName, data: bytes | str, *, force: bool = False) -> Path:
     """Write an output that a user requested, as `write_atomic` does. It replaces only an earlier output of its kind.
 
     Args:
@@ -46,7 +48,7 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
 
 
 def check_output(
-    path: str | os.PathLike[str], kinds: Sequence[str | None], *, force: bool = False, remedy: str = "give another name"
+    path: PathName, kinds: Sequence[str | None], *, force: bool = False, remedy: str = "give another name"
 ) -> Path:
     """Return the path that `write_output` will write, after checking that it can and that no foreign file is lost.
 
@@ -82,7 +84,7 @@ def kind_of(content: bytes) -> str | None:
     return None
 
 
-def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
+def check_writable(path: PathName, *, folder: bool = False) -> Path:
     """Return the path that `write_atomic` will write, after checking that it can. The check leaves no file behind.
 
     Args:
@@ -128,7 +130,7 @@ def is_device(target: Path) -> bool:
     return target.exists() and not target.is_file() and not target.is_dir()
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
+def write_atomic(path: PathName, data: bytes | str) -> Path:
     """Write `data` to a temporary file and move it to `path`, so that readers see the old file or the whole new one.
 
     Missing folders are made. Text is written as UTF-8. Devices and pipes are written in place.
@@ -174,7 +176,7 @@ def reason_of(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
 
 
-def path_of(name: str | os.PathLike[str], remedy: str = "give the path of a file or folder") -> Path:
+def path_of(name: PathName, remedy: str = "give the path of a file or folder") -> Path:
     """The path of a file or folder to read, with ~ as the home folder.
 
     Raises:
@@ -189,7 +191,7 @@ def path_of(name: str | os.PathLike[str], remedy: str = "give the path of a file
     return path
 
 
-def is_file(path: str | os.PathLike[str], remedy: str) -> bool:
+def is_file(path: PathName, remedy: str) -> bool:
     """Whether there is a file of this name.
 
     Raises:
@@ -201,7 +203,7 @@ def is_file(path: str | os.PathLike[str], remedy: str) -> bool:
         raise SinkscopeError(f"cannot read {_shown(path)}: {reason_of(error)}; {remedy}") from None
 
 
-def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = None) -> bytes:
+def read_bytes(path: PathName, remedy: str, *, page: str | None = None) -> bytes:
     """The content of a file, or of standard input for "-".
 
     Args:
@@ -228,9 +230,7 @@ def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = 
         raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}", page=page) from None
 
 
-def read_text(
-    path: str | os.PathLike[str], remedy: str = "give the path of a text file", *, page: str | None = None
-) -> str:
+def read_text(path: PathName, remedy: str = "give the path of a text file", *, page: str | None = None) -> str:
     """Text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
 
     Raises:
@@ -244,9 +244,7 @@ def read_text(
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json(
-    path: str | os.PathLike[str], remedy: str = "expected a file that sinkscope wrote", *, page: str | None = None
-) -> Any:
+def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrote", *, page: str | None = None) -> Any:
     """The content of a JSON file; the arguments are those of `read_bytes`.
 
     Raises:
@@ -259,7 +257,7 @@ def read_json(
         raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}", page=page) from None
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
+def _shown(path: PathName) -> str:
     if os.fspath(path) == "-":
         return "standard input"
     return Path(path).name

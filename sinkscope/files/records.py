@@ -35,7 +35,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import SchemaValidator, core_schema
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_text
+from sinkscope.files.output import PathName, read_text
 from sinkscope.files.plain import parse_json
 
 
@@ -304,7 +304,7 @@ def _array(dtype: Any, value: Any) -> Any:
     return np.asarray(value, dtype)
 
 
-def read_records(path: str | os.PathLike[str], type_: type[T], expected: str) -> list[T]:
+def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
     """The records of a file, each checked against a type.
 
     Args:
@@ -320,7 +320,7 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str) ->
     return [check(row, type_, where, expected) for where, row in read_rows(path, expected)]
 
 
-def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str, Any]]:
+def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     """Each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_bytes, read_json, reason_of, write_atomic
+from sinkscope.files.output import PathName, read_bytes, read_json, reason_of, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
 from sinkscope.files.records import build
 
@@ -53,7 +53,7 @@ class Folder(Generic[R]):
 
     def __init__(
         self,
-        folder: str | os.PathLike[str] | None,
+        folder: PathName | None,
         settings: Mapping[str, Any],
         kind: type[R],
         *,

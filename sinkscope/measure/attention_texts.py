@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import PathName
 from sinkscope.files.records import read_records
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
@@ -52,7 +52,7 @@ class TextRecord:
 def texts_of(
     setup: Setup,
     texts: Sequence[str | Sequence[int]] | None,
-    data: str | os.PathLike[str] | None,
+    data: PathName | None,
     count: int,
     length: int | None,
 ) -> list[Int[Tensor, " pos"]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
 import shlex
 import struct
@@ -21,7 +20,7 @@ from typing import Any
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
-from sinkscope.files.output import write_output
+from sinkscope.files.output import PathName, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.provenance import Provenance
 from sinkscope.results.notation import count_of
@@ -64,7 +63,7 @@ def page(result: Result) -> str:
     return document(f"{result.kind}: {result.model.name}", [result_section(result)], kind=result.kind)
 
 
-def save_html(result: Result, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+def save_html(result: Result, path: PathName, *, force: bool = False) -> Path:
     """Write `page(result)` to `path`, completely or not at all.
 
     Args:
@@ -78,7 +77,7 @@ def save_html(result: Result, path: str | os.PathLike[str], *, force: bool = Fal
     return save_document(path, page(result), force=force)
 
 
-def save_document(path: str | os.PathLike[str], text: str, *, force: bool = False) -> Path:
+def save_document(path: PathName, text: str, *, force: bool = False) -> Path:
     """Write a page as `write_output` does; a token in it may be half of a surrogate pair, which UTF-8 lacks."""
     return write_output(path, text.encode(errors="backslashreplace"), force=force)
 
@@ -237,7 +236,7 @@ def check_png() -> None:
         )
 
 
-def write_png(figure: Any, path: str | os.PathLike[str], *, kind: str = "figure", force: bool = False) -> Path:
+def write_png(figure: Any, path: PathName, *, kind: str = "figure", force: bool = False) -> Path:
     """Write a plotly figure as a PNG at twice its size on screen, whole or not at all.
 
     Raises:
