@@ -112,6 +112,6 @@ def held_bytes(cache: Any) -> int:
         if isinstance(one, Tensor):
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(one, dict | list | tuple) or not type(one).__module__.startswith(("torch", "builtins")):
+        elif isinstance(one, dict | list | tuple) or not type(one).__module__.startswith(("torch.", "builtins")):
             waiting += gc.get_referents(one)
     return sum(storages.values())
