@@ -16,7 +16,7 @@ from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
-from sinkscope.results.options import Mark, Output, Parameter, parameters_of
+from sinkscope.results.options import Mark, Output, Parameter, introduction, parameters_of, section
 from sinkscope.results.result import Result
 
 if TYPE_CHECKING:
@@ -66,19 +66,19 @@ class Measurement(Generic[P, R]):
     def _whole_doc(self) -> str:
         """The docstring with the shared parameters, the result and a line of Python, as `help` shows it."""
         doc = inspect.getdoc(self.function) or ""
-        lines: list[str] = []
+        listed: list[str] = []
         for name, one in self._shared.items():
-            lines.append(fill(f"    {name}: {one.help}", 120, subsequent_indent=" " * 8))
-        head, args, tail = doc.partition("\n\nArgs:\n")
-        own, end, rest = tail.partition("\n\n")
-        if not args:
-            head, _, rest = doc.partition("\n\nExample:")
-            own, end, rest = "", "\n\n", f"Example:{rest}" if rest else ""
-        listed = "\n".join(filter(None, [lines[0], own, *lines[1:]]))  # the model first
+            listed.append(fill(f"    {name}: {one.help}", 120, subsequent_indent=" " * 8))
+        listed.insert(1, section(doc, "Args"))  # the model first
         name = self.function.__name__
         returns = self.function.__annotations__.get("return", "Result")
-        made = f"Returns:\n    {returns}. In Python: `found = sinkscope.{name}(model); print(found); found.figure()`."
-        return f"{head}\n\nArgs:\n{listed}\n\n{made}{end}{rest}"
+        sections = {
+            "Args": "\n".join(filter(None, listed)),
+            "Returns": f"    {returns}. In Python: `found = sinkscope.{name}(model); print(found); found.figure()`.",
+            "Raises": section(doc, "Raises"),
+            "Example": section(doc, "Example"),
+        }
+        return "\n\n".join([introduction(doc), *(f"{title}:\n{text}" for title, text in sections.items() if text)])
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:

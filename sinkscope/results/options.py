@@ -351,7 +351,7 @@ class Outline:
         return cls(data["text"], tuple(data["examples"]), parameters, outputs, data["returns_result"])
 
 
-def _section(doc: str, title: str) -> str:
+def section(doc: str, title: str) -> str:
     """A section of a docstring, such as "Args" or "Example"; empty if there is none."""
     parts = _TITLE.split(doc)
     return dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
@@ -359,7 +359,7 @@ def _section(doc: str, title: str) -> str:
 
 def descriptions_of(doc: str, title: str) -> dict[str, str]:
     """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _section(doc, title), re.MULTILINE)
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section(doc, title), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
@@ -370,4 +370,4 @@ def introduction(doc: str) -> str:
 
 def example_lines(doc: str) -> list[str]:
     """The lines of the section "Example" of a docstring: commands to type."""
-    return re.findall(r"^    (.+)", _section(doc, "Example"), re.MULTILINE)
+    return re.findall(r"^    (.+)", section(doc, "Example"), re.MULTILINE)
