@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from sinkscope.app.card import SinkCard, read_card
 from sinkscope.app.processes import Processes
 from sinkscope.app.scan import scan
@@ -18,13 +20,13 @@ from sinkscope.errors import SinkscopeError, is_full_disk
 from sinkscope.files.output import PathName, check_writable, path_of
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import Progress, silent
-from sinkscope.files.records import Natural, between, check_values
+from sinkscope.files.records import Natural, Wording
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import SETTINGS
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Hidden, Option
 from sinkscope.models.text import typical_text
-from sinkscope.results.options import command, parameters_of
+from sinkscope.results.options import checks_arguments, command, parameters_of
 
 OWN = ("model", "out", "tokenizer", "progress", "written")
 """What `scan_many` gives to each scan itself, or cannot give to another process."""
@@ -70,12 +72,13 @@ def scan_one(model: str, folder: str, settings: Mapping[str, Any]) -> Outcome:
     return Outcome()
 
 
+@checks_arguments()
 def scan_many(
-    models: Sequence[PathName],
+    models: Annotated[Sequence[PathName], Wording("names, folders or files; scan takes others")],
     out: PathName,
     executor: Any = None,
     *,
-    workers: int | None = None,
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | None = None,
     shard: str | None = None,
     progress: Hidden = None,
     **settings: Any,
@@ -103,13 +106,6 @@ def scan_many(
     Raises:
         SinkscopeError: A setting or name is wrong, the disk is full, or the workers do not have this package.
     """
-    if workers is not None:
-        check_values(between(int, 1, MOST_WORKERS), workers=workers)
-    check_values(str | None, shard=shard)
-    if not isinstance(models, Sequence):
-        raise SinkscopeError(f"models={models!r}: expected a list of names and folders")
-    if not isinstance(out, str | os.PathLike):
-        raise SinkscopeError(f"out={out!r}: expected the path of a folder")
     _check_settings(settings)
     folders = _folders_of(models)
     chosen = {name: folders[name] for name in shard_of(list(folders), shard)}
@@ -185,12 +181,10 @@ def _folders_of(models: Sequence[PathName]) -> dict[str, str]:
     """The models by the names of their folders, which are the last parts of theirs.
 
     Raises:
-        SinkscopeError: There is no model, one is no name, or two have one.
+        SinkscopeError: There is no model, or two have one name.
     """
     folders: dict[str, str] = {}
     for model in models:
-        if not isinstance(model, str | os.PathLike):
-            raise SinkscopeError(f"models={type(model).__name__}: expected names, folders or files; scan takes others")
         name, revision = _name_and_revision(os.fspath(model))
         folder = os.path.basename(os.path.abspath(name))
         if revision:

@@ -19,7 +19,7 @@ from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import Progress, silent
-from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.files.records import Natural, Whole
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
 from sinkscope.loops.generate import Temperature
@@ -29,7 +29,7 @@ from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.results.options import Hidden, Option, command
+from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
 VERSION = 5
 """Version of the records; a change of what they hold is another setting."""
@@ -100,6 +100,7 @@ def bench(
     return tabulate_records([run])
 
 
+@checks_arguments()
 @float32_by_default()
 def run_bench(
     model: object,
@@ -108,10 +109,10 @@ def run_bench(
     *,
     out: PathName | None = None,
     tokenizer: Any = None,
-    max_new_tokens: int | None = None,
-    batch_size: int = 1,
-    temperature: float = 0.0,
-    seed: int = 0,
+    max_new_tokens: Natural | None = None,
+    batch_size: Natural = 1,
+    temperature: Temperature = 0.0,
+    seed: Whole = 0,
     shard: str | None = None,
     progress: Progress | None = None,
 ) -> BenchRun:
@@ -138,9 +139,6 @@ def run_bench(
     """
     if isinstance(task, str):
         task = read_task(task)
-    check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size)
-    check_values(Temperature, temperature=temperature)
-    check_values(Whole, seed=seed)
     chosen = read_methods(methods, task.budget)
     for method in chosen:
         method.make()  # impossible settings are refused before the run
