@@ -17,11 +17,12 @@ class Rate:
     high: float
 
 
-def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
-    """Wilson's score interval of a share; for z = 1.96 it holds the true share 95 times of 100.
+def wilson(successes: int | float, trials: int) -> Rate:
+    """Wilson's score interval of a share, which holds the true share 95 times of 100.
 
     Of the mean of scores between 0 and 1 it is too wide if anything: their variance is at most share * (1 - share).
     """
+    z = 1.959964
     share = successes / trials
     shrink = 1 + z * z / trials
     middle = (share + z * z / (2 * trials)) / shrink

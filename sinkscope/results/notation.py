@@ -74,20 +74,20 @@ def word_form(count: int, singular: str, plural: str) -> str:
     return plural
 
 
-def short_sentence(sentences: Iterable[str], most: int = MOST_WORDS) -> str:
-    """The first of several versions of a sentence that has at most 30 words (or `most`); if none has, the last."""
+def short_sentence(sentences: Iterable[str]) -> str:
+    """The first of several versions of a sentence that has at most 30 words; if none has, the last."""
     sentence = ""
     for sentence in sentences:
-        if len(sentence.split()) <= most:
+        if len(sentence.split()) <= MOST_WORDS:
             break
     return sentence
 
 
-def count_of(count: int, noun: str, plural: str | None = None) -> str:
-    """A number of things: "no token", "1 token", "2 tokens". The plural has an "s" unless it is given."""
+def count_of(count: int, noun: str) -> str:
+    """A number of things: "no token", "1 token", "2 tokens"."""
     if count == 0:
         return f"no {noun}"
-    return f"{count:,} {word_form(count, noun, plural or noun + 's')}"
+    return f"{count:,} {word_form(count, noun, f'{noun}s')}"
 
 
 def interval_phrase(count: int, noun: str) -> str:
