@@ -7,18 +7,22 @@ It imports every module, and writes commands, their options and kinds of results
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from pkgutil import walk_packages
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import sinkscope
 from sinkscope.files.catalog import FILE
 from sinkscope.files.envelope import Envelope
+from sinkscope.files.plain import plain
+from sinkscope.files.records import Wording
 from sinkscope.measure import Measurement
-from sinkscope.results.options import Mark, Outline
+from sinkscope.results.options import TYPES, Mark, Option, Outline, Parameter
 
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 """Headings of the help, in their order."""
@@ -41,10 +45,47 @@ def written() -> str:
             mark = getattr(value, "mark", None)
             if isinstance(mark, Mark) and value.__module__ == module:
                 row = {"words": mark.words, "target": f"{module}:{name}", "group": mark.group, "help": mark.help}
-                row |= {"measures": isinstance(value, Measurement), "outline": Outline.of(value).to_data()}
+                row |= {"measures": isinstance(value, Measurement), "outline": outline_data(Outline.of(value))}
                 rows.append(row)
     rows.sort(key=lambda row: (GROUPS.index(row["group"]), [*ORDER, row["words"]].index(row["words"]), row["words"]))
     return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"
+
+
+def outline_data(outline: Outline) -> dict[str, Any]:
+    """What the command line knows of a function before it is imported, as JSON; `Outline.from_data` reads it."""
+    outputs: list[dict[str, Any]] = []
+    for one in outline.outputs:
+        outputs.append({name: value for name, value in vars(one).items() if name != "save"})
+    parameters = [parameter_data(one) for one in outline.parameters]
+    return {**vars(outline), "parameters": parameters, "outputs": outputs, "examples": list(outline.examples)}
+
+
+def parameter_data(one: Parameter) -> dict[str, Any]:
+    """A parameter as JSON, without what is empty."""
+    data: dict[str, Any] = {"name": one.name, "help": one.help, "type": "text"}
+    for name, kind in TYPES.items():
+        if kind is one.type:
+            data["type"] = name
+    if get_origin(one.type) is Literal:
+        data["type"] = list(get_args(one.type))
+    if one.default is not inspect.Parameter.empty:
+        data["default"] = plain(one.default)
+    data["option"] = {name: value for name, value in vars(one.option).items() if value != getattr(Option, name)}
+    data["limits"] = limits_data(one)
+    data["many"] = one.many
+    return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
+
+
+def limits_data(one: Parameter) -> dict[str, Any]:
+    """The range of a number in an annotation, and the words for it."""
+    data: dict[str, Any] = {}
+    for limit in one.limits:
+        if isinstance(limit, Wording):
+            data |= limit._asdict()
+        for part in getattr(limit, "metadata", ()):
+            if type(part).__name__ in ("Ge", "Gt", "Le", "Lt"):
+                data |= asdict(part)
+    return data
 
 
 def _kinds(base: type[Envelope]) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ class Command:
         group: Heading under which the help lists it.
         help: One line.
         measures: Whether it is a measurement, which `sinkscope` has as a public name.
-        outline: What the command line knows of its function before it is imported, as `results.options.Outline` writes
+        outline: What the command line knows of its function before it is imported, as `tools.commands` writes
             it. None: the function belongs to another package and is imported for its help.
     """
 

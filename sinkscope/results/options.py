@@ -7,14 +7,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import Field
 
-from sinkscope.files.plain import plain
 from sinkscope.files.records import Wording, between, checked_value
 
 
@@ -135,8 +134,8 @@ def checks_arguments(page: str | None = None) -> Callable[[C], C]:
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
 LARGEST: dict[Any, float] = {float: 1e300, int: (1 << 31) - 1}
-TYPES = {bool: "bool", int: "int", float: "float", Path: "path"}
-"""Names of the types that the command line knows; anything else is text to it."""
+TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
+"""Types that the command line knows by name; anything else is text to it."""
 
 
 @dataclass(frozen=True)
@@ -188,27 +187,14 @@ class Parameter:
             shown = ", ".join(map(str, shown))
         return f"{self.help} Default: {shown}."
 
-    def to_data(self) -> dict[str, Any]:
-        """What the command line needs to know of it, as JSON."""
-        data: dict[str, Any] = {"name": self.name, "help": self.help, "type": TYPES.get(self.type, "text")}
-        if get_origin(self.type) is Literal:
-            data["type"] = list(get_args(self.type))
-        if self.default is not inspect.Parameter.empty:
-            data["default"] = plain(self.default)
-        data["option"] = {name: value for name, value in vars(self.option).items() if value != getattr(Option, name)}
-        data["limits"] = _limits_as_data(self.limits)
-        data["many"] = self.many
-        return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
-        """The parameter of which `to_data` gave this."""
-        kinds = {name: kind for kind, name in TYPES.items()}
+        """The parameter as `tools.commands` wrote it."""
         kind: Any = Any
         if isinstance(data["type"], list):
             kind = Literal[tuple(data["type"])]
-        elif data["type"] in kinds:
-            kind = kinds[data["type"]]
+        elif data["type"] in TYPES:
+            kind = TYPES[data["type"]]
         limits = dict(data.get("limits", {}))
         wording = [Wording(limits.pop("words"), limits.pop("page"))] if "words" in limits else []
         hint = Annotated[(kind, Option(**data.get("option", {})), Field(**limits), *wording)]
@@ -240,18 +226,6 @@ class Parameter:
         for number in value if self.many and isinstance(value, list | tuple) else [value]:
             if type(number) in LARGEST:
                 checked_value(between(type(number), None, LARGEST[type(number)]), number, name, page=page, then=then)
-
-
-def _limits_as_data(limits: Sequence[Any]) -> dict[str, Any]:
-    """The range of a number in an annotation, and the words for it."""
-    data: dict[str, Any] = {}
-    for limit in limits:
-        if isinstance(limit, Wording):
-            data |= limit._asdict()
-        for part in getattr(limit, "metadata", ()):
-            if type(part).__name__ in ("Ge", "Gt", "Le", "Lt"):
-                data |= asdict(part)
-    return data
 
 
 def _has_largest(limit: Any) -> bool:
@@ -335,17 +309,9 @@ class Outline:
         returns = get_type_hints(function).get("return")
         return cls(introduction(doc), tuple(example_lines(doc)), parameters, outputs, returns is not type(None))
 
-    def to_data(self) -> dict[str, Any]:
-        """The outline as JSON."""
-        outputs: list[dict[str, Any]] = []
-        for one in self.outputs:
-            outputs.append({field.name: getattr(one, field.name) for field in fields(one) if field.name != "save"})
-        parameters = [one.to_data() for one in self.parameters]
-        return {**vars(self), "parameters": parameters, "outputs": outputs, "examples": list(self.examples)}
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Outline:
-        """The outline of which `to_data` gave this."""
+        """The outline as `tools.commands` wrote it."""
         parameters = tuple(map(Parameter.from_data, data["parameters"]))
         outputs = tuple(Output(**one, save=lambda *_: None) for one in data["outputs"])
         return cls(data["text"], tuple(data["examples"]), parameters, outputs, data["returns_result"])
