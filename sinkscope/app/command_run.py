@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ RESULT_OPTIONS = {  # name: (metavar, help) of the files that are written from a
 }
 FILE_WORDS = {"json": "JSON", "html": "Page", "png": "Figure", "csv": "Table"}
 """What stands before the path of a file that was written from a result."""
+REPLACE = "give another name, or --force to replace it"
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 MODEL_WORD = "model_word"
@@ -173,32 +175,31 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        from sinkscope.app.outputs import check_outputs
+        from sinkscope.files.output import check_output, check_writable, is_device
 
         if "png" in files:
             from sinkscope.app.pages import check_png
 
             check_png()
-        kinds: dict[str, list[str | None]] = {}
-        paths: dict[str, str] = {}
-        for name, path in files.items():
-            if path == "-" and name in ("json", "csv"):
-                continue
-            kinds[f"--{name}"] = self._kinds(name)
-            paths[f"--{name}"] = path
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
-        inputs: dict[str, str | None] = {}
+        options: dict[Path, str | None] = {}  # the option that names each file
         for name, value in arguments.items():
             one = self.parameters[name]
-            if one.option.writes:
-                paths[one.flag] = str(value)
-                continue
-            flag = one.option.metavar if one.option.argument else one.flag
             for word in value if isinstance(value, tuple) else (value,):
-                if isinstance(word, str | Path):
-                    inputs[str(word)] = flag
-        check_outputs(paths, kinds, inputs, force=force)
+                if isinstance(word, str | Path) and not one.option.writes and os.path.isfile(word):
+                    options[Path(os.path.realpath(word))] = one.option.metavar if one.option.argument else one.flag
+        targets: list[tuple[str, Path]] = []
+        for name, path in files.items():
+            if path != "-" or name not in ("json", "csv"):
+                targets.append((f"--{name}", check_output(path, self._kinds(name), force=force, remedy=REPLACE)))
+        for one in self.written:
+            if one.name in arguments:
+                targets.append((one.flag, check_writable(str(arguments[one.name]), folder=True)))
+        for flag, target in targets:
+            if target in options and not is_device(target):
+                raise SinkscopeError(f"{target.name} is given for {options[target]} and {flag}: give each its own file")
+            options[target] = flag
 
     def _kinds(self, name: str) -> list[str | None]:
         """The kinds of the file that an option writes."""
