@@ -22,12 +22,11 @@ from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
-from sinkscope.lines.serve.serve import LoopServe
 from sinkscope.loops.generate import ends_and_pad, padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
 from sinkscope.measure.setup import model_info
-from sinkscope.models.checks import check_length, tokenizer_of
+from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 
@@ -300,18 +299,3 @@ def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str
             named = {"step": event.step, "position": event.position, "kind": event.kind}
             written.append({**named, "data": plain(event.data)})
     return tuple(written)
-
-
-def check_prompt(target: Target, methods: Sequence[Method], prompt: Prompt, tokens: int, new: int) -> None:
-    """Reject a prompt that does not fit, or a method that cannot be applied to it, before any computation.
-
-    Raises:
-        SinkscopeError: Prompt and answer exceed the context, or a budget is too small for the prompt.
-    """
-    check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
-    for method in methods:
-        edit = method.make()
-        if isinstance(edit, LoopServe) and edit.decode:
-            edit.decoding.check_prompt(tokens)
-        elif edit is not None:
-            edit.check_prompt(tokens)

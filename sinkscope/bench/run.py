@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sinkscope.bench.answer import Batch, answering_settings, check_prompt, conversation_ids
+from sinkscope.bench.answer import Batch, answering_settings, conversation_ids
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, BenchRun, open_run
@@ -22,8 +22,9 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
+from sinkscope.lines.serve.serve import LoopServe
 from sinkscope.loops.generate import Temperature
-from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
@@ -179,7 +180,14 @@ def _prompts(task: Task, target: Target, methods: Sequence[Method], new: int) ->
         raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
     for prompt in prompts:
         for turn in range(len(prompt.turns)):
-            check_prompt(target, methods, prompt, len(conversation_ids(target, prompt, turn, task.chat)), new)
+            tokens = len(conversation_ids(target, prompt, turn, task.chat))
+            check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
+            for method in methods:
+                edit = method.make()
+                if isinstance(edit, LoopServe) and edit.decode:
+                    edit.decoding.check_prompt(tokens)
+                elif edit is not None:
+                    edit.check_prompt(tokens)
     return prompts
 
 
