@@ -22,7 +22,6 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
-from sinkscope.lines.serve.serve import LoopServe
 from sinkscope.loops.generate import Temperature
 from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.loading.config import float32_by_default
@@ -184,9 +183,7 @@ def _prompts(task: Task, target: Target, methods: Sequence[Method], new: int) ->
             check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
             for method in methods:
                 edit = method.make()
-                if isinstance(edit, LoopServe) and edit.decode:
-                    edit.decoding.check_prompt(tokens)
-                elif edit is not None:
+                if edit is not None:
                     edit.check_prompt(tokens)
     return prompts
 

@@ -144,6 +144,11 @@ class LoopServe(SparsePrompts):
         """The policy of the decoding half."""
         return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first)
 
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a budget of the decoding half that is too small for the prompt."""
+        if self.decode:
+            self.decoding.check_prompt(tokens)
+
     @property
     def choice_rows(self) -> int:
         """The sample, and the queries that are checked for a sought key."""
