@@ -104,7 +104,8 @@ class Measurement(Generic[P, R]):
         if self.edits:
             edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
         opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments}
-        opening |= self._pieces(opening.pop("texts", None))
+        if "texts" in self._own:  # texts to measure, and not a number of pieces of typical text
+            opening.pop("texts", None)
         opening["loading"] = self.loading
         if edit is not None:
             opening["loading"] = "whole"
@@ -117,16 +118,6 @@ class Measurement(Generic[P, R]):
             if name not in known:
                 near = get_close_matches(name, known, n=1) or known
                 raise TypeError(f"{self.function.__name__}() has no argument {name!r}; expected {', '.join(near)}")
-
-    def _pieces(self, texts: Any) -> dict[str, int]:
-        """How many pieces of typical text are needed. A measurement may have a parameter `texts` that takes texts."""
-        if texts is None:
-            texts = self.__signature__.parameters["texts"].default
-        if isinstance(texts, int):
-            return {"texts": texts}
-        if texts is not None and not any(isinstance(text, str) for text in texts):
-            return {"texts": 0}  # only ids are read
-        return {}
 
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
