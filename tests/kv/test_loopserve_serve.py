@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,7 +18,6 @@ from transformers import DynamicCache
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.lines.sample import draw_of, held_out, sample_queries
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.sparse_prompts import PromptRow
 from sinkscope.opening.live import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
@@ -174,22 +172,3 @@ def test_where_no_lines_were_found_a_turn_does_not_look_again_unless_that_is_che
                 model(input_ids=ids[:, part], past_key_values=cache)
         read = ["attended" in event.data for event in run.events if event.layer == 0]
         assert read == [True, not flat, True]
-
-
-def test_heads_whose_queries_attend_to_keys_of_their_own_are_dense():
-    """Heads 0 and 1 attend to one offset each; each query of heads 2 and 3 attends to a key of its own."""
-    n = 2048
-    generator = torch.Generator().manual_seed(0)
-    key = torch.nn.functional.normalize(torch.randn(4, n, 64, generator=generator), dim=-1)
-    at = torch.arange(n)
-    own = (torch.rand(2, n, generator=generator) * (at + 1)).long()
-    sought = torch.stack([at - 5, at - 40, *own]).clamp(min=0)
-    query = 40 * key.gather(1, sought[..., None].expand_as(key))
-    row = PromptRow(query, key, torch.randn(4, n, 8, generator=generator), 1.0, 0, torch.ones(n, dtype=torch.bool))
-    serve = LoopServe(shortest=0, dense_rows=0, checked=0)
-    read = serve.read(row)
-    assert read.sparsity.dense == (False, False, True, True)
-    assert read.recovered is not None and read.recovered[:2].min() > 0.95
-    assert_close(read.output[2:], row.dense(n)[2:])
-    along = replace(serve, dense_above=1.0).read(row)  # as in the paper, whatever is lost
-    assert along.recovered is not None and 0 < along.recovered[2:].max() < serve.alpha / 3

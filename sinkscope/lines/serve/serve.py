@@ -73,9 +73,8 @@ class LoopServe(SparsePrompts):
             prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), layers
             in which an earlier turn on the same cache found no lines, unless the turn is so long that looking again
             costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
-            whatever that costs. Heads whose lines hold less than a third of alpha outside the sample have no
-            lines, and are dense at any length. On a GPU, prompts of a model with 32 heads are read along lines from
-            about 110,000 keys on, because dense attention is as fast as the choice before that.
+            whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 110,000 keys
+            on, because dense attention is as fast as the choice before that.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
             there.
@@ -194,13 +193,6 @@ class LoopServe(SparsePrompts):
         if flat and cost > FLAT_COST:
             return False
         return cost == 0 or cost < line_limit(self.dense_above, query)
-
-    @property
-    def least_recovered(self) -> float:
-        """A third of alpha: such a head has no lines, because each of its queries attends to keys of its own."""
-        if self.dense_above is not None and self.dense_above >= 1:
-            return 0.0
-        return self.alpha / 3
 
     def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""

@@ -178,11 +178,6 @@ class SparsePrompts(Intervention):
         return 0
 
     @property
-    def least_recovered(self) -> float:
-        """Share of the attention of held-out queries below which a head's lines are given up: it is dense then."""
-        return 0.0
-
-    @property
     def shown_name(self) -> str:
         """Name in messages."""
         return type(self).__name__
@@ -263,14 +258,12 @@ class SparsePrompts(Intervention):
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
         if line_limit(self.dense_above, row.query) < 1 and bool(lines.vertical.all()):
             return PromptRead(lines, all_dense(heads), None, shares, met * keys / row.cells())
-        if held_out is not None:
-            met += len(held_out)
-            shares = recovered(body.query, body.key, lines, row.scaling, held_out)
-            lines.vertical[shares < self.least_recovered] = True
         output, sparsity = sparse_attention(
             body.query, body.key, body.value, lines, scaling=row.scaling, dense_above=self.dense_above
         )
-        if shares is not None:
+        if held_out is not None and not all(sparsity.dense):
+            met += len(held_out)
+            shares = recovered(body.query, body.key, lines, row.scaling, held_out)
             shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
         last_error: Tensor | float = 0.0
         if self.dense_rows:
