@@ -49,7 +49,6 @@ def load(
     device_map: Any = None,
     quantization_config: Any = None,
     tokenizer: Any = None,
-    trust_remote_code: bool = False,
     probe: bool = True,
 ) -> Any:
     """Load a model.
@@ -68,7 +67,6 @@ def load(
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
-        trust_remote_code: Run Python code that comes with the checkpoint.
         probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
@@ -96,15 +94,14 @@ def load(
         "dtype": parse_dtype(dtype) or "auto",
         "device_map": device_map,
         "quantization_config": quantization_config,
-        "trust_remote_code": trust_remote_code,
     }
     source = locate(x, revision)
     with quiet(), loading_errors(source):
-        files = local_files(source, code=trust_remote_code)
+        files = local_files(source)
         name, folder, gguf = source.name, files.folder, files.gguf
-        config = read_config(name, folder, gguf=gguf, layers=layers, trust_remote_code=trust_remote_code)
+        config = read_config(name, folder, gguf=gguf, layers=layers)
         if tokenizer is None:
-            tokenizer = read_tokenizer(name, folder, gguf=gguf, trust_remote_code=trust_remote_code)
+            tokenizer = read_tokenizer(name, folder, gguf=gguf)
         if is_split:
             options["distributed_config"] = _split_over_processes(name, config)
         hf = model_with_weights(source, files, config, options, is_cut=layers is not None)

@@ -35,7 +35,6 @@ def open_target(
     revision: str | None,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
-    trust_remote_code: bool,
     needed: bool = True,
     whole: bool = False,
 ) -> Target:
@@ -51,7 +50,7 @@ def open_target(
         return _with_tokenizer(target_of(model, tokenizer), needed)
     source = locate(model, revision)
     whole = whole or world_size() > 1
-    if not (whole or is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
+    if not (whole or is_bundled or source.kind == "gguf" or source.planted):
         try:
             with quiet(), loading_errors(source):
                 return _stream(source, tokenizer, dtype, device)
@@ -66,7 +65,6 @@ def open_target(
         dtype=dtype,
         device=device,
         tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
         probe=not is_bundled,
     )
     return _with_tokenizer(target_of(hf), needed)

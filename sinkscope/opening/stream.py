@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_depth
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.stored import is_quantised
 from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore, StreamTarget
-from sinkscope.models.loading.config import read_checkpoint_json, read_config
+from sinkscope.models.loading.config import read_config
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds
 from sinkscope.opening.inference.find import adapter_of
 
@@ -45,7 +45,6 @@ def open_stream(
     """
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
-    check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     config = read_config(name or source.name, source.folder)
     try:
         if is_quantised(config):

@@ -43,6 +43,7 @@ def model_with_weights(
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with names
+        trust_remote_code=False,
         **{name: value for name, value in options.items() if value is not None},
     )
     model, info = loaded

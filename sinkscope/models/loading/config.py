@@ -144,13 +144,12 @@ def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     return cls(config).to(dtype)
 
 
-def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
+def check_kind(name: str, raw: Any) -> None:
     """Check that `raw`, the content of config.json, belongs to a causal language model.
 
     Args:
         name: Name of the model, for errors.
         raw: Content of its config.json.
-        trust_remote_code: Accept a type that only code beside the checkpoint knows.
 
     Raises:
         SinkscopeError: It is not the configuration of a model.
@@ -168,11 +167,10 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         )
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
-        has_code = trust_remote_code and bool(raw.get("auto_map"))
-        if not has_code and model_type not in CONFIG_MAPPING:
+        if model_type not in CONFIG_MAPPING:
             raise UnsupportedError(
                 f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-                "version that does",
+                "version that does; a model whose code is beside the weights is given as a live model, if you trust it",
                 page="unsupported-model",
             )
         return
@@ -206,9 +204,7 @@ def _is_causal(model_type: str, raw: dict[str, Any], classes: list[str]) -> bool
     return model_type not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and "vision_config" not in raw
 
 
-def read_config(
-    name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None, trust_remote_code: bool = False
-) -> Any:
+def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:
     """Read the configuration of a causal language model that has an adapter and at least one layer.
 
     Args:
@@ -216,7 +212,6 @@ def read_config(
         folder: Folder that holds config.json or the GGUF file.
         gguf: Name of the GGUF file.
         layers: Number of decoder layers to which to cut it.
-        trust_remote_code: Run code that comes with the checkpoint.
 
     Raises:
         SinkscopeError: It is not a configuration, or has no layers or fewer than requested.
@@ -227,9 +222,9 @@ def read_config(
     config: Any
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
-        check_kind(name, raw, trust_remote_code=trust_remote_code)
+        check_kind(name, raw)
         check_generation(folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
     config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
@@ -261,7 +256,7 @@ def cut_depth(text: Any, layers: int) -> None:
                 setattr(text, field, per_layer[:layers])
 
 
-def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_remote_code: bool = False) -> Any:
+def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     """The tokenizer beside the weights, or in the GGUF file; None if there is none.
 
     Raises:
@@ -275,14 +270,14 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:
-        return without_cache(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        return without_cache(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except ImportError:
         raise
     except Exception as error:  # a damaged file may fail in any way
         if "custom code" in str(error):
             raise SinkscopeError(
-                f"the tokenizer of {name} is code of its own, which is not run; give another with tokenizer=..., or, "
-                "if you trust it, trust_remote_code=True in Python",
+                f"the tokenizer of {name} is code of its own, which is not run; if you trust it, load it "
+                "with transformers and give it with tokenizer=...",
                 page="no-tokenizer",
             ) from None
         raise SinkscopeError(
