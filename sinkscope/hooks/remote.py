@@ -154,12 +154,16 @@ class Remote:
                     value = whole if isinstance(whole, torch.Tensor) else whole[0]
                     if edits:
                         new = value.clone().reshape(batch, -1, value.shape[-1])
-                        for numbers, chosen, keep, shares, vector in edits:
+                        for numbers, chosen, given, adds, mean_of in edits:
                             columns = list(range(new.shape[-1])) if numbers is None else numbers
                             old = new[..., columns]
-                            made = keep * old + vector.to(old)
-                            if shares is not None:
-                                made = made + torch.einsum("bp,bpd->bd", shares.to(old), old)[:, None]
+                            made = torch.as_tensor(given, dtype=old.dtype, device=old.device)
+                            if adds:
+                                made = old + made
+                            if mean_of is not None:
+                                there = mean_of.to(old.device)[..., None]
+                                mean = torch.where(there, old, 0).sum(1, keepdim=True) / there.sum(1, keepdim=True)
+                                made = torch.where(mean.isnan(), old, mean)
                             new[..., columns] = torch.where(chosen.to(old.device)[..., None], made, old)
                         value = new.reshape(value.shape)
                         if side == "pre":

@@ -73,14 +73,6 @@ def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
             ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
 
 
-def test_pickled_weights_of_one_byte_are_refused(tmp_path):
-    folder = changed(tmp_path / "m", in_int8)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with refused(words=["m stores 35 weights quantised", "int8"]):
-        load(folder)
-
-
 def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
     folder = changed(tmp_path / "m", in_fp8)
     with hub(tmp_path / "cache") as server:

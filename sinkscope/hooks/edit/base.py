@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,9 +60,9 @@ class Run:
 
     _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 
-    def __init__(self, target: Target, parts: Sequence[Intervention] = ()) -> None:
+    def __init__(self, target: Target, parts: tuple[Intervention, ...]) -> None:
         self.target = target
-        self.parts = tuple(parts)  # what acts, in order
+        self.parts = parts  # what acts, in order
         self.stack = ExitStack()
         self.tracker = Tracker(target)
         self.thread = threading.get_ident()
@@ -257,10 +257,6 @@ class Intervention(ABC):
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
-    def prepared(self, target: Target) -> Intervention:
-        """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
-        return self
-
     def summary(self, run: Run) -> str:
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
@@ -300,14 +296,13 @@ class Intervention(ABC):
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
         target.check_loaded()
-        parts = [part.prepared(target) for part in self.parts]
-        run = Run(target, parts)
+        run = Run(target, self.parts)
         with run.stack:
             run.stack.enter_context(_registered(run))
             run.stack.enter_context(without_compiler())
             run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
             run.watch()
-            for key, part in enumerate(parts):
+            for key, part in enumerate(self.parts):
                 part.enter(run, key)
             yield run
             if run.passes:

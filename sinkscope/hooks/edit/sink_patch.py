@@ -178,49 +178,39 @@ class SinkPatch(NeuronEdit):
         sites = list(map(_site, patch.sites))
         return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
 
-    def prepared(self, target: Target) -> SinkPatch:
-        """The patch itself, if it is one for this model."""
-        self.check_made_for(target)
-        return self
-
-    def check_made_for(self, target: Target) -> None:
-        """Compare the model with the one for which the patch was made, as far as the patch describes it.
+    def check(self, target: Target) -> None:
+        """Refuse a model without these neurons, or of another shape than the one for which the patch was made.
 
         A fine-tuned version is accepted, but its calibrated values may differ, so a `SinkscopeWarning` says so.
 
         Raises:
-            SinkscopeError: The model has another shape.
+            SinkscopeError: The model has another shape, or no such neuron.
+            UnsupportedError: As for every edit of neurons.
         """
         if self.model is not None:
             check_made_for(target, self.model, "patch", page=_PAGE)
+        super().check(target)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
-        if self.value == "second":
-            neutral = self._second_value(values)[:, None]
-        elif self.value == "calibrated":
-            neutral = self._calibrated_values(values)
-        else:
-            neutral = torch.full_like(values.old, float(self.value))
-        return torch.where((values.index > 0)[..., None], neutral, values.old)
+        if self.value != "second":
+            return super().new_values(values)
+        return torch.where((values.index > 0)[..., None], self._second_value(values)[:, None], values.old)
 
     def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula | None:
         """The neutral value; None for a second value that may have to be replaced by a calibrated one."""
         later = index > 0
         if self.value == "calibrated":
-            return Formula(later, 0.0, None, torch.tensor(self._calibrated(of)))
+            return Formula(later, self._calibrated(of))
         if self.value != "second":
-            return Formula(later, 0.0, None, torch.tensor(float(self.value)))
+            return Formula(later, float(self.value))
         if self.calibrated:
             return None
-        return Formula(later, 0.0, (index == 1).float(), torch.tensor(0.0))
+        return Formula(later, 0.0, mean_of=index == 1)
 
     def _calibrated(self, of: NeuronGroup) -> list[float]:
         """The calibrated value of each neuron; NaN where there is none."""
         return [self.calibrated.get(site, torch.nan) for site in of.sites]
-
-    def _calibrated_values(self, values: Values) -> Float[Tensor, " neuron"]:
-        return torch.tensor(self._calibrated(values.of), device=values.old.device, dtype=values.old.dtype)
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""
@@ -228,7 +218,7 @@ class SinkPatch(NeuronEdit):
         sequence = call.sequence
         if sequence.settled and "value" in memory:  # nothing left to decide
             return memory["value"]
-        calibrated = self._calibrated_values(values)
+        calibrated = torch.tensor(self._calibrated(values.of), device=old.device, dtype=old.dtype)
         is_calibrated = ~calibrated.isnan()
         is_late = sequence.partial and call.past > 1
         when = index == 1

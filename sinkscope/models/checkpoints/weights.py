@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
+from sinkscope.models.checkpoints.checkpoint import LocalFiles
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
+from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class, reads_images
 from sinkscope.results.console import note
 
@@ -37,7 +37,6 @@ def model_with_weights(
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
-        check_pickled(source.name, config, weight_files(files.folder))
     loaded: Any = auto.from_pretrained(
         files.folder,
         config=config,

@@ -13,7 +13,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside, check_generation
+from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -223,7 +223,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
         check_kind(name, raw)
-        check_generation(folder)
+        check_beside(folder, ["generation_config.json"], "bad-generation-config")  # else it is ignored
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)

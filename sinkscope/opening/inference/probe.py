@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
 from sinkscope.models.passes.positions import check_positions
-from sinkscope.models.passes.short import begins_at, reaches_logits
+from sinkscope.models.passes.short import begins_at, token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.proof import attention_errors
@@ -67,7 +67,12 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
         target.check_paths()
         if every_layer and target.resident:
             _measure_edits(report, target, list(range(target.n_layers)))
-            _check_whole(target)
+            middle, last = target.n_layers // 2, target.n_layers - 1
+            if target.adapter.from_any_layer and not begins_at(target, middle, last):
+                raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
+            target.forward(token_ids(target, 3), unembed=True)
+            if target.kind != "hf":  # a plain model was checked where it was opened
+                check_positions(target)
         else:
             _measure_edits(report, target, first_of_kinds(target))
         report.row_sum_error, report.attention_error = attention_errors(target)
@@ -103,14 +108,3 @@ def _measure_edits(report: ProbeReport, target: Target, layers: list[int]) -> No
     for site, problem in report.unproved.items():
         if site.endswith("hook_mlp_out"):
             raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {problem}")
-
-
-def _check_whole(target: Target) -> None:
-    """Refuse a model whose passes do not go through all layers to the logits."""
-    middle, last = len(target.layers) // 2, len(target.layers) - 1
-    if not reaches_logits(target):
-        raise UnsupportedError("what the last layer gives does not change the logits")
-    if target.adapter.from_any_layer and not begins_at(target, middle, last):
-        raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
-    if target.kind != "hf":  # a plain model was checked where it was opened
-        check_positions(target)
