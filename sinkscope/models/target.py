@@ -173,9 +173,9 @@ class Target(Parts):
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
 
-    def part_hooks(self, layer: int, part: str | None, when: str, *functions: Any) -> list[Hook]:
-        """Hooks on a part of a layer, by an adapter path; none if the layer has no such part."""
-        if not part or not self.has_part(layer, part):
+    def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
+        """Hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
+        if not self.has_part(layer, part):
             return []
         return [(self.sub(layer, part), when, function) for function in functions]
 

@@ -141,7 +141,7 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend)
     column = w_out(want, 1, [3])
     assert run.counts["ablated"] and float(column.norm()) > 0
     with torch.no_grad():
-        want.sub(1, "mlp.c_proj").weight[:, 3] = 0
+        want.sub(1, "down").weight[:, 3] = 0
         assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
 
 

@@ -65,7 +65,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
     for layer in {site[0] for site in sink.neurons}:
         if not target.is_mixture(layer):
             keep = on_input(partial(posts.__setitem__, layer))
-            hooks.append((target.sub(layer, target.adapter.down), "pre", keep))
+            hooks.append((target.sub(layer, "down"), "pre", keep))
     with nullcontext() if edit is None else edit.on(target):
         with attention_rows(target, see), target.hooks(*hooks):
             norm = norms_of(sink, ids, observers=[last])

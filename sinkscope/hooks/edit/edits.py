@@ -123,18 +123,17 @@ class NeuronEdit(PlacedEdit):
             SinkscopeError: The model has no such layer, neuron, expert or head.
             UnsupportedError: The model has no up factor, or its experts are quantised.
         """
-        adapter = target.adapter
         for layer, head in self._heads:
             check_site(target, layer, head=head)
         for site in self.checked_sites:
             check_site(target, *site)
-            is_gated = adapter.fused_gate_up or target.has_part(site.layer, adapter.gate)
+            is_gated = target.is_gated(site.layer)
             if site.expert is not None:
                 is_gated = target.experts(site.layer).GATED
             if self.site == "up" and not is_gated:
                 raise UnsupportedError(
-                    f'site="up": the MLP of {target.name} ({adapter.model_type}) has no gate and so no up factor; use '
-                    'site="post"',
+                    f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
+                    'factor; use site="post"',
                     page="no-up-factor",
                 )
 

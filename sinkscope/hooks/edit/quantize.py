@@ -58,7 +58,7 @@ def linear_modules(target: Target) -> list[LinearModule]:
 
 def down_projection(target: Target, layer: int) -> Any:
     """The linear module that is the down projection of a layer, also below a bridge's wrapper."""
-    module = target.mlp_part(layer, "down")
+    module = target.sub(layer, "down")
     return getattr(module, "original_component", module)
 
 

@@ -45,24 +45,24 @@ class MlpEdits:
         self.is_mixture = target.is_mixture(layer)
         self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing(rows) for _ in range(5))
         neuron: int | None = 0
-        if target.has_part(layer, target.adapter.down):
+        if target.has_part(layer, "down"):
             neuron = typical_neuron(target, layer)
         self.is_silent = neuron is None or not target.has_neurons(layer)
         self.neuron = neuron or 0
 
     def hooks(self) -> list[Hook]:
         """The hooks that edit and record."""
-        target, layer, adapter = self.target, self.layer, self.adapter
+        target, layer = self.target, self.layer
         if self.is_silent:
             return []
         on_part = partial(target.part_hooks, layer)
-        hooks = on_part(adapter.down, "pre", on_input(self._edit(self.post, self._move)))
+        hooks = on_part("down", "pre", on_input(self._edit(self.post, self._move)))
         if self.is_mixture:
             turned = on_hidden(self._edit(self.experts, self._turn))
-            hooks += on_part(adapter.experts, "post", self._recompute, turned)
+            hooks += on_part("experts", "post", self._recompute, turned)
         else:
-            hooks += on_part(adapter.up, "post", on_hidden(self._edit(self.up, self._scale_up)))
-        hooks += on_part(adapter.shared_gate, "post", on_output(self.shared_gate.keep))
+            hooks += on_part("up", "post", on_hidden(self._edit(self.up, self._scale_up)))
+        hooks += on_part("shared_gate", "post", on_output(self.shared_gate.keep))
         return hooks + target.on_mlp(layer, self.mlp.keep)
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
 from sinkscope.models.loading.config import cpu_by_default, first_line
-from sinkscope.models.modules.stack import DRAFT, first_of_kinds, kind_of
+from sinkscope.models.modules.stack import DRAFT, layer_kinds
 from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
@@ -58,9 +58,11 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         target = Target(sample, sample, "hf", DRAFT)
     with evaluating(target.hf):
         adapter = propose(target.hf, row)
+        numbers = layer_kinds(Target(hf, hf, "hf", adapter))
+        adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
         check_positions(target)
-        adapter = _with_sites(target)
+        adapter = _with_sites(target, numbers)
         _KNOWN[key] = _Known(row, adapter)
         if proves and row is None:
             prove(replace(target, adapter=adapter), every_layer=False)
@@ -80,19 +82,18 @@ def evaluating(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _with_sites(target: Target) -> Found:
+def _with_sites(target: Target, numbers: list[int]) -> Found:
     """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
-    firsts = first_of_kinds(target)
     try:
-        found = {kind_of(target.layers[sums.layer]): sums.problems for sums in layer_sums(target, firsts)}
+        found = {sums.layer: sums.problems for sums in layer_sums(target, sorted(set(numbers)))}
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model does not run so; the probe says more
         return replace(target.adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
     noted = dict[str, str]()
-    for number, layer in enumerate(target.layers):
-        for part, problem in found[kind_of(layer)].items():
-            noted[f"blocks.{number}.{part}"] = problem
+    for layer, number in enumerate(numbers):
+        for part, problem in found[number].items():
+            noted[f"blocks.{layer}.{part}"] = problem
     return _noted(target.adapter, noted)
 
 
