@@ -156,7 +156,7 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     with refused(words=["m has shape", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
         load(tmp_path / "m", layers=2)
     decoder("qwen3_next").save_pretrained(tmp_path / "n")
-    with refused(words=["the first 1 layers of n cannot be measured alone", "no softmax attention"]):
+    with refused(words=["qwen3_next", "no softmax attention"]):
         load(tmp_path / "n", layers=1)
 
 
