@@ -8,7 +8,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.checkpoint import LocalFiles
 from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
-from sinkscope.models.loading.config import causal_class, reads_images
+from sinkscope.models.loading.config import causal_class
 from sinkscope.results.console import note
 
 
@@ -27,17 +27,12 @@ def model_with_weights(
     Raises:
         SinkscopeError: The weights do not belong to the configuration.
     """
-    from transformers import AutoModelForImageTextToText
-
-    auto = causal_class(config)
-    if reads_images(config.model_type):
-        auto = AutoModelForImageTextToText
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
-    loaded: Any = auto.from_pretrained(
+    loaded: Any = causal_class(config).from_pretrained(
         files.folder,
         config=config,
         output_loading_info=True,

@@ -122,9 +122,11 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 def causal_class(config: Any) -> Any:
     """What loads a causal language model: for text parts that transformers does not list, the class beside theirs."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if reads_images(config.model_type):
+        return AutoModelForImageTextToText
     home = type(config).__module__
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and ".configuration_" in home:
         with suppress(ImportError):
@@ -136,10 +138,8 @@ def causal_class(config: Any) -> Any:
 
 def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """A causal language model of a configuration, with random weights, or without any inside `torch.device("meta")`."""
-    from transformers import AutoModelForCausalLM
-
     cls = causal_class(config)
-    if cls is AutoModelForCausalLM:
+    if hasattr(cls, "from_config"):
         return cls.from_config(config, dtype=dtype, trust_remote_code=False)
     return cls(config).to(dtype)
 
