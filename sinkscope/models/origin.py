@@ -9,7 +9,6 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.target import Target
 
 
@@ -18,7 +17,7 @@ def fingerprint_of(target: Target) -> str:
 
     A model whose weights have changed since it was loaded gets a fingerprint of its own.
     """
-    if isinstance(target, StreamTarget):
+    if target.store is not None:
         return fingerprint(target.store.source)
     here = fingerprint(target.hf)
     files, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))

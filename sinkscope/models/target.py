@@ -155,6 +155,9 @@ class Target(Parts):
                 else:
                     stack.callback(attributes.pop, "forward")
                 attributes["forward"] = passed_on
+            if self.store is not None:  # they are not read either
+                self.store.skipped = count
+                stack.callback(setattr, self.store, "skipped", 0)
             yield
 
     @staticmethod

@@ -12,9 +12,10 @@ from torch import nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.stored import is_quantised
-from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore, StreamTarget
+from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore
 from sinkscope.models.loading.config import read_config
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds
+from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 
 
@@ -26,7 +27,7 @@ def open_stream(
     resident: int = 2,
     tokenizer: Any = None,
     name: str | None = None,
-) -> StreamTarget:
+) -> Target:
     """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
 
     Args:
@@ -57,7 +58,7 @@ def open_stream(
             unembedding.register_forward_pre_hook(_no_logits)
         layers = list(causal.get_submodule(loader.stack).children())
         store = LayerStore(source, loader, layers, max(resident, 2))  # two, while the adapter is proposed and proved
-        target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
+        target = Target(causal, causal, "hf", DRAFT, tokenizer, name or source.name, store)
         target = replace(target, adapter=adapter_of(target))
         target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
         store.resident = resident

@@ -31,7 +31,8 @@ class Parts:
         adapter: Where the model's parts are.
         tokenizer: The tokenizer; None if the caller gave none and the model carries none.
         name: Short name, hub id or base name of the folder, for reports.
-        resident: False if layers are read from disk as they are called (see `models.checkpoints.stream`).
+        store: Reads the weights of a layer when the layer is called (`models.checkpoints.stream`); None if they are in
+            memory. Code that reads them outside such a call must be inside `with target.loaded(k):`.
     """
 
     model: Any
@@ -40,7 +41,12 @@ class Parts:
     adapter: Found
     tokenizer: Any = None
     name: str = "model"
-    resident: bool = True
+    store: Any = None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the model is in memory, and not read layer by layer."""
+        return self.store is None
 
     @cached_property
     def available_tokenizer(self) -> Any:
@@ -282,6 +288,8 @@ class Parts:
 
         It has an effect on streamed models (`checkpoints.stream`) and on weights that accelerate keeps elsewhere.
         """
+        if self.store is not None:
+            return self.store.pinned(layer)
         return brought(self.layers[layer])
 
     @property
