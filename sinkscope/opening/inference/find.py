@@ -53,14 +53,12 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         report = probe(target, every_layer=False)
     if proves and row is None and report.problem is not None:
         raise _refusal(target, report.problem)
-    unproved = dict[str, str]()
-    for layer, number in enumerate(numbers):  # layers of a kind share what was found in the first of it
-        for part, reason in report.unproved.get(number, {}).items():
-            unproved[f"blocks.{layer}.{part}"] = reason
-    if not report.unproved and report.problem is not None:  # the model does not run so
-        unproved = {"*": report.problem}
-    _KNOWN[key] = _noted(adapter, unproved)
-    return _KNOWN[key]
+    if report.unproved:  # layers of a kind share what was found in the first of it
+        adapter = _noted(adapter, {layer: report.unproved[number] for layer, number in enumerate(numbers)})
+    elif report.problem is not None:  # the model does not run so
+        adapter = replace(adapter, unproved=(("*", report.problem),))
+    _KNOWN[key] = adapter
+    return adapter
 
 
 @contextmanager
@@ -91,16 +89,15 @@ def prove(target: Target) -> None:
     report = probe(target)
     if report.problem is not None:
         raise _refusal(target, report.problem)
-    unproved = dict[str, str]()
-    for layer, problems in report.unproved.items():
-        for part, reason in problems.items():
-            unproved[f"blocks.{layer}.{part}"] = reason
-    _KNOWN[_key(target.hf)] = _noted(target.adapter, unproved)
+    _KNOWN[_key(target.hf)] = _noted(target.adapter, report.unproved)
 
 
-def _noted(adapter: Found, unproved: dict[str, str]) -> Found:
-    """The adapter with the sites that cannot be proved."""
-    return replace(adapter, unproved=tuple(sorted(unproved.items())))
+def _noted(adapter: Found, problems: dict[int, dict[str, str]]) -> Found:
+    """The adapter with the sites that cannot be proved, and why, by layer and the last part of their names."""
+    unproved = list[tuple[str, str]]()
+    for layer, reasons in problems.items():
+        unproved += [(f"blocks.{layer}.{part}", reason) for part, reason in reasons.items()]
+    return replace(adapter, unproved=tuple(sorted(unproved)))
 
 
 def _refusal(target: Target, problem: str) -> UnsupportedError:
