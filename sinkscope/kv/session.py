@@ -67,8 +67,7 @@ class Session:
         run.stack.callback(self._ended.set)
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
-        run.hook(target.base, "pre", self._begin)
-        run.hook(target.base, "post", self._end, always=True)
+        run.hook((target.base, "pre", self._begin), (target.base, "always", self._end))
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue

@@ -12,7 +12,7 @@ from sinkscope.models.modules.experts import Args, Kwargs
 from sinkscope.models.shards import Shards, check_no_gradient, split_of
 
 Hook = tuple[nn.Module, str, Any]
-"""A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""
+"""A module, "pre", "post" or "always" (after an error, too), and a function with the signature of torch's hooks."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

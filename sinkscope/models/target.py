@@ -170,10 +170,11 @@ class Target(Parts):
         """Context manager with hooks."""
         with without_compiler(), ExitStack() as stack:
             for module, when, fn in hooks:
-                add = module.register_forward_hook
                 if when == "pre":
-                    add = module.register_forward_pre_hook
-                stack.callback(add(fn, with_kwargs=True).remove)
+                    handle = module.register_forward_pre_hook(fn, with_kwargs=True)
+                else:
+                    handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
+                stack.callback(handle.remove)
             yield
 
     def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
