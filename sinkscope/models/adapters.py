@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from sinkscope.errors import SinkscopeError
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -76,22 +74,11 @@ ADAPTERS: dict[str, Adapter] = {}
 def register(adapter: Adapter) -> Adapter:
     """Register the adapter of another architecture; everything that accepts a model then accepts this one.
 
-    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.probe.probe` does.
-
-    Raises:
-        SinkscopeError: This `model_type` already has an adapter, or the row names no projections.
+    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.probe.probe` does. A later
+    row of the same `model_type` takes the place of an earlier one.
     """
-    if adapter.model_type in ADAPTERS:
-        raise SinkscopeError(
-            f"model type {adapter.model_type!r} has an adapter already: change a copy with "
-            "dataclasses.replace, and give it to a Target, if it is wrong for your model"
-        )
-    if adapter.fused_qkv is None and not (adapter.q and adapter.k and adapter.v):
-        raise SinkscopeError(
-            f"the adapter of {adapter.model_type!r} names neither q, k and v nor fused_qkv: give one or the other",
-            page="unsupported-model",
-        )
-    return ADAPTERS.setdefault(adapter.model_type, adapter)
+    ADAPTERS[adapter.model_type] = adapter
+    return adapter
 
 
 def row_of(model_type: str) -> Adapter | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
@@ -53,9 +52,6 @@ def open_stream(
         loader = LayerLoader(source, config.get_text_config(), device=device, dtype=dtype)
         causal = loader.causal
         setattr(causal, causal.base_model_prefix, loader.base())
-        unembedding = causal.get_output_embeddings()
-        if unembedding is not None:
-            unembedding.register_forward_pre_hook(_no_logits)
         layers = list(causal.get_submodule(loader.stack).children())
         store = LayerStore(source, loader, layers, max(resident, 2))  # two, while the adapter is proposed and proved
         target = Target(causal, causal, "hf", DRAFT, tokenizer, name or source.name, store)
@@ -72,10 +68,3 @@ def open_stream(
             f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
             page="not-streamable",
         ) from error
-
-
-def _no_logits(_module: nn.Module, _args: Any) -> None:
-    raise UnsupportedError(
-        "this model is read layer by layer and computes no logits; load it whole with sinkscope.load(...)",
-        page="not-streamable",
-    )

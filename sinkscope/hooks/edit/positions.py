@@ -143,15 +143,7 @@ class Tracker:
             tokens = ids
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
-        past = 0
-        if cache is not None:
-            if not hasattr(cache, "get_seq_length"):
-                raise UnsupportedError(
-                    f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
-                    "`DynamicCache()` or nothing",
-                    page="kv-cache",
-                )
-            past = tokens_in(cache)
+        past = 0 if cache is None else tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.columns = sequence.columns[:, :past]  # others may have been taken back
         read = sequence.columns.shape[1]

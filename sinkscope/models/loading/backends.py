@@ -113,8 +113,6 @@ def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
             return inner, "nnsight"
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return model, "hf"
-    if isinstance(getattr(model, "module", None), nn.Module):
-        raise SinkscopeError(f"{type(model).__name__} is a wrapper around a model: pass model.module")
     raise SinkscopeError(
         f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
         "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
