@@ -132,6 +132,10 @@ class PlacedEdit(Intervention):
         """
         return None
 
+    def total(self, run: Run, what: str) -> int:
+        """The sum of a number in the data of its events."""
+        return sum(event.data[what] for event in run.events if event.kind == self.KIND)
+
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the modules beside which the values pass."""
         for number, (place, of) in enumerate(self.places_in(run.target)):

@@ -80,8 +80,7 @@ class Add(PlacedEdit):
 
     def summary(self, run: Run) -> str:
         """The number of positions."""
-        count = sum(event.data["positions"] for event in run.events if event.kind == self.KIND)
-        return f"Add changed the residual stream {count:,} times."
+        return f"Add changed the residual stream {self.total(run, 'positions'):,} times."
 
     def places_in(self, target: Target) -> list[tuple[Place, Any]]:
         """The modules whose input or output the sites are, each with its name, layer and what is added there."""
