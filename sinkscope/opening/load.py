@@ -140,8 +140,8 @@ def _plant(hf: Any, file: Path) -> None:
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
-    is_as_asked = backend is None or backend == kind
-    if is_as_asked:
+    backend = backend or kind
+    if backend == kind:
         settings = {**settings, "tokenizer": tokenizer}
     for name, value in settings.items():
         if value is not None:
@@ -149,7 +149,7 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
                 f"{name}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
                 "out, or give the name of the model"
             )
-    if is_as_asked:
+    if backend == kind:
         return model
     if kind != "hf":
         raise UnsupportedError(

@@ -189,7 +189,7 @@ class SinkPatch(NeuronEdit):
             check_made_for(target, self.model, "patch", page=_PAGE)
         super().check(target)
 
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
         """The neutral value at every real position after the first."""
         if self.value != "second":
             return super().new_values(values)
