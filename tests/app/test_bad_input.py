@@ -78,7 +78,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     (_without("config.json"), ("m has no config.json", "give the folder")),
     (_written("config.json", "[1]"), ("config.json of m has no model_type", "give one")),
     ({"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
-    ({"num_hidden_layers": 0}, ("m has zero layers (num_hidden_layers is 0", "give a model")),
+    ({"num_hidden_layers": 0}, ("no list of 0 layers",)),
     ({"num_hidden_layers": 5}, ("m lacks ", "tensors")),
     ({"vocab_size": -1}, ("m",)),
     ({"intermediate_size": 48}, ("m", "download both from one revision")),

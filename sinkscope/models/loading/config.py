@@ -205,7 +205,7 @@ def _is_causal(model_type: str, raw: dict[str, Any], classes: list[str]) -> bool
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:
-    """Read the configuration of a causal language model that has an adapter and at least one layer.
+    """Read the configuration of a causal language model.
 
     Args:
         name: Name of the model, for errors.
@@ -214,7 +214,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
         layers: Number of decoder layers to which to cut it.
 
     Raises:
-        SinkscopeError: It is not a configuration, or has no layers or fewer than requested.
+        SinkscopeError: It is not a configuration, or has fewer layers than requested.
         UnsupportedError: It is another kind of model, or has no adapter.
     """
     from transformers import AutoConfig
@@ -229,15 +229,10 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
     config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
     text = config.get_text_config()
-    n_layers = text.num_hidden_layers
-    if n_layers < 1:
-        raise SinkscopeError(
-            f"{name} has zero layers (num_hidden_layers is {n_layers} in its config.json); give a model that has some",
-            page="zero-layers",
-        )
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     if layers is not None:
+        n_layers = text.num_hidden_layers
         if not 1 <= layers <= n_layers:
             raise SinkscopeError(
                 f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
