@@ -111,14 +111,12 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
         else:
             matches = list(filter(pattern, names))
         if not matches:
-            raise _no_such_site(pattern, target)
+            kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
+            raise SinkscopeError(
+                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
+            )
         chosen.update(matches)
     return [_site(target, name) for name in names if name in chosen]
-
-
-def _no_such_site(pattern: Pattern, target: Target) -> SinkscopeError:
-    kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
-    return SinkscopeError(f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}")
 
 
 def _site(target: Target, name: str) -> Site:

@@ -80,7 +80,12 @@ def check_unexpected(
         path = tensor
         if not hasattr(model, prefix[:-1]):
             path = tensor.removeprefix(prefix)
-        part = _owner(model, path)
+        part = model  # the innermost module on the path
+        for step in path.split("."):
+            children = dict(part.named_children())
+            if step not in children:
+                break
+            part = children[step]
         if next(part.parameters(recurse=False), None) is not None:
             origin = (origins or {}).get(tensor, tensor)
             raise SinkscopeError(
@@ -89,14 +94,3 @@ def check_unexpected(
                 "quantisation; download both from one revision, or merge the adapter",
                 page="missing-tensors",
             )
-
-
-def _owner(model: nn.Module, path: str) -> nn.Module:
-    """The innermost module of the model on the path of a tensor."""
-    part = model
-    for step in path.split("."):
-        children: dict[str, nn.Module] = dict(part.named_children())
-        if step not in children:
-            return part
-        part = children[step]
-    return part

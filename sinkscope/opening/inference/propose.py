@@ -187,10 +187,9 @@ class _Parts:
         return [path for path in inside if path in self.modules and path]
 
     def _linear(self, paths: Iterable[str], parent: str = "") -> str | None:
-        """The first of some parts that is a linear module."""
+        """The first of some parts that has a matrix, whatever wraps it."""
         for path in self.there(paths, parent):
-            module = self.modules[path]
-            if is_transposed(module) or hasattr(module, "in_features"):
+            if path != parent and any(parameter.ndim == 2 for parameter in self.modules[path].parameters()):
                 return path
         return None
 
