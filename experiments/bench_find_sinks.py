@@ -99,7 +99,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
     read: set[str] = set()
 
     def run() -> Row:
-        target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
+        target: Any = open_target(Path(folder))  # as find_sinks(folder) does
         found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
         items = []
@@ -133,7 +133,7 @@ def plain_arm(folder: str) -> Row:
     layer = int(truth["neurons"][0]["layer"])
 
     def run() -> Row:
-        target: Any = open_target(Path(folder), None, None, None, None, False)
+        target: Any = open_target(Path(folder))
         last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
 
         def forward(rows: int, tokens: int, last: int) -> None:

@@ -208,7 +208,7 @@ class CommandRun:
         returned = get_type_hints(getattr(self.function, "function", self.function)).get("return")
         return [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
 
-    def _result(self, arguments: dict[str, Any], backend: str | None, progress: ProgressBar) -> Any:
+    def _result(self, arguments: dict[str, Any], backend: Any, progress: ProgressBar) -> Any:
         """What the function returns."""
         if self.command.measures:
             self.function.refuse(arguments)  # before a model is opened

@@ -30,14 +30,8 @@ from sinkscope.results.options import checks_arguments
 Where = bool | Literal["local"]
 
 
-@dataclass
-class _Stop:
-    """A module at which the pass is edited, read, or both."""
-
-    module: nn.Module
-    side: str  # "pre": what enters it, "post": what leaves it
-    edits: list[Any]
-    reads: list[Site]
+_Stop = tuple[nn.Module, str]
+"""A module at which the pass is edited or read, and its side: "pre" is what enters it, "post" what leaves it."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +71,22 @@ class Remote:
         """
         target = self.target
         rows = read_inputs(target, tokens, {"attention_mask": attention_mask}, bos=bos)
-        wanted = resolve(target, sites)
-        stops = self._stops(wanted, edit, rows.ids, rows.mask)
-        given = self._sent([stops[key] for key in self._order(stops)], rows.ids, rows.mask)
+        edits, reads = self._edits(edit, rows.ids, rows.mask), dict[Site, _Stop]()
+        for site in resolve(target, sites):
+            if site.module is None:
+                raise _cannot_travel(f"no module returns the rows of {site.name!r}")
+            reads[site] = site.module, site.when
+        given = self._sent(self._order({*edits, *reads.values()}), edits, set(reads.values()), rows.ids, rows.mask)
         found: dict[str, Tensor] = {}
-        for stop in stops.values():
-            for site in stop.reads:
-                if site.name in ("ln_final", "logits"):  # the block has taken them out of what the model returns
-                    site = replace(site, cut=first_tensor)
-                found[site.name] = site.shown(given[stop.module, stop.side], rows.ids.shape)
-        return Trace({site.name: found[site.name] for site in wanted})
+        for site, stop in reads.items():
+            if site.name in ("ln_final", "logits"):  # the block has taken them out of what the model returns
+                site = replace(site, cut=first_tensor)
+            found[site.name] = site.shown(given[stop], rows.ids.shape)
+        return Trace(found)
 
-    def _stops(self, wanted: list[Site], edit: Intervention | None, ids: Ids, mask: Ids | None) -> dict[Any, _Stop]:
-        """Where the pass is edited and read, by module and side."""
-        stops: dict[Any, _Stop] = {}
+    def _edits(self, edit: Intervention | None, ids: Ids, mask: Ids | None) -> dict[_Stop, list[Any]]:
+        """The columns and new values of each edit, by where it acts."""
+        edits: dict[_Stop, list[Any]] = {}
         index = Tracker(self.target).begin(ids, mask=mask).index
         for part in () if edit is None else edit.parts:
             if not isinstance(part, PlacedEdit):
@@ -101,23 +97,17 @@ class Remote:
                 formula = part.formula(of, index)
                 if formula is None:
                     raise _cannot_travel(f"{part!r} decides by what it measures")
-                stop = stops.setdefault((place.module, place.when), _Stop(place.module, place.when, [], []))
-                stop.edits.append((place.columns, *formula))
-        for site in wanted:
-            if site.module is None:
-                raise _cannot_travel(f"no module returns the rows of {site.name!r}")
-            stop = stops.setdefault((site.module, site.when), _Stop(site.module, site.when, [], []))
-            stop.reads.append(site)
-        return stops
+                edits.setdefault((place.module, place.when), []).append((place.columns, *formula))
+        return edits
 
     @torch.no_grad()
-    def _order(self, stops: dict[Any, _Stop]) -> list[Any]:
-        """The keys of the stops in the order of a pass, which the model tells without its weights."""
+    def _order(self, stops: set[_Stop]) -> list[_Stop]:
+        """The stops in the order of a pass, which the model tells without its weights."""
         target = self.target
-        seen: list[Any] = []
+        seen: list[_Stop] = []
         hooks: list[Any] = []
-        for module, side in stops:
-            hooks.append((module, side, lambda *_, key=(module, side): seen.append(key)))
+        for stop in stops:
+            hooks.append((*stop, lambda *_, stop=stop: seen.append(stop)))
         device, mask = target.device, None
         if target.is_empty:
             device, mask = torch.device("meta"), torch.zeros(1, 1, 2, 2, device="meta")  # others' values are looked at
@@ -130,15 +120,16 @@ class Remote:
                 f"{target.name} does not run without its weights ({first_line(error)}), so the order of its modules is "
                 "not known: make it with dispatch=True"
             ) from None
-        missing = [module for module, side in stops if (module, side) not in seen]
-        if missing:
-            raise _cannot_travel(f"{type(missing[0]).__name__}, where a site or an edit is, does not run in a pass")
+        for module, _ in stops.difference(seen):
+            raise _cannot_travel(f"{type(module).__name__}, where a site or an edit is, does not run in a pass")
         return list(dict.fromkeys(seen))
 
-    def _sent(self, stops: list[_Stop], ids: Ids, mask: Ids | None) -> dict[Any, Tensor]:
-        """What was read at each stop, by module and side. The block is source code that the server runs."""
+    def _sent(
+        self, stops: list[_Stop], edits: dict[_Stop, list[Any]], reads: set[_Stop], ids: Ids, mask: Ids | None
+    ) -> dict[_Stop, Tensor]:
+        """What was read at each stop. The block is source code that the server runs."""
         paths = {module: path for path, module in self.target.hf.named_modules()}
-        plan = [(paths[stop.module], stop.side, stop.edits, bool(stop.reads)) for stop in stops]
+        plan = [(paths[stop[0]], stop[1], edits.get(stop, []), stop in reads) for stop in stops]
         model, batch, where = self.target.model, len(ids), self.where
         save = import_module("nnsight").save
         inputs: dict[str, Any] = {"input_ids": ids}
@@ -148,18 +139,22 @@ class Remote:
         with torch.no_grad():
             with model.trace(**inputs, remote=where):
                 read = []
-                for path, side, edits, is_read in plan:
+                for path, side, changes, is_read in plan:
                     module = model.get(path) if path else model
                     whole = module.input if side == "pre" else module.output
                     value = whole if isinstance(whole, torch.Tensor) else whole[0]
-                    if edits:
+                    if changes:
                         new = value.clone().reshape(batch, -1, value.shape[-1])
-                        for numbers, chosen, keep, shares, vector in edits:
+                        for numbers, chosen, given, adds, mean_of in changes:
                             columns = list(range(new.shape[-1])) if numbers is None else numbers
                             old = new[..., columns]
-                            made = keep * old + vector.to(old)
-                            if shares is not None:
-                                made = made + torch.einsum("bp,bpd->bd", shares.to(old), old)[:, None]
+                            made = torch.as_tensor(given, dtype=old.dtype, device=old.device)
+                            if adds:
+                                made = old + made
+                            if mean_of is not None:
+                                there = mean_of.to(old.device)[..., None]
+                                mean = torch.where(there, old, 0).sum(1, keepdim=True) / there.sum(1, keepdim=True)
+                                made = torch.where(mean.isnan(), old, mean)
                             new[..., columns] = torch.where(chosen.to(old.device)[..., None], made, old)
                         value = new.reshape(value.shape)
                         if side == "pre":
@@ -171,8 +166,7 @@ class Remote:
                     if is_read:
                         read.append(value.detach().cpu())
                 read = save(read)
-        keys = [(stop.module, stop.side) for stop in stops if stop.reads]
-        return dict(zip(keys, read, strict=True))
+        return dict(zip([stop for stop in stops if stop in reads], read, strict=True))
 
 
 @checks_arguments()

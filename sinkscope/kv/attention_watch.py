@@ -69,7 +69,7 @@ class AttentionWatch:
             raise self.unseen_queries()
         latest = moment.state.queries[layer]
         kv = moment.cache.layers[layer]
-        module: Any = self.target.sub(layer, self.target.adapter.attn)
+        module: Any = self.target.sub(layer, "attn")
         keys = kv.keys
         if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = module.expand_kv(kv.keys, kv.values)[0]

@@ -68,12 +68,11 @@ class Session:
         run.stack.callback(setattr, self.now, "ended", None)  # else the latest cache lives until the next collection
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
-        run.hook(target.base, "pre", self._begin)
-        run.hook(target.base, "post", self._end, always=True)
+        run.hook((target.base, "pre", self._begin), (target.base, "always", self._end))
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue
-            run.edited.keep(target.sub(layer, target.adapter.attn))
+            run.edited.keep(target.sub(layer, "attn"))
 
     @classmethod
     def of(cls, run: Run) -> Session:

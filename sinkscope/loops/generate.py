@@ -127,7 +127,7 @@ def generate(
             page="generate",
         )
     target.check_loaded()
-    inputs_read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
+    inputs_read = read_inputs(target, prompts, inputs, bos=bos)
     rows = inputs_read.rows()
     texts = inputs_read.texts
     if texts is None:

@@ -103,7 +103,6 @@ class Setup:
         seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0,
         tokenizer: Hidden = None,
         texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
-        trust_remote_code: Annotated[bool, Option(hidden=True)] = False,
         progress: Hidden = None,
         loading: Annotated[Literal["stream", "whole"], Option(hidden=True)] = "stream",
     ) -> Setup:
@@ -122,7 +121,6 @@ class Setup:
             tokenizer: For live models that carry none.
             texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first
                 tokens differ. With 0 pieces, no tokenizer is needed.
-            trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
             progress: Called as `progress(what, done, total)`.
             loading: "stream" reads layer by layer where possible; "whole" loads a model given by name into memory.
 
@@ -130,13 +128,7 @@ class Setup:
             SinkscopeError: Bad input; the message is one line and says what to do.
         """
         started, content = time.perf_counter(), typical_text(text)
-        options: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "revision": revision,
-            "dtype": dtype,
-            "device": device,
-            "trust_remote_code": trust_remote_code,
-        }
+        options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         target = open_target(model, **options, needed=texts > 0, whole=loading == "whole")
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)

@@ -6,18 +6,15 @@ nnsight model, because both wrap modules in place and keep the names, so one row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
-
-from sinkscope.errors import SinkscopeError
 
 
 @dataclass(frozen=True)
 class Adapter:
     """Module paths of one architecture; those marked (layer) are relative to a decoder layer ("": the layer).
 
-    Where layers are of several kinds, a path may be several, separated by "|": a layer has the first that is there. One
-    that follows a condition, as in "self_attn?norm", counts as there only in layers that also have the part before "?".
+    Where layers are of several kinds, a path may be several, separated by "|": a layer has the first that is there.
     """
 
     model_type: str
@@ -42,21 +39,12 @@ class Adapter:
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
     shared_gate: str | None = None  # (layer) the sigmoid of its output multiplies what the shared expert gives
 
-    @property
-    def behind_mlp(self) -> str:
-        """(layer) The norm after the MLP where there is one, or else the MLP."""
-        return "|".join(filter(None, (self.post_mlp_norm, self.mlp)))
-
-    @property
-    def behind_attn(self) -> str:
-        """(layer) The module that writes for the attention."""
-        return "|".join(filter(None, (self.attn_out, self.attn)))
-
 
 @dataclass(frozen=True)
 class Found(Adapter):
     """A row, with what passes over a few tokens show of the model; nobody writes these fields."""
 
+    rows: tuple[Adapter, ...] = field(default=(), compare=False, repr=False)  # of each layer, where their parts differ
     base: str = "model"  # the module that maps ids to the last hidden state
     embed: str = "model.embed_tokens"
     fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
@@ -86,22 +74,11 @@ ADAPTERS: dict[str, Adapter] = {}
 def register(adapter: Adapter) -> Adapter:
     """Register the adapter of another architecture; everything that accepts a model then accepts this one.
 
-    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.probe.probe` does.
-
-    Raises:
-        SinkscopeError: This `model_type` already has an adapter, or the row names no projections.
+    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.probe.probe` does. A later
+    row of the same `model_type` takes the place of an earlier one.
     """
-    if adapter.model_type in ADAPTERS:
-        raise SinkscopeError(
-            f"model type {adapter.model_type!r} has an adapter already: change a copy with "
-            "dataclasses.replace, and give it to a Target, if it is wrong for your model"
-        )
-    if adapter.fused_qkv is None and not (adapter.q and adapter.k and adapter.v):
-        raise SinkscopeError(
-            f"the adapter of {adapter.model_type!r} names neither q, k and v nor fused_qkv: give one or the other",
-            page="unsupported-model",
-        )
-    return ADAPTERS.setdefault(adapter.model_type, adapter)
+    ADAPTERS[adapter.model_type] = adapter
+    return adapter
 
 
 def row_of(model_type: str) -> Adapter | None:
@@ -112,8 +89,8 @@ def row_of(model_type: str) -> Adapter | None:
 def shown_row(adapter: Adapter) -> str:
     """The row of an adapter as one would write it, without what it shares with Llama."""
     settings = [repr(adapter.model_type)]
-    for field in fields(Adapter):
-        value = getattr(adapter, field.name)
-        if field.name != "model_type" and value != field.default:
-            settings.append(f"{field.name}={value!r}")
+    for one in fields(Adapter):
+        value = getattr(adapter, one.name)
+        if one.name != "model_type" and value != one.default:
+            settings.append(f"{one.name}={value!r}")
     return f"Adapter({', '.join(settings)})"

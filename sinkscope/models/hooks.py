@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.models.modules.experts import Args, Kwargs
-from sinkscope.models.shards import cut, cut_columns, gathered, gathered_columns
+from sinkscope.models.shards import Shards, check_no_gradient, split_of
 
 Hook = tuple[nn.Module, str, Any]
-"""A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""
+"""A module, "pre", "post" or "always" (after an error, too), and a function with the signature of torch's hooks."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:
@@ -74,11 +74,11 @@ def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) ->
     numbers = beside(torch.tensor(columns or []))
 
     def change(module: Any, seen: Any) -> Any:
+        split = split_of(module, side, seen)
+        if split is not None:
+            return _change_part(fn, seen, columns, *split)
         if columns is None:
-            return cut(module, fn(gathered(module, seen, side)), seen)
-        whole = gathered_columns(module, seen, side, columns)
-        if whole is not None:
-            return cut_columns(module, fn(whole), seen, side, columns)
+            return fn(seen)
         places = numbers(seen)
         new = fn(seen[..., places])
         if new is None:
@@ -87,6 +87,23 @@ def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) ->
         return seen.index_copy(-1, places, new.to(seen.dtype))
 
     return change
+
+
+def _change_part(fn: Callable[[Any], Any], part: Tensor, columns: list[int] | None, shards: Shards, size: int) -> Any:
+    """What replaces the part of a tensor that a process holds; `fn` sees the whole, or the whole of some columns."""
+    if columns is None:
+        new = fn(shards.gather(part, size))
+    else:
+        new = fn(shards.columns(part, columns, size))
+    if not isinstance(new, Tensor):
+        return new
+    check_no_gradient(part)
+    if columns is None:
+        return shards.part(new, part.shape[-1])
+    places, here = shards.axis(size).here(columns)
+    changed = part.clone()
+    changed[..., here] = new[..., places].to(part.dtype)
+    return changed
 
 
 def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:

@@ -55,7 +55,6 @@ def read_inputs(
     *,
     bos: bool | None = None,
     special: bool = True,
-    page: str | None = None,
 ) -> Inputs:
     """Read a user's input for a model.
 
@@ -65,19 +64,11 @@ def read_inputs(
         more: Entries of such a mapping given as keyword arguments: `input_ids`, `attention_mask`.
         bos: Whether texts begin with the BOS token. By default the tokenizer decides.
         special: Whether the tokenizer adds its special tokens to texts.
-        page: Documentation page to name in errors.
 
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    try:
-        return _read(target, given, more or {}, bos, special)
-    except SinkscopeError as error:
-        raise SinkscopeError(str(error), page=error.page or page) from None
-
-
-def _read(target: Target, given: Any, more: Mapping[str, Any], bos: bool | None, special: bool) -> Inputs:
-    entries = _entries(given, more)
+    entries = _entries(given, more or {})
     tokens, mask = entries.get("input_ids"), entries.get("attention_mask")
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
@@ -144,17 +135,12 @@ def _mask(given: Any, ids: Ids) -> Ids:
     mask = torch.as_tensor(given)
     if mask.ndim == 1:
         mask = rearrange(mask, "pos -> 1 pos")
-    if mask.shape != ids.shape:
+    if mask.shape != ids.shape or not bool(mask.bool().any(1).all()):
         raise SinkscopeError(
-            f"attention_mask has another shape than the token ids, {tuple(mask.shape)} beside {tuple(ids.shape)}: give "
-            "1 or 0 for each token"
+            f"attention_mask of shape {tuple(mask.shape)} for token ids of shape {tuple(ids.shape)}: expected 1 at "
+            "real tokens and 0 at padding, and a real token in every row"
         )
-    is_binary = bool(((mask == 0) | (mask == 1)).all())
-    if not is_binary or not bool(mask.any(1).all()):
-        raise SinkscopeError(
-            "attention_mask: expected 1 at real tokens and 0 at padding, and a real token in every row"
-        )
-    return mask.long()
+    return mask.bool().long()
 
 
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
@@ -189,8 +175,8 @@ def _rows_of_ids(given: Any) -> list[list[int]]:
         if not isinstance(row, list) or not row:
             raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}")
         for number in row:
-            if type(number) is not int or not 0 <= number < 1 << 63:
-                raise SinkscopeError(f"token id {number!r}: expected whole numbers from 0; {_EXPECTED}")
+            if type(number) is not int:
+                raise SinkscopeError(f"token id {number!r}: expected whole numbers; {_EXPECTED}")
     return rows
 
 

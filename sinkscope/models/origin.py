@@ -9,7 +9,6 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.target import Target
 
 
@@ -18,23 +17,13 @@ def fingerprint_of(target: Target) -> str:
 
     A model whose weights have changed since it was loaded gets a fingerprint of its own.
     """
-    if isinstance(target, StreamTarget):
+    if target.store is not None:
         return fingerprint(target.store.source)
     here = fingerprint(target.hf)
     files, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))
     if here == loaded:
         return files
     return here
-
-
-def is_checkpoint(target: Target, wanted: str) -> bool:
-    """Whether the model, or the checkpoint from which transformers says it was loaded, has this fingerprint."""
-    where = Path(getattr(target.hf.config, "_name_or_path", "") or "/dev/null")
-    if wanted in (fingerprint_of(target), getattr(target.hf.config, "_commit_hash", None)):
-        return True
-    with contextlib.suppress(SinkscopeError, OSError):
-        return not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(where) == wanted
-    return False
 
 
 def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page: str | None = None) -> None:
@@ -66,9 +55,14 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page:
                 f"give that model, or make a {what} for this one",
                 page=page,
             )
-    fingerprint = model.get("fingerprint")
-    if fingerprint and not is_checkpoint(target, fingerprint):
+    wanted, config = model.get("fingerprint"), target.hf.config
+    known = [None, getattr(config, "_commit_hash", None), fingerprint_of(target)]
+    where = Path(getattr(config, "_name_or_path", "") or "/dev/null")  # from where transformers says it was loaded
+    with contextlib.suppress(SinkscopeError, OSError):
+        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir():
+            known.append(fingerprint(where))
+    if wanted not in known:
         warn(
-            f"the {what} was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
+            f"the {what} was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "
             f"and other weights, so its sink may have other neurons: make a {what} for this model"
         )

@@ -168,49 +168,21 @@ def local(weight: Any) -> Any:
     return weight.to_local() if hasattr(weight, "device_mesh") else weight
 
 
-def gathered(module: Any, tensor: Any, side: str) -> Any:
-    """What a module reads or gives, whole.
+def split_of(module: Any, side: str, seen: Any) -> tuple[Shards, int] | None:
+    """The processes that share what a hook on a module sees, and its whole width; None if all of it is here.
 
     Args:
         module: The module.
-        tensor: What a hook sees.
         side: "in_features" before the module, "out_features" after it.
+        seen: What the hook sees.
     """
-    shards = shards_of(getattr(module, "weight", None))
-    size = getattr(module, side, None)
-    if shards.size == 1 or size is None or not isinstance(tensor, Tensor):
-        return tensor
-    return shards.gather(tensor, size)
-
-
-def gathered_columns(module: Any, part: Tensor, side: str, columns: list[int]) -> Tensor | None:
-    """Some columns of what a module reads or gives, by one sum; None if the process holds all."""
     shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
-    if shards.size == 1 or size is None or not shards.is_part(part.shape[-1], size):
+    if shards.size == 1 or size is None or not isinstance(seen, Tensor) or not shards.is_part(seen.shape[-1], size):
         return None
-    return shards.columns(part, columns, size)
+    return shards, size
 
 
-def cut_columns(module: Any, new: Tensor | None, part: Tensor, side: str, columns: list[int]) -> Tensor | None:
-    """A part of a tensor with those of the new columns that are here."""
-    if new is None:
-        return None
-    _check_no_gradient(part)
-    places, here = shards_of(module.weight).axis(getattr(module, side)).here(columns)
-    changed = part.clone()
-    changed[..., here] = new[..., places].to(part.dtype)
-    return changed
-
-
-def cut(module: Any, whole: Any, seen: Any) -> Any:
-    """What replaces the tensor that a hook saw: the columns that are here of a whole one."""
-    if not isinstance(seen, Tensor) or not isinstance(whole, Tensor) or whole.shape[-1] == seen.shape[-1]:
-        return whole
-    _check_no_gradient(seen)
-    return shards_of(module.weight).part(whole, seen.shape[-1])
-
-
-def _check_no_gradient(seen: Tensor) -> None:
+def check_no_gradient(seen: Tensor) -> None:
     """Refuse an edit through which a gradient would have to pass.
 
     Raises:

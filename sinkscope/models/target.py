@@ -155,6 +155,9 @@ class Target(Parts):
                 else:
                     stack.callback(attributes.pop, "forward")
                 attributes["forward"] = passed_on
+            if self.store is not None:  # they are not read either
+                self.store.skipped = count
+                stack.callback(setattr, self.store, "skipped", 0)
             yield
 
     @staticmethod
@@ -167,15 +170,16 @@ class Target(Parts):
         """Context manager with hooks."""
         with without_compiler(), ExitStack() as stack:
             for module, when, fn in hooks:
-                add = module.register_forward_hook
                 if when == "pre":
-                    add = module.register_forward_pre_hook
-                stack.callback(add(fn, with_kwargs=True).remove)
+                    handle = module.register_forward_pre_hook(fn, with_kwargs=True)
+                else:
+                    handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
+                stack.callback(handle.remove)
             yield
 
-    def part_hooks(self, layer: int, part: str | None, when: str, *functions: Any) -> list[Hook]:
-        """Hooks on a part of a layer, by an adapter path; none if the layer has no such part."""
-        if not part or not self.has_part(layer, part):
+    def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
+        """Hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
+        if not self.has_part(layer, part):
             return []
         return [(self.sub(layer, part), when, function) for function in functions]
 

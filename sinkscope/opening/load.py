@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
 from sinkscope.models.checkpoints.checkpoint import local_files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.checkpoints.locate import locate
+from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.weights import model_with_weights
-from sinkscope.models.loading.backends import BACKENDS, Backend, unwrap, wrap
+from sinkscope.models.loading.backends import Backend, unwrap, wrap
 from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
@@ -41,7 +39,7 @@ from sinkscope.results.options import checks_arguments
 def load(
     x: Any = None,
     *,
-    backend: Backend | str | None = None,
+    backend: Backend | None = None,
     revision: str | None = None,
     layers: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -49,7 +47,6 @@ def load(
     device_map: Any = None,
     quantization_config: Any = None,
     tokenizer: Any = None,
-    trust_remote_code: bool = False,
     probe: bool = True,
 ) -> Any:
     """Load a model.
@@ -68,7 +65,6 @@ def load(
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
-        trust_remote_code: Run Python code that comes with the checkpoint.
         probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
@@ -80,75 +76,56 @@ def load(
         SinkscopeError: The model cannot be loaded; one line says what is wrong and what to do.
         UnsupportedError: The architecture has no adapter, or `backend` cannot wrap it.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise SinkscopeError(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
     if not (x is None or isinstance(x, str | os.PathLike)):
         options = {"revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map}
         return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     is_split = world_size() > 1 and device_map is None and device is None and backend in (None, "hf")
+    options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
     if device_map is None and not is_split:
         place = parse_device(device)
-        if place.type != "cpu":
-            device_map = {"": place}
-    options = {
-        "dtype": parse_dtype(dtype) or "auto",
-        "device_map": device_map,
-        "quantization_config": quantization_config,
-        "trust_remote_code": trust_remote_code,
-    }
+        device_map = None if place.type == "cpu" else {"": place}
+    options["device_map"] = device_map
     source = locate(x, revision)
     with quiet(), loading_errors(source):
-        files = local_files(source, code=trust_remote_code)
-        name, folder, gguf = source.name, files.folder, files.gguf
-        config = read_config(name, folder, gguf=gguf, layers=layers, trust_remote_code=trust_remote_code)
-        if tokenizer is None:
-            tokenizer = read_tokenizer(name, folder, gguf=gguf, trust_remote_code=trust_remote_code)
-        if is_split:
-            options["distributed_config"] = _split_over_processes(name, config)
-        hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
-        origin = files.commit or fingerprint(folder / (gguf or ""))
-        if source.kind == "hub":
-            hf.config._name_or_path = str(source.where)
-            hf.config._commit_hash = files.commit
-        if source.planted:
-            _plant(hf, Path(source.where) / source.planted)
-            hf.config.circuit = source.name
-            origin = fingerprint(hf)  # not that of the model it was made from
-        hf.sinkscope_name = name
-        hf.tokenizer = tokenizer
-        check_vocabulary(tokenizer, hf)
+        hf, origin = _plain(source, options, layers, tokenizer, is_split)
+        check_vocabulary(hf.tokenizer, hf)
         check_finite(hf)
-        with _in_first(layers, name):
-            adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: proposed by plain modules
-            model = wrap(hf, tokenizer, backend or "hf")
-            if probe:
-                prove(target_of(model))
+        adapter_of(Target(hf, hf, "hf", DRAFT), proves=probe)  # before it is wrapped: proposed by plain modules
+        model = wrap(hf, hf.tokenizer, backend or "hf")
+        if probe:
+            prove(target_of(model))
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
     return model
 
 
-def _split_over_processes(name: str, config: Any) -> Any:
-    """The setting by which transformers, from 5.19 on, splits a model over the processes of torchrun."""
-    from transformers.distributed import DistributedConfig
+def _plain(
+    source: ModelSource, options: dict[str, Any], layers: int | None, tokenizer: Any, is_split: bool
+) -> tuple[Any, str]:
+    """The plain model with its tokenizer, and the fingerprint of what it was made from."""
+    files = local_files(source)
+    name, folder, gguf = source.name, files.folder, files.gguf
+    config = read_config(name, folder, gguf=gguf, layers=layers)
+    if is_split:
+        from transformers.distributed import DistributedConfig  # from 5.19 on
 
-    check_divides(config, name, world_size())
-    return DistributedConfig(tp_size=world_size())
-
-
-@contextlib.contextmanager
-def _in_first(layers: int | None, name: str) -> Generator[None]:
-    """Context manager in which refusals say that only the first layers were looked at."""
-    try:
-        yield
-    except UnsupportedError as error:
-        if layers is None or error.page != "unsupported-model":
-            raise
-        raise UnsupportedError(
-            f"the first {layers} layers of {name} cannot be measured alone: {error}", page=error.page
-        ) from error
+        check_divides(config, name, world_size())
+        options = {**options, "distributed_config": DistributedConfig(tp_size=world_size())}
+    if tokenizer is None:
+        tokenizer = read_tokenizer(name, folder, gguf=gguf)
+    hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
+    hf.sinkscope_name, hf.tokenizer = name, tokenizer
+    origin = files.commit or fingerprint(folder / (gguf or ""))
+    if source.kind == "hub":
+        hf.config._name_or_path = str(source.where)
+        hf.config._commit_hash = files.commit
+    if source.planted:
+        _plant(hf, folder / source.planted)
+        hf.config.circuit = name
+        origin = fingerprint(hf)  # not that of the model it was made from
+    return hf, origin
 
 
 @torch.no_grad()
@@ -163,7 +140,8 @@ def _plant(hf: Any, file: Path) -> None:
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
-    if backend is None or backend == kind:
+    backend = backend or kind
+    if backend == kind:
         settings = {**settings, "tokenizer": tokenizer}
     for name, value in settings.items():
         if value is not None:
@@ -171,7 +149,7 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
                 f"{name}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
                 "out, or give the name of the model"
             )
-    if backend is None or backend == kind:
+    if backend == kind:
         return model
     if kind != "hf":
         raise UnsupportedError(

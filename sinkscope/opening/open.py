@@ -15,7 +15,6 @@ from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.hub import hub_folder
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.names import BUNDLED
-from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.loading.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
 from sinkscope.models.loading.quiet import quiet
@@ -31,11 +30,11 @@ LAYER_BYTES = 1 << 30
 
 def open_target(
     model: object,
-    tokenizer: Any,
-    revision: str | None,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    trust_remote_code: bool,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    *,
     needed: bool = True,
     whole: bool = False,
 ) -> Target:
@@ -46,65 +45,51 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
-    is_bundled = model is None or model == BUNDLED
-    if not (model is None or isinstance(model, str | os.PathLike)):
-        return _with_tokenizer(target_of(model, tokenizer), needed)
-    source = locate(model, revision)
-    whole = whole or world_size() > 1
-    if not (whole or is_bundled or source.kind == "gguf" or source.planted or trust_remote_code):
+    if model is None or isinstance(model, str | os.PathLike):
+        target = _named(model, tokenizer, revision, dtype, device, whole)
+    else:
+        target = target_of(model, tokenizer)
+    if needed:
+        tokenizer_of(target)
+    if target.tokenizer is None:
+        target = replace(target, tokenizer=target.available_tokenizer)
+    return target
+
+
+def _named(
+    model: str | os.PathLike[str] | None,
+    tokenizer: Any,
+    revision: str | None,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    whole: bool,
+) -> Target:
+    source, is_bundled = locate(model, revision), model in (None, BUNDLED)
+    if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
         try:
             with quiet(), loading_errors(source):
                 return _stream(source, tokenizer, dtype, device)
         except UnsupportedError as error:
             if error.page != "not-streamable":
                 raise
-
     # The bundled model needs no probe at every start, because the tests check its circuit.
-    hf = load(
-        model,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-        probe=not is_bundled,
-    )
-    return _with_tokenizer(target_of(hf), needed)
-
-
-def streamed_dtype(place: torch.device) -> torch.dtype:
-    """The type in which layers are read one by one on a device, if none is asked for.
-
-    On a CPU half precision is slow, and only a few layers are in memory at a time.
-    """
-    return torch.float32 if place.type == "cpu" else torch.bfloat16
+    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
+    return target_of(load(model, **options, probe=not is_bundled))
 
 
 def _stream(
     source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> Target:
     place = parse_device(device)
-    kind = parse_dtype(dtype) or streamed_dtype(place)
+    # On a CPU half precision is slow, and only a few layers are in memory at a time.
+    kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     tensors = SafetensorsSource(source.where, revision=source.revision)
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
     target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
-    target = _with_tokenizer(target)
+    if tokenizer is None:
+        if tensors.commit is not None:
+            hub_folder(tensors.name, tensors.commit, TOKENIZER_FILES)
+        target = replace(target, tokenizer=read_tokenizer(target.name, tensors.folder))
     check_vocabulary(target.tokenizer, target.hf)
-    return target
-
-
-def _with_tokenizer(target: Target, needed: bool = True) -> Target:
-    if target.tokenizer is not None:
-        return target
-    if isinstance(target, StreamTarget):
-        source = target.store.source
-        if source.commit is not None:
-            hub_folder(source.name, source.commit, TOKENIZER_FILES)
-        tokenizer = read_tokenizer(target.name, source.folder)
-    else:
-        tokenizer = target.available_tokenizer
-    target = replace(target, tokenizer=tokenizer)
-    if needed:
-        tokenizer_of(target)
     return target

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_depth
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.stored import is_quantised
-from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore, StreamTarget
-from sinkscope.models.loading.config import read_checkpoint_json, read_config
+from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore
+from sinkscope.models.loading.config import read_config
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds
+from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 
 
@@ -26,7 +26,7 @@ def open_stream(
     resident: int = 2,
     tokenizer: Any = None,
     name: str | None = None,
-) -> StreamTarget:
+) -> Target:
     """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
 
     Args:
@@ -45,7 +45,6 @@ def open_stream(
     """
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
-    check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     config = read_config(name or source.name, source.folder)
     try:
         if is_quantised(config):
@@ -53,12 +52,9 @@ def open_stream(
         loader = LayerLoader(source, config.get_text_config(), device=device, dtype=dtype)
         causal = loader.causal
         setattr(causal, causal.base_model_prefix, loader.base())
-        unembedding = causal.get_output_embeddings()
-        if unembedding is not None:
-            unembedding.register_forward_pre_hook(_no_logits)
         layers = list(causal.get_submodule(loader.stack).children())
         store = LayerStore(source, loader, layers, max(resident, 2))  # two, while the adapter is proposed and proved
-        target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
+        target = Target(causal, causal, "hf", DRAFT, tokenizer, name or source.name, store)
         target = replace(target, adapter=adapter_of(target))
         target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
         store.resident = resident
@@ -72,10 +68,3 @@ def open_stream(
             f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
             page="not-streamable",
         ) from error
-
-
-def _no_logits(_module: nn.Module, _args: Any) -> None:
-    raise UnsupportedError(
-        "this model is read layer by layer and computes no logits; load it whole with sinkscope.load(...)",
-        page="not-streamable",
-    )

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Setup
-from sinkscope.models.checkpoints.stream import StreamTarget
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 
@@ -81,7 +80,7 @@ def digest_of(text: str) -> str:
 
 def hold_layers(target: Target, layer: int) -> None:
     """Keep every layer up to `layer` of a streamed model in memory, because each chunk passes through all of them."""
-    if isinstance(target, StreamTarget):
+    if target.store is not None:
         target.store.resident = layer + 1
 
 

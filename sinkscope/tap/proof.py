@@ -64,7 +64,7 @@ def attention_errors(target: Target) -> tuple[float, float]:
     def keep_heads(layer: int, entering: Tensor) -> None:
         heads[layer] = entering.float().reshape(1, _LONG, -1)
 
-    hooks = [(target.sub(layer, adapter.attn), "post", on_output(partial(keep_weights, layer))) for layer in layers]
+    hooks = [(target.sub(layer, "attn"), "post", on_output(partial(keep_weights, layer))) for layer in layers]
     if adapter.learned_sinks or not adapter.attention_interface:
         for layer in layers:
             hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))

@@ -100,8 +100,8 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
             handler.see(call)
         return call.finish()[0]
 
-    layers = [layer for layer in range(target.n_layers) if target.has_part(layer, target.adapter.attn)]
-    modules = {layer: target.sub(layer, target.adapter.attn) for layer in layers}
+    layers = [layer for layer in range(target.n_layers) if target.has_part(layer, "attn")]
+    modules = {layer: target.sub(layer, "attn") for layer in layers}
     with reading(modules, target.name, attend, wanted):
         yield configs
 

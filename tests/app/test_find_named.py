@@ -34,7 +34,7 @@ def _agrees(result: FindSinks, o: Organism):
 
 def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     deep.save(tmp_path / "m")
-    target = opening.open_target(tmp_path / "m", None, None, None, None, False)
+    target = opening.open_target(tmp_path / "m")
     text = text_file(deep, tmp_path, 8)
     result = find_sinks(target, max_repeats=16, text=text)
     _agrees(result, deep)

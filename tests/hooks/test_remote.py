@@ -81,7 +81,7 @@ def test_what_cannot_be_sent_is_refused_by_name(tmp_path):
         with refused(f"this cannot be sent to a server: {words}"):
             sent.trace(IDS, "logits", edit)
     with refused("Linear, where a site or an edit is, does not run"):
-        sent._order({(torch.nn.Linear(1, 1), "pre"): None})
+        sent._order({(torch.nn.Linear(1, 1), "pre")})
     with refused("no module returns the rows of 'blocks.1.attn.hook_pattern'"):
         sent.trace(IDS, "blocks.1.attn.hook_pattern")
     with refused("neuron 999999 is not in"):

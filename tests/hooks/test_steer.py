@@ -39,7 +39,7 @@ def without_heads(model, heads: list[tuple[int, int]]):
     edited = copy.deepcopy(model)
     target = target_of(edited)
     for layer, head in heads:
-        module = target.sub(layer, target.adapter.o)
+        module = target.sub(layer, "o")
         weight = module.weight.data
         weight = weight if is_transposed(module) else weight.T
         width = weight.shape[0] // target.n_heads

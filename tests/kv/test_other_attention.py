@@ -74,7 +74,7 @@ def test_what_is_kept_is_what_is_seen(case):
     assert all(int(layer.sum(-1).max()) < PROMPT for layer in kept[-1])
     hooks = []
     for layer, shown in masks_of_run(model, kept, mask, PROMPT).items():
-        hooks.append((target.sub(layer, target.adapter.attn), "pre", masked(model_type, shown, target.n_heads)))
+        hooks.append((target.sub(layer, "attn"), "pre", masked(model_type, shown, target.n_heads)))
     with target.hooks(*hooks), torch.no_grad():
         whole = model(input_ids=ids, use_cache=False, **beside_ids(model, mask, slice(0, TOTAL))).logits
     close(logits, whole[:, PROMPT - 1 :], 1e-4)
@@ -120,7 +120,7 @@ def test_prompts_are_read_along_lines(model_type):
         shown = torch.ones_like(shown).tril()
     hooks = []
     for layer in range(target.n_layers):
-        hooks.append((target.sub(layer, target.adapter.attn), "pre", masked(model_type, shown[None, None], 1)))
+        hooks.append((target.sub(layer, "attn"), "pre", masked(model_type, shown[None, None], 1)))
     with target.hooks(*hooks):
         want = target.hf(input_ids=ids, use_cache=False).logits
     with AShape(first=3, local=9).on(target) as run:

@@ -73,14 +73,6 @@ def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
             ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
 
 
-def test_pickled_weights_of_one_byte_are_refused(tmp_path):
-    folder = changed(tmp_path / "m", in_int8)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with refused(words=["m stores 35 weights quantised", "int8"]):
-        load(folder)
-
-
 def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
     folder = changed(tmp_path / "m", in_fp8)
     with hub(tmp_path / "cache") as server:
@@ -164,7 +156,7 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     with refused(words=["m has shape", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
         load(tmp_path / "m", layers=2)
     decoder("qwen3_next").save_pretrained(tmp_path / "n")
-    with refused(words=["the first 1 layers of n cannot be measured alone", "no softmax attention"]):
+    with refused(words=["qwen3_next", "no softmax attention"]):
         load(tmp_path / "n", layers=1)
 
 

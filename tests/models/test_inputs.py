@@ -118,9 +118,9 @@ def test_interventions_may_be_anything(tmp_path):
         ([], {}, ["no token id in a row"]),
         ([[]], {}, ["no token id in a row"]),
         ([[1, 2], []], {}, ["no token id in a row"]),
-        ([[1, -2]], {}, ["whole numbers from 0"]),
+        ([[1, -2]], {}, ["token id -2", "expected 0 to"]),
         ([1, 96], {}, ["token id 96", "0 to 95"]),
-        (torch.tensor([[1, -1]]), {}, ["token id -1", "from 0"]),
+        (torch.tensor([[1, -1]]), {}, ["token id -1", "expected 0 to"]),
         ([1.0, 2.0], {}, ["token id 1.0", "expected"]),
         (torch.ones(2, 2, dtype=torch.bool), {}, ["token id True"]),
         (torch.ones(1, 2, 3, dtype=torch.long), {}, ["token id [1, 1, 1]"]),
@@ -136,7 +136,6 @@ def test_interventions_may_be_anything(tmp_path):
         ([[1, 2], [3]], {"attention_mask": [[1, 1], [1, 0]]}, ["several lengths"]),
         ([[1, 2]], {"attention_mask": [[1, 1, 1]]}, ["(1, 3)", "(1, 2)"]),
         ([[1, 2]], {"attention_mask": [[0, 0]]}, ["real token in every row"]),
-        ([[1, 2]], {"attention_mask": [[2, 1]]}, ["1 at real tokens"]),
     ],
 )
 def test_what_cannot_be_read(tokens, more, words):

@@ -72,10 +72,10 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
         other = target_of(decoder(model_type))
         for expert, neuron in sites:
             if expert is None:
-                down = other.mlp_part(layer, "down")
+                down = other.sub(layer, "down")
                 down.weight[:, neuron] = 0
             else:
-                expert_views(other.sub(layer, other.adapter.experts or ""), expert).down[neuron] = 0
+                expert_views(other.sub(layer, "experts"), expert).down[neuron] = 0
         for at in (0, 5):
             found = effects(target, IDS, [neurons_of(edit)], at=at, upto=layer)
             kept, intact = found.norms[0, :, layer], found.intact_norms[:, layer]

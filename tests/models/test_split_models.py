@@ -94,7 +94,7 @@ def test_a_data_parallel_model_is_the_model_inside(mesh):
         assert_close(wrapped(IDS).logits, want)
     assert run.events
     assert_close(ss.trace(wrapped, IDS, "logits")["logits"], model(IDS).logits)
-    with refused("DataParallel is a wrapper around a model: pass model.module"):
+    with refused("DataParallel is not a model: expected a Hugging Face"):
         ss.trace(nn.DataParallel(model), IDS, "logits")
 
 

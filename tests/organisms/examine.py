@@ -185,11 +185,11 @@ def _plant(target: Target) -> Planted:
     def keep_out(_module, _args, _kwargs, output):
         seen["out"] = first_tensor(output)
 
-    first = target.sub(layer, target.adapter.mlp)
+    first = target.sub(layer, "mlp")
     if is_mixture:
-        first = target.sub(layer, target.adapter.experts or "")
+        first = target.sub(layer, "experts")
     elif target.adapter.up is not None:
-        first = target.mlp_part(layer, "up")
+        first = target.sub(layer, "up")
     with target.hooks((first, "pre", keep), (target.layers[layer], "post", keep_out)):
         target.forward(ids)
     inputs = seen["in"].reshape(*PLANTED, -1)
@@ -201,7 +201,7 @@ def _plant(target: Target) -> Planted:
         module, views = first, expert_views(first, expert)
         written *= 2
     else:
-        expert, module, views = None, target.mlp_part(layer, "down"), _dense_views(target, layer)
+        expert, module, views = None, target.sub(layer, "down"), _dense_views(target, layer)
     for rows in views.inputs:
         rows[NEURON] = _reading(inputs, 6.0, 0.0 if len(views.inputs) > 1 else -1.0)
     for bias in views.biases:
@@ -249,35 +249,35 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
     names, count = ["up"], 1
     if adapter.fused_gate_up:
         count = 2
-    elif target.has_part(layer, adapter.gate) or adapter.up is None:
+    elif target.has_part(layer, "gate") or adapter.up is None:
         names.append("gate")
     inputs, biases = [], []
     for name in names:
         if adapter.up is None:  # a norm stands after the product, and the row names neither factor
-            module = target.sub(layer, f"{adapter.mlp}.{name}_proj")
+            module = target.sub(layer, "mlp").get_submodule(f"{name}_proj")
         else:
-            module = target.mlp_part(layer, name)  # type: ignore[arg-type]
+            module = target.sub(layer, name)
         inputs += (module.weight.T if is_transposed(module) else module.weight).chunk(count)
         if getattr(module, "bias", None) is not None:
             biases += module.bias.chunk(count)
-    down = target.mlp_part(layer, "down")
+    down = target.sub(layer, "down")
     return NeuronViews(inputs, biases, down.weight if is_transposed(down) else down.weight.T)
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):
     """Set what the neuron writes; after a norm, one dimension that it lets through and no other neuron writes."""
-    if not target.has_part(layer, target.adapter.post_mlp_norm):
+    if not target.has_part(layer, "post_mlp_norm"):
         down[NEURON] = written * 4 / column_factor(target, layer, expert)
         return
     down[:, 5] = 0
     for other in range(target.n_experts(layer)):
-        expert_views(target.sub(layer, target.adapter.experts or ""), other).down[:, 5] = 0
+        expert_views(target.sub(layer, "experts"), other).down[:, 5] = 0
     if target.has_shared(layer):
-        shared = target.mlp_part(layer, "down")
+        shared = target.sub(layer, "down")
         shared.weight[5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = 1
-    target.sub(layer, target.adapter.post_mlp_norm or "").weight[5] = 50
+    target.sub(layer, "post_mlp_norm").weight[5] = 50
 
 
 def _check_neurons(report: TypeReport, target: Target, planted: Planted, found):
@@ -311,7 +311,7 @@ def _removed(target: Target, planted: Planted) -> float:
     After a norm, or where the layer does more than add, it is what leaves the output of the down projection.
     """
     where = target.layers[planted.layer]
-    if target.has_part(planted.layer, target.adapter.post_mlp_norm) or not target.adapter.adds:
+    if target.has_part(planted.layer, "post_mlp_norm") or not target.adapter.adds:
         where = planted.module
     outputs = []
 

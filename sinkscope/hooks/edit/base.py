@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.edited_modules import EditedModules
 from sinkscope.hooks.edit.positions import Call, Tracker
 from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
-from sinkscope.models.passes.compiler_stance import without_compiler
+from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
@@ -60,9 +60,9 @@ class Run:
 
     _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 
-    def __init__(self, target: Target, parts: Sequence[Intervention] = ()) -> None:
+    def __init__(self, target: Target, parts: tuple[Intervention, ...]) -> None:
         self.target = target
-        self.parts = tuple(parts)  # what acts, in order
+        self.parts = parts  # what acts, in order
         self.stack = ExitStack()
         self.tracker = Tracker(target)
         self.thread = threading.get_ident()
@@ -149,25 +149,19 @@ class Run:
             if len(self._pending) >= self._MOST_PENDING:
                 self._drain()
 
-    def hook(self, module: nn.Module, when: str, fn: Callable[..., Any], *, always: bool = False) -> None:
-        """Register a torch hook with kwargs ("pre" or "post") until the run ends."""
-        if when == "pre":
-            handle = module.register_forward_pre_hook(fn, with_kwargs=True)
-        else:
-            handle = module.register_forward_hook(fn, with_kwargs=True, always_call=always)
-        self.stack.callback(handle.remove)
+    def hook(self, *hooks: Hook) -> None:
+        """Register torch hooks with kwargs until the run ends."""
+        self.stack.enter_context(self.target.hooks(*hooks))
 
     def hook_edit(self, module: nn.Module, when: str, fn: Callable[..., Any]) -> None:
         """Register the hook of an edit, which would be lost if the module did not run or were replaced."""
-        self.hook(module, when, self.edited.add(module, fn))
+        self.hook((module, when, self.edited.add(module, fn)))
 
     def watch(self) -> None:
         """Follow the forward calls of the model: `call` is set while one runs."""
         if self.target.kind == "bridge":
-            for module, when, fn in bridge_hooks(self.target.hf):
-                self.hook(module, when, fn)
-        self.hook(self.target.base, "pre", self._begin)
-        self.hook(self.target.base, "post", self._end, always=True)
+            self.hook(*bridge_hooks(self.target.hf))
+        self.hook((self.target.base, "pre", self._begin), (self.target.base, "always", self._end))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = None
@@ -257,10 +251,6 @@ class Intervention(ABC):
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
-    def prepared(self, target: Target) -> Intervention:
-        """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
-        return self
-
     def summary(self, run: Run) -> str:
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
@@ -300,14 +290,12 @@ class Intervention(ABC):
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
         target.check_loaded()
-        parts = [part.prepared(target) for part in self.parts]
-        run = Run(target, parts)
+        run = Run(target, self.parts)
         with run.stack:
             run.stack.enter_context(_registered(run))
-            run.stack.enter_context(without_compiler())
             run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
             run.watch()
-            for key, part in enumerate(parts):
+            for key, part in enumerate(self.parts):
                 part.enter(run, key)
             yield run
             if run.passes:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import ClassVar, Literal, cast
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -83,12 +81,13 @@ class NeuronEdit(PlacedEdit):
         """`sites`, typed: in whatever form they were given, they are stored as `NeuronSite`s."""
         return cast("tuple[NeuronSite, ...]", self.sites)
 
-    @abstractmethod
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
-        """The values that replace `values.old`; None leaves them unchanged.
+        """The values that replace `values.old`: those of the formula, by default. None leaves them unchanged.
 
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
+        formula = self.formula(values.of, values.index)
+        return None if formula is None else formula.applied(values)
 
     def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
         """The inputs of down projections, outputs of up projections, experts, and inputs of output projections."""
@@ -124,18 +123,17 @@ class NeuronEdit(PlacedEdit):
             SinkscopeError: The model has no such layer, neuron, expert or head.
             UnsupportedError: The model has no up factor, or its experts are quantised.
         """
-        adapter = target.adapter
         for layer, head in self._heads:
             check_site(target, layer, head=head)
         for site in self.checked_sites:
             check_site(target, *site)
-            is_gated = adapter.fused_gate_up or target.has_part(site.layer, adapter.gate)
+            is_gated = target.is_gated(site.layer)
             if site.expert is not None:
                 is_gated = target.experts(site.layer).GATED
             if self.site == "up" and not is_gated:
                 raise UnsupportedError(
-                    f'site="up": the MLP of {target.name} ({adapter.model_type}) has no gate and so no up factor; use '
-                    'site="post"',
+                    f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
+                    'factor; use site="post"',
                     page="no-up-factor",
                 )
 
@@ -177,30 +175,9 @@ class Ablate(NeuronEdit):
     def _heads(self) -> Sequence[tuple[int, int]]:
         return cast("tuple[tuple[int, int], ...]", self.heads)
 
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Zero, the mean or the number at the chosen positions."""
-        old, index, memory = values.old, values.index, values.memory
-        if self.value == "mean":
-            is_later = (index > 0)[..., None]
-            exact = torch.promote_types(old.dtype, torch.float32)
-            mean = torch.where(is_later, old, 0).sum(1, dtype=exact) / is_later.sum(1)
-            earlier = memory.get("mean", mean)
-            mean = torch.where(earlier.isnan(), mean, earlier)
-            memory["mean"] = mean.detach()  # for later calls
-            value = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
-        else:
-            value = torch.full_like(old, self._number(self.value))
-        return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
-
-    @staticmethod
-    def _number(value: float | str) -> float:
-        return 0.0 if value == "zero" else float(value)
-
     def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula:
         """The number, or the mean of the row where there is one."""
         chosen = chosen_positions(index, self.positions)
-        if self.value != "mean":
-            return Formula(chosen, 0.0, None, torch.tensor(self._number(self.value)))
-        is_later = index > 0
-        count = is_later.sum(1, keepdim=True)
-        return Formula(chosen & (count > 0), 0.0, is_later / count.clamp(min=1), torch.tensor(0.0))
+        if self.value == "mean":
+            return Formula(chosen, 0.0, mean_of=index > 0)
+        return Formula(chosen, 0.0 if self.value == "zero" else float(self.value))

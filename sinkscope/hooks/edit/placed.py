@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -80,19 +81,35 @@ class Values:
 
 
 class Formula(NamedTuple):
-    """New values at the chosen positions: `keep` times the old ones, plus a sum of the row's, plus a vector.
+    """New values at the chosen positions, as data that can be sent to another machine.
 
     Attributes:
         chosen: Where values are changed.
-        keep: The factor of the old value.
-        shares: The share of each position of the row in the sum; None without a sum.
-        vector: What is added, a number for each column or one for all.
+        value: The new value, a number for each column or one for all.
+        adds: Whether it is added to the old one.
+        mean_of: Positions of the row whose mean is the new value instead, where the row has any.
     """
 
     chosen: Bool[Tensor, "batch pos"]
-    keep: float
-    shares: Float[Tensor, "batch pos"] | None
-    vector: Float[Tensor, "*d"]
+    value: float | list[float] | Float[Tensor, "*d"]
+    adds: bool = False
+    mean_of: Bool[Tensor, "batch pos"] | None = None
+
+    def applied(self, values: Values) -> Float[Tensor, "batch pos *d"]:
+        """The new values of one call. A mean is that of the first call that has one; before it nothing changes."""
+        old, memory = values.old, values.memory
+        new = torch.as_tensor(self.value, dtype=old.dtype, device=old.device)
+        if self.mean_of is not None:
+            there = self.mean_of[..., None]
+            exact = torch.promote_types(old.dtype, torch.float32)
+            mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
+            earlier = memory.get("mean", mean)
+            mean = torch.where(earlier.isnan(), mean, earlier)
+            memory["mean"] = mean.detach()  # for later calls
+            new = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
+        if self.adds:
+            new = old + new
+        return torch.where(self.chosen[..., None], new, old)
 
 
 class PlacedEdit(Intervention):
@@ -114,6 +131,10 @@ class PlacedEdit(Intervention):
             index: True position of each token in its row; -1 at padding.
         """
         return None
+
+    def total(self, run: Run, what: str) -> int:
+        """The sum of a number in the data of its events."""
+        return sum(event.data[what] for event in run.events if event.kind == self.KIND)
 
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the modules beside which the values pass."""

@@ -70,11 +70,11 @@ def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Pla
         experts = target.experts(layer)
         return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons, site))
     if site == "post":
-        return Place(target.mlp_part(layer, "down"), "pre", neurons)
+        return Place(target.sub(layer, "down"), "pre", neurons)
     first = 0
-    module = target.mlp_part(layer, "up")
+    module = target.sub(layer, "up")
     if target.adapter.fused_gate_up and target.kind == "bridge":  # it splits the fused projection into two
-        module = target.sub(layer, f"{target.adapter.mlp}.in")
+        module = target.sub(layer, "mlp").get_submodule("in")
     elif target.adapter.fused_gate_up:
         first = target.width(layer)
     return Place(module, "post", [first + neuron for neuron in neurons])

@@ -164,14 +164,11 @@ class Tracker:
         sequence.read(real[:, past - read :])
         index = sequence.columns[:, past:]
         if ids is not None and not sequence.settled:
-            self._note_bos(sequence, ids, index == 0)
+            begins = torch.isin(ids, self._bos(ids)) & (index == 0)
+            is_begun = (index == 0).any(1)
+            sequence.bos = torch.where(is_begun, begins.any(1), sequence.bos.to(ids.device))
         self._steps += 1
         return Call(self._steps - 1, past, index, sequence.columns, before, sequence)
-
-    def _note_bos(self, sequence: Sequence, ids: Int[Tensor, "batch pos"], at_first: Bool[Tensor, "batch pos"]) -> None:
-        """Remember which rows begin with BOS, where their first tokens are in this call."""
-        begins = (torch.isin(ids, self._bos(ids)) & at_first).any(1)
-        sequence.bos = torch.where(at_first.any(1), begins, sequence.bos.to(ids.device))
 
     def bind(self, sequence: Sequence, cache: Any) -> None:
         """Associate a cache with its sequence, so that a later call finds it."""

@@ -58,7 +58,7 @@ def linear_modules(target: Target) -> list[LinearModule]:
 
 def down_projection(target: Target, layer: int) -> Any:
     """The linear module that is the down projection of a layer, also below a bridge's wrapper."""
-    module = target.mlp_part(layer, "down")
+    module = target.sub(layer, "down")
     return getattr(module, "original_component", module)
 
 
@@ -126,8 +126,7 @@ class Quantize(PlacedEdit):
 
     def summary(self, run: Run) -> str:
         """How many numbers were rounded."""
-        count = sum(event.data["numbers"] for event in run.events if event.kind == self.KIND)
-        return f"Quantize rounded {count:,} numbers."
+        return f"Quantize rounded {self.total(run, 'numbers'):,} numbers."
 
     def places_in(self, target: Target) -> list[tuple[Place, Any]]:
         """The inputs of linear modules, and the outputs of the projections of keys and values."""

@@ -100,9 +100,9 @@ class SinkPatch(NeuronEdit):
             checked_value(Finite, value, f"calibrated value of {site}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]
-        if self.value == "calibrated" and missing:
+        if missing and (self.value == "calibrated" or calibrated):
             raise SinkscopeError(
-                f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
+                f"{missing[0]} has no calibrated value: give calibrated={{...}} with one for each site, or make the "
                 "patch with SinkPatch.from_result",
                 page=_PAGE,
             )
@@ -146,11 +146,9 @@ class SinkPatch(NeuronEdit):
             others = {_site(neuron): neuron for neuron in repetition.candidates}
             neurons |= others
             sites += others
-        calibrated = dict[NeuronSite, float]()
-        for place in sites:
-            neutral = getattr(neurons[place], f"neutral_{site}")
-            if neutral is not None:
-                calibrated[place] = neutral
+        calibrated = {place: getattr(neurons[place], f"neutral_{site}") for place in sites}
+        if None in calibrated.values():  # of neurons without an up factor
+            calibrated = {}
         return cls(sites=sites, site=site, value=value, calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -178,49 +176,39 @@ class SinkPatch(NeuronEdit):
         sites = list(map(_site, patch.sites))
         return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
 
-    def prepared(self, target: Target) -> SinkPatch:
-        """The patch itself, if it is one for this model."""
-        self.check_made_for(target)
-        return self
-
-    def check_made_for(self, target: Target) -> None:
-        """Compare the model with the one for which the patch was made, as far as the patch describes it.
+    def check(self, target: Target) -> None:
+        """Refuse a model without these neurons, or of another shape than the one for which the patch was made.
 
         A fine-tuned version is accepted, but its calibrated values may differ, so a `SinkscopeWarning` says so.
 
         Raises:
-            SinkscopeError: The model has another shape.
+            SinkscopeError: The model has another shape, or no such neuron.
+            UnsupportedError: As for every edit of neurons.
         """
         if self.model is not None:
             check_made_for(target, self.model, "patch", page=_PAGE)
+        super().check(target)
 
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
         """The neutral value at every real position after the first."""
-        if self.value == "second":
-            neutral = self._second_value(values)[:, None]
-        elif self.value == "calibrated":
-            neutral = self._calibrated_values(values)
-        else:
-            neutral = torch.full_like(values.old, float(self.value))
-        return torch.where((values.index > 0)[..., None], neutral, values.old)
+        if self.value != "second":
+            return super().new_values(values)
+        return torch.where((values.index > 0)[..., None], self._second_value(values)[:, None], values.old)
 
     def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula | None:
         """The neutral value; None for a second value that may have to be replaced by a calibrated one."""
         later = index > 0
         if self.value == "calibrated":
-            return Formula(later, 0.0, None, torch.tensor(self._calibrated(of)))
+            return Formula(later, self._calibrated(of))
         if self.value != "second":
-            return Formula(later, 0.0, None, torch.tensor(float(self.value)))
+            return Formula(later, float(self.value))
         if self.calibrated:
             return None
-        return Formula(later, 0.0, (index == 1).float(), torch.tensor(0.0))
+        return Formula(later, 0.0, mean_of=index == 1)
 
     def _calibrated(self, of: NeuronGroup) -> list[float]:
-        """The calibrated value of each neuron; NaN where there is none."""
-        return [self.calibrated.get(site, torch.nan) for site in of.sites]
-
-    def _calibrated_values(self, values: Values) -> Float[Tensor, " neuron"]:
-        return torch.tensor(self._calibrated(values.of), device=values.old.device, dtype=values.old.dtype)
+        """The calibrated value of each neuron; 0 where none is given."""
+        return [self.calibrated.get(site, 0.0) for site in of.sites]
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""
@@ -228,13 +216,12 @@ class SinkPatch(NeuronEdit):
         sequence = call.sequence
         if sequence.settled and "value" in memory:  # nothing left to decide
             return memory["value"]
-        calibrated = self._calibrated_values(values)
-        is_calibrated = ~calibrated.isnan()
+        calibrated = torch.tensor(self._calibrated(values.of), device=old.device, dtype=old.dtype)
         is_late = sequence.partial and call.past > 1
         when = index == 1
         if is_late:  # said at the first token of each row
             when = ((index >= 0).cumsum(1) == 1) & (index >= 0)
-        if is_late and not bool(is_calibrated.all()):
+        if is_late and not self.calibrated:
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
@@ -243,9 +230,19 @@ class SinkPatch(NeuronEdit):
             )
         second = torch.where((index == 1)[..., None], old, 0).sum(1, keepdim=True)
         first = memory["first"][:, None]
-        center = calibrated.nan_to_num(0)
         # Comparisons with NaN (no first token seen) are False.
-        is_sink_like = (second - center).abs() >= 0.5 * (first - center).abs()
+        is_sink_like = (second - calibrated).abs() >= 0.5 * (first - calibrated).abs()
+        if not self.calibrated:
+            spreads = when[..., None] & is_sink_like
+            values.log("sink-like", spreads, {"first": first, "second": second})
+            if not values.run.warned and bool(spreads.any()):
+                values.run.warned = True
+                warn(
+                    "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to "
+                    "write instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, "
+                    "or give calibrated={...}"
+                )
+            return memory.keep("value", second.expand(old.shape), when)
         reasons = {
             "prompt read before the run": torch.full_like(is_sink_like, is_late),
             "no BOS": ~sequence.bos.to(old.device)[:, None, None],
@@ -253,20 +250,11 @@ class SinkPatch(NeuronEdit):
             "sink-like second value": is_sink_like,
         }
         value = second
-        open_values = when[..., None] & is_calibrated
+        open_values = when[..., None].expand(old.shape)
         for reason, holds in reasons.items():  # the first that holds is said
             values.log("fallback", open_values & holds, {"value": calibrated}, reason=reason)
             open_values = open_values & ~holds
-            value = torch.where(holds & is_calibrated, calibrated, value)
-        spreads = when[..., None] & is_sink_like & ~is_calibrated
-        values.log("sink-like", spreads, {"first": first, "second": second})
-        if not values.run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):
-            values.run.warned = True
-            warn(
-                "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
-                "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
-                "calibrated={...}"
-            )
+            value = torch.where(holds, calibrated, value)
         return memory.keep("value", value.expand(old.shape), when)
 
 

@@ -80,8 +80,7 @@ class Add(PlacedEdit):
 
     def summary(self, run: Run) -> str:
         """The number of positions."""
-        count = sum(event.data["positions"] for event in run.events if event.kind == self.KIND)
-        return f"Add changed the residual stream {count:,} times."
+        return f"Add changed the residual stream {self.total(run, 'positions'):,} times."
 
     def places_in(self, target: Target) -> list[tuple[Place, Any]]:
         """The modules whose input or output the sites are, each with its name, layer and what is added there."""
@@ -108,11 +107,11 @@ class Add(PlacedEdit):
 
     def edited(self, values: Values) -> Tensor:
         """The values with the vector added at the chosen positions."""
-        old, index, of = values.old, values.index, values.of
-        chosen = chosen_positions(index, self.positions)
-        values.log_rows(self.KIND, of.site, "positions", chosen.sum(1), index.masked_fill(~chosen, -1).amax(1))
-        return torch.where(chosen[..., None], old + of.vector(old).to(old.dtype), old)
+        formula = self.formula(values.of, values.index)
+        last = values.index.masked_fill(~formula.chosen, -1).amax(1)
+        values.log_rows(self.KIND, values.of.site, "positions", formula.chosen.sum(1), last)
+        return formula.applied(values)
 
     def formula(self, of: _Added, index: Int[Tensor, "batch pos"]) -> Formula:
         """The vector beside the old value."""
-        return Formula(chosen_positions(index, self.positions), 1.0, None, of.vector(torch.empty(0)))
+        return Formula(chosen_positions(index, self.positions), of.vector(index), adds=True)

@@ -83,20 +83,17 @@ def view_layer(
         with brought(experts.module):
             parts["post"] = _expert_activations(experts, routed, chosen)
 
-    hooks = [*target.on_mlp(layer, keep("mlp"))]
-    if not target.is_mixture(layer):
-        hooks.append((target.sub(layer, adapter.down), "pre", on_input(keep("post"))))
-        if adapter.fused_gate_up or target.has_part(layer, adapter.gate):
+    hooks = target.on_mlp(layer, keep("mlp"))
+    if target.is_mixture(layer):
+        hooks += target.part_hooks(layer, "experts", "post", experts_done)
+        hooks += target.part_hooks(layer, "down", "pre", on_input(keep("shared")))
+        hooks += target.part_hooks(layer, "shared_gate", "post", on_output(keep("shared weight", torch.sigmoid)))
+    else:
+        hooks += target.part_hooks(layer, "down", "pre", on_input(keep("post")))
+        if target.is_gated(layer):
             factors = 2 if adapter.fused_gate_up else 1  # the up factor comes last
             last_factor = on_output(keep("up", lambda output: output.chunk(factors, -1)[-1]))
-            hooks.append((target.sub(layer, adapter.up or ""), "post", last_factor))
-    else:
-        hooks.append((target.sub(layer, adapter.experts or ""), "post", experts_done))
-        if target.has_shared(layer):
-            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(keep("shared"))))
-            if adapter.shared_gate is not None:
-                shared_weight = on_output(keep("shared weight", torch.sigmoid))
-                hooks.append((target.sub(layer, adapter.shared_gate), "post", shared_weight))
+            hooks += target.part_hooks(layer, "up", "post", last_factor)
     with target.hooks(*hooks):
         target.forward(ids, upto=layer, start=start)
     if "shared" in parts:
@@ -150,8 +147,8 @@ def contributions(target: Target, view: LayerView) -> Float[Tensor, "2 n neuron"
         view: The layer at some positions.
     """
     gain = 1.0
-    if target.has_part(view.layer, target.adapter.post_mlp_norm):
-        gain = gain_of(target, target.sub(view.layer, target.adapter.post_mlp_norm or ""))
+    if target.has_part(view.layer, "post_mlp_norm"):
+        gain = gain_of(target, target.sub(view.layer, "post_mlp_norm"))
     norms = torch.zeros(2, view.post.shape[1], device=view.post.device)
     for neurons in view.post.any(0).nonzero().flatten().split(COLUMNS_AT_ONCE):
         written = columns(target, view.layer, neurons)

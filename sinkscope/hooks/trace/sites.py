@@ -56,28 +56,28 @@ def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a site of a layer is: an adapter path, and which part of its input or output."""
+    """Where a site of a layer is: at the first of these parts that the layer has, and what of its input or output."""
 
-    path: Callable[[Found], str | None]
+    parts: tuple[str, ...]  # none: the layer itself
     when: str = "post"
     cut: Callable[[Target, Tensor], Tensor] = lambda _target, tensor: tensor
     factor: Callable[[Found], float] = lambda _adapter: 1.0
 
 
 _PLACES = {
-    "hook_resid_pre": _Place(lambda a: "", "pre"),
-    "hook_attn_out": _Place(lambda a: a.behind_attn, factor=lambda a: a.attn_factor),
-    "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
-    "hook_mlp_out": _Place(lambda a: a.behind_mlp, factor=lambda a: a.write_factor),
-    "hook_resid_post": _Place(lambda a: ""),
-    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=partial(_half, 0)),
-    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=partial(_half, 1)),
-    "mlp.hook_post": _Place(lambda a: a.down, "pre"),
-    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(head_projection, "q")),
-    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(head_projection, "k")),
-    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(head_projection, "v")),
-    "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
-    "attn.hook_pattern": _Place(lambda a: ""),
+    "hook_resid_pre": _Place((), "pre"),
+    "hook_attn_out": _Place(("attn_out", "attn"), factor=lambda a: a.attn_factor),
+    "hook_resid_mid": _Place(("mid",), "pre"),
+    "hook_mlp_out": _Place(("post_mlp_norm", "mlp"), factor=lambda a: a.write_factor),
+    "hook_resid_post": _Place(()),
+    "mlp.hook_pre": _Place(("gate", "up"), cut=partial(_half, 0)),
+    "mlp.hook_pre_linear": _Place(("up",), cut=partial(_half, 1)),
+    "mlp.hook_post": _Place(("down",), "pre"),
+    "attn.hook_q": _Place(("q", "fused_qkv"), cut=partial(head_projection, "q")),
+    "attn.hook_k": _Place(("k", "fused_qkv"), cut=partial(head_projection, "k")),
+    "attn.hook_v": _Place(("v", "fused_qkv"), cut=partial(head_projection, "v")),
+    "attn.hook_z": _Place(("o",), "pre", _heads),
+    "attn.hook_pattern": _Place(()),
 }
 _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
@@ -111,14 +111,12 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
         else:
             matches = list(filter(pattern, names))
         if not matches:
-            raise _no_such_site(pattern, target)
+            kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
+            raise SinkscopeError(
+                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
+            )
         chosen.update(matches)
     return [_site(target, name) for name in names if name in chosen]
-
-
-def _no_such_site(pattern: Pattern, target: Target) -> SinkscopeError:
-    kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
-    return SinkscopeError(f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}")
 
 
 def _site(target: Target, name: str) -> Site:
@@ -144,7 +142,7 @@ def _site(target: Target, name: str) -> Site:
     if part == "attn.hook_pattern":
         return Site(name, layer, None)
     place = _PLACES[part]
-    module = target.sub(layer, _path(target, layer, part))
+    module = _module(target, layer, part)
     factor = place.factor(target.adapter)
 
     def cut(value: Any) -> Tensor:
@@ -156,10 +154,9 @@ def _site(target: Target, name: str) -> Site:
     return Site(name, layer, module, place.when, cut, factor)
 
 
-def _path(target: Target, layer: int, part: str) -> str:
-    """Path of a site's module below its layer."""
-    adapter = target.adapter
-    path = _PLACES[part].path(adapter)
+def _module(target: Target, layer: int, part: str) -> nn.Module:
+    """The module of a site of a layer."""
+    adapter, parts = target.adapter, _PLACES[part].parts
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
     unproved = dict(adapter.unproved)
     reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*"))
@@ -177,10 +174,12 @@ def _path(target: Target, layer: int, part: str) -> str:
         problem = "layers do more than add their parts"
     elif part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
         problem = "a shared expert is beside the mixture, and no module gives their sum"
-    elif path is None:
+    elif parts and not target.has_part(layer, *parts):
         problem = "there is no separate place for it"
-    if path is None or problem:
+    elif part == "mlp.hook_pre_linear" and not target.is_gated(layer):
+        problem = "there is no separate place for it"
+    if problem:
         raise UnsupportedError(
             f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"
         )
-    return path
+    return target.sub(layer, *parts) if parts else target.layers[layer]

@@ -184,7 +184,7 @@ class LoopGuard(Anchored):
         session.before_decode(lambda moment: moment.check_order("LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
-        run.hook(run.target.hf, "post", Guarding(self, settings, run, session, key).decide)
+        run.hook((run.target.hf, "post", Guarding(self, settings, run, session, key).decide))
 
 
 def in_words(event: Event) -> str:

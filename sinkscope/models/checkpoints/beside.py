@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json
 
-GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,26 +41,3 @@ def check_beside(folder: Path, names: Iterable[str], page: str) -> None:
             read_bytes(file, _REMEDY, page=page)
         elif not isinstance(read_json(file, _REMEDY, page=page), dict):
             raise SinkscopeError(f"{name} is no JSON object; {_REMEDY}", page=page)
-
-
-def check_generation(folder: Path) -> None:
-    """Check the file that says with which tokens a text ends: without it, `generate` runs past the end of a text.
-
-    Raises:
-        SinkscopeError: It is damaged, or its `eos_token_id` is not a token id or a list of them.
-    """
-    check_beside(folder, [GENERATION], "bad-generation-config")
-    file = folder / GENERATION
-    if not file.exists():
-        return
-    ends: Any = read_json(file, _REMEDY).get("eos_token_id")
-    if ends is None:
-        return
-    if not isinstance(ends, list):
-        ends = [ends]
-    for end in ends:
-        if not isinstance(end, int) or isinstance(end, bool):
-            raise SinkscopeError(
-                f"eos_token_id in {GENERATION} is {end!r}; expected a token id or a list of them: {_REMEDY}",
-                page="bad-generation-config",
-            )

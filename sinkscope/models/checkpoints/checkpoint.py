@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _WEIGHTS = (_SINGLE, _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # in order of preference
 _LFS = b"version "  # a Git LFS pointer begins with it
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in the name of a tensor
 
 
 def check_folder(folder: Path) -> None:
@@ -31,48 +29,10 @@ def check_folder(folder: Path) -> None:
     Raises:
         SinkscopeError: Something is missing or damaged; the message says what, and what to do.
     """
-    config, tensors = read_checkpoint_json(folder / "config.json"), list[str]()
+    config = read_checkpoint_json(folder / "config.json")
     for shard in weight_files(folder):
         if shard.suffix == ".safetensors":
-            header = read_header(shard)
-            check_quantised(folder.resolve().name, config, _dtypes(header))
-            tensors += header
-            index: dict[str, str] = {}
-            if shard.name != _SINGLE:
-                index = _index_map(folder)
-            for tensor, file in index.items():
-                if file == shard.name and tensor not in header:
-                    raise SinkscopeError(
-                        f"{file} lacks tensor {tensor!r}, which {_INDEX} places there; download {file} and {_INDEX} "
-                        "again, from one revision",
-                        page="missing-shard",
-                    )
-    check_depth(folder.resolve().name, config, tensors)
-
-
-def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
-    """Check that tensors exist for as many layers as the configuration states, before modules are made for them.
-
-    Args:
-        name: Name of the model, for errors.
-        config: Content of config.json.
-        tensors: Names of the tensors.
-
-    Raises:
-        SinkscopeError: There are fewer layers.
-    """
-    fields: Any = dict(config) if isinstance(config, dict) else {}
-    text = fields.get("text_config")
-    if isinstance(text, dict):
-        fields = text
-    depth = fields.get("num_hidden_layers", fields.get("n_layer"))
-    matches = filter(None, map(_LAYER.search, tensors))
-    layers = max((int(match[1]) + 1 for match in matches), default=0)
-    if isinstance(depth, int) and 0 < layers < depth:
-        raise SinkscopeError(
-            f"{name} has tensors of {layers} layers, but its config.json says {depth} layers; get the whole checkpoint",
-            page="missing-tensors",
-        )
+            check_quantised(folder.resolve().name, config, _dtypes(read_header(shard)))
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -176,12 +136,11 @@ class LocalFiles:
     commit: str | None = None
 
 
-def local_files(source: ModelSource, *, code: bool = False) -> LocalFiles:
+def local_files(source: ModelSource) -> LocalFiles:
     """A whole checkpoint on this machine; of a hub repo, only the needed files are downloaded.
 
     Args:
         source: Where it comes from. Safetensors are preferred to pickles.
-        code: Whether to download the Python files that config.json names.
 
     Raises:
         SinkscopeError: The folder is not a complete checkpoint, or the repo cannot be downloaded.
@@ -195,22 +154,12 @@ def local_files(source: ModelSource, *, code: bool = False) -> LocalFiles:
     repo = str(source.where)
     folder = hub_folder(repo, source.revision)
     config = read_checkpoint_json(folder / "config.json")
-    check_kind(repo, config, trust_remote_code=code)  # before weights that cannot be measured are downloaded
+    check_kind(repo, config)  # before weights that cannot be measured are downloaded
     commit = folder.name
-    hub_folder(repo, commit, [*TOKENIZER_FILES, *(_code_files(config) if code else ())])
+    hub_folder(repo, commit, TOKENIZER_FILES)
     _download_weights(repo, commit)
     check_folder(folder)
     return LocalFiles(folder, commit=commit)
-
-
-def _code_files(config: dict[str, Any]) -> set[str]:
-    """Names of the Python files in which config.json says that the model's classes are."""
-    files = set[str]()
-    for classes in config.get("auto_map", {}).values():
-        for name in classes if isinstance(classes, list) else [classes]:
-            if name:
-                files.add(name.split("--")[-1].split(".")[0] + ".py")
-    return files
 
 
 def _download_weights(repo: str, commit: str) -> None:

@@ -17,7 +17,6 @@ from sinkscope.models.shards import local, shards_of
 
 _FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
-_PLACES = 256  # places of a file without a list of tensors that are read for it
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 
 
@@ -26,7 +25,7 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
 
     The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
     dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (or, if the files are not
-    safetensors, from places all over each file). About one megabyte is read, whatever the model's size. For a live
+    safetensors, from the middle of each file). About one megabyte is read, whatever the model's size. For a live
     model, 16 megabytes are read in the same way, so its fingerprint changes with its weights; it differs from that of
     its files.
     """
@@ -56,13 +55,9 @@ def _of_model(model: Any) -> str:
 
 def _of_files(files: list[Path], config: dict[str, Any]) -> str:
     headers: dict[Path, dict[str, Any]] = {}
-    places = 0
     for file in files:
-        headers[file] = {}
-        if file.suffix == ".safetensors":
-            headers[file] = read_header(file)
-        places += len(headers[file]) or _PLACES
-    share = _share(places, _FILE_BYTES)
+        headers[file] = read_header(file) if file.suffix == ".safetensors" else {}
+    share = _share(sum(map(len, headers.values())), _FILE_BYTES)
     parts: dict[str, Any] = {}
     for file, header in headers.items():
         parts[file.name] = header or file.stat().st_size, _file_digest(file, header, share)
@@ -103,14 +98,12 @@ def _parameter_digest(parameter: Tensor, share: int) -> str:
 
 
 def _file_digest(file: Path, header: dict[str, Any], share: int) -> str:
-    """Digest of the middle of each tensor in a file, or of places all over the file."""
+    """Digest of the middle of each tensor in a file; without a list of tensors, of the middle of the file."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as content:
         data = 8 + int.from_bytes(content.read(8), "little")
         spans = [(data + start, data + end) for start, end in (entry["data_offsets"] for entry in header.values())]
-        if not spans:
-            spans = [(size * i // _PLACES, size * (i + 1) // _PLACES) for i in range(_PLACES)]
-        for start, end in spans:
+        for start, end in spans or [(0, size)]:
             content.seek(max(start, (start + end - share) // 2))
             digest.update(content.read(min(share, end - start)))
     return digest.hexdigest()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 
-# How the types of quantised weights begin in a safetensors header, and in torch.
-_ONE_BYTE = ("I8", "U8", "F8_", "int8", "uint8", "float8_")
+_ONE_BYTE = ("I8", "U8", "F8_")  # how the types of quantised weights begin in a safetensors header
 _MATRICES = (2, 3)  # dimensions of weights; masks that old checkpoints store in one byte have 4
 _PACKED = (".qweight", ".weight_packed", "_blocks")  # names of weights of 4 bits, several to a number
 
@@ -39,7 +36,7 @@ def check_quantised(name: str, config: Any, dtypes: Mapping[str, tuple[str, int]
     Args:
         name: Name of the model, for errors.
         config: Content of its config.json.
-        dtypes: Type, as in a safetensors header or in torch, and number of dimensions of each tensor.
+        dtypes: Type, as in a safetensors header, and number of dimensions of each tensor.
 
     Raises:
         UnsupportedError: They come without one.
@@ -58,16 +55,6 @@ def check_quantised(name: str, config: Any, dtypes: Mapping[str, tuple[str, int]
             "weights, or give weights of 16 bits",
             page="quantised-weights",
         )
-
-
-def check_pickled(name: str, config: Any, files: Iterable[Path]) -> None:
-    """The same check of pickled weights, whose types are read with `weights_only` and without the numbers."""
-    dtypes: dict[str, tuple[str, int]] = {}
-    for file in files:
-        for tensor, value in torch.load(file, map_location="meta", weights_only=True).items():
-            if isinstance(value, torch.Tensor):
-                dtypes[tensor] = str(value.dtype).removeprefix("torch."), value.ndim
-    check_quantised(name, config, dtypes)
 
 
 def check_unexpected(
@@ -93,7 +80,12 @@ def check_unexpected(
         path = tensor
         if not hasattr(model, prefix[:-1]):
             path = tensor.removeprefix(prefix)
-        part = _owner(model, path)
+        part = model  # the innermost module on the path
+        for step in path.split("."):
+            children = dict(part.named_children())
+            if step not in children:
+                break
+            part = children[step]
         if next(part.parameters(recurse=False), None) is not None:
             origin = (origins or {}).get(tensor, tensor)
             raise SinkscopeError(
@@ -102,14 +94,3 @@ def check_unexpected(
                 "quantisation; download both from one revision, or merge the adapter",
                 page="missing-tensors",
             )
-
-
-def _owner(model: nn.Module, path: str) -> nn.Module:
-    """The innermost module of the model on the path of a tensor."""
-    part = model
-    for step in path.split("."):
-        children: dict[str, nn.Module] = dict(part.named_children())
-        if step not in children:
-            return part
-        part = children[step]
-    return part

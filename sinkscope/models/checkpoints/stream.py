@@ -7,7 +7,6 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,48 +19,18 @@ from sinkscope.models.checkpoints.stored import check_unexpected
 from sinkscope.models.loading.config import check_finite, new_model
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.modules.stack import kind_of, stack_of
-from sinkscope.models.target import Target
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
 
 
-@dataclass(frozen=True, eq=False)
-class StreamTarget(Target):
-    """A Target that holds the weights of only a few layers at a time.
-
-    `forward` and calls of `layers[k]` read layer k when they reach it. Outside such calls, code that reads the weights
-    of layer k or calls one of its parts must be inside `with target.loaded(k):`. There are no logits: `forward` ends
-    at the last hidden state.
-
-    Attributes:
-        store: Reads and frees the layers; `store.source.read` lists the tensors read so far.
-    """
-
-    store: Any = None
-
-    @contextlib.contextmanager
-    def loaded(self, layer: int) -> Iterator[None]:
-        """Keep the weights of layer `layer` in memory inside the `with`."""
-        with self.store.pinned(layer):
-            yield
-
-    @contextlib.contextmanager
-    def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
-        """The layers that are passed by are not read either."""
-        with super().skipping(count, wrapped):
-            self.store.skipped = count
-            try:
-                yield
-            finally:
-                self.store.skipped = 0
-
-
 class LayerStore:
     """Reads the weights of a layer when the layer is called, and frees them when other layers need the room.
 
+    A model whose layers it holds has no logits: a pass ends at the last hidden state.
+
     Attributes:
-        source: The checkpoint.
+        source: The checkpoint; `source.read` lists the tensors read so far.
         resident: The number of layers that it holds in memory.
         skipped: The number of first layers that are called without being computed.
         reads: How often each layer was read.
@@ -195,19 +164,10 @@ class LayerLoader:
         In the whole model, `part` is called `truly`.
         """
         state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
-        try:
-            with quiet(bars=False), torch.random.fork_rng(devices=[]):
-                module, info = self._base_class.from_pretrained(
-                    None, config=config, state_dict=state, dtype=self._dtype, output_loading_info=True
-                )
-        except RuntimeError as error:
-            if "size" not in str(error) and "shape" not in str(error):
-                raise
-            raise SinkscopeError(
-                f"the shapes of {what} in {self._source.name} are not those of its config.json: config and weights are "
-                "of different models; download both from one revision",
-                page="missing-tensors",
-            ) from error
+        with quiet(bars=False), torch.random.fork_rng(devices=[]):
+            module, info = self._base_class.from_pretrained(
+                None, config=config, state_dict=state, dtype=self._dtype, output_loading_info=True
+            )
         absent = [name for name in sorted(info["missing_keys"]) if name.startswith(part)]
         if absent:
             first = absent[0].removeprefix(f"{part}.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
+from sinkscope.models.checkpoints.checkpoint import LocalFiles
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
-from sinkscope.models.loading.config import causal_class, reads_images
+from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
+from sinkscope.models.loading.config import causal_class
 from sinkscope.results.console import note
 
 
@@ -27,22 +27,17 @@ def model_with_weights(
     Raises:
         SinkscopeError: The weights do not belong to the configuration.
     """
-    from transformers import AutoModelForImageTextToText
-
-    auto = causal_class(config)
-    if reads_images(config.model_type):
-        auto = AutoModelForImageTextToText
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
-        check_pickled(source.name, config, weight_files(files.folder))
-    loaded: Any = auto.from_pretrained(
+    loaded: Any = causal_class(config).from_pretrained(
         files.folder,
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with names
+        trust_remote_code=False,
         **{name: value for name, value in options.items() if value is not None},
     )
     model, info = loaded

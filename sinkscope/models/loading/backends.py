@@ -19,6 +19,8 @@ Backend = Literal["bridge", "hf", "nnsight"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
+_LIBRARIES = {"bridge": ("TransformerLens", "transformer-lens"), "nnsight": ("nnsight", "nnsight")}
+"""What wraps a model, and its package."""
 _SPLITTING = {
     "FSDPModule": "FSDP2",
     "FullyShardedDataParallel": "FSDP",
@@ -113,8 +115,6 @@ def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
             return inner, "nnsight"
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return model, "hf"
-    if isinstance(getattr(model, "module", None), nn.Module):
-        raise SinkscopeError(f"{type(model).__name__} is a wrapper around a model: pass model.module")
     raise SinkscopeError(
         f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
         "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
@@ -139,25 +139,18 @@ def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
             'backend="hf"',
             page="no-tokenizer",
         )
-    library, package = "nnsight", "nnsight"
-    if backend == "bridge":
-        library, package = "TransformerLens", "transformer-lens"
+    library, package = _LIBRARIES[backend]
+    tokenizer = copy.deepcopy(tokenizer)
     try:
         if backend == "bridge":
-            cls: Any = import_module("transformer_lens.model_bridge").TransformerBridge
-        else:
-            cls = import_module("nnsight").TransformersModel
+            return _bridge(hf, tokenizer)
+        return import_module("nnsight").TransformersModel(hf, tokenizer=tokenizer, task="text-generation")
     except ImportError as error:
         raise UnsupportedError(
             f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
             'backend="hf"',
             page="backend-cannot",
         ) from None
-    tokenizer = copy.deepcopy(tokenizer)
-    try:
-        if backend == "bridge":
-            return _bridge(cls, hf, tokenizer)
-        return cls(hf, tokenizer=tokenizer, task="text-generation")
     except Exception as error:
         raise UnsupportedError(
             f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can',
@@ -165,7 +158,8 @@ def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
         ) from error
 
 
-def _bridge(cls: Any, hf: Any, tokenizer: Any) -> Any:
+def _bridge(hf: Any, tokenizer: Any) -> Any:
+    cls: Any = import_module("transformer_lens.model_bridge").TransformerBridge
     config = hf.config
     if config.model_type == "falcon" and config.new_decoder_architecture:
         raise ValueError("its fused query, key and value are interleaved by group")

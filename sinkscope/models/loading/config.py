@@ -13,7 +13,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside, check_generation
+from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -122,9 +122,11 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 def causal_class(config: Any) -> Any:
     """What loads a causal language model: for text parts that transformers does not list, the class beside theirs."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if reads_images(config.model_type):
+        return AutoModelForImageTextToText
     home = type(config).__module__
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and ".configuration_" in home:
         with suppress(ImportError):
@@ -136,21 +138,18 @@ def causal_class(config: Any) -> Any:
 
 def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """A causal language model of a configuration, with random weights, or without any inside `torch.device("meta")`."""
-    from transformers import AutoModelForCausalLM
-
     cls = causal_class(config)
-    if cls is AutoModelForCausalLM:
+    if hasattr(cls, "from_config"):
         return cls.from_config(config, dtype=dtype, trust_remote_code=False)
     return cls(config).to(dtype)
 
 
-def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
+def check_kind(name: str, raw: Any) -> None:
     """Check that `raw`, the content of config.json, belongs to a causal language model.
 
     Args:
         name: Name of the model, for errors.
         raw: Content of its config.json.
-        trust_remote_code: Accept a type that only code beside the checkpoint knows.
 
     Raises:
         SinkscopeError: It is not the configuration of a model.
@@ -168,11 +167,10 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
         )
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
-        has_code = trust_remote_code and bool(raw.get("auto_map"))
-        if not has_code and model_type not in CONFIG_MAPPING:
+        if model_type not in CONFIG_MAPPING:
             raise UnsupportedError(
                 f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-                "version that does",
+                "version that does; a model whose code is beside the weights is given as a live model, if you trust it",
                 page="unsupported-model",
             )
         return
@@ -206,20 +204,17 @@ def _is_causal(model_type: str, raw: dict[str, Any], classes: list[str]) -> bool
     return model_type not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and "vision_config" not in raw
 
 
-def read_config(
-    name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None, trust_remote_code: bool = False
-) -> Any:
-    """Read the configuration of a causal language model that has an adapter and at least one layer.
+def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:
+    """Read the configuration of a causal language model.
 
     Args:
         name: Name of the model, for errors.
         folder: Folder that holds config.json or the GGUF file.
         gguf: Name of the GGUF file.
         layers: Number of decoder layers to which to cut it.
-        trust_remote_code: Run code that comes with the checkpoint.
 
     Raises:
-        SinkscopeError: It is not a configuration, or has no layers or fewer than requested.
+        SinkscopeError: It is not a configuration, or has fewer layers than requested.
         UnsupportedError: It is another kind of model, or has no adapter.
     """
     from transformers import AutoConfig
@@ -227,22 +222,17 @@ def read_config(
     config: Any
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
-        check_kind(name, raw, trust_remote_code=trust_remote_code)
-        check_generation(folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        check_kind(name, raw)
+        check_beside(folder, ["generation_config.json"], "bad-generation-config")  # else it is ignored
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
     config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
     text = config.get_text_config()
-    n_layers = text.num_hidden_layers
-    if n_layers < 1:
-        raise SinkscopeError(
-            f"{name} has zero layers (num_hidden_layers is {n_layers} in its config.json); give a model that has some",
-            page="zero-layers",
-        )
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     if layers is not None:
+        n_layers = text.num_hidden_layers
         if not 1 <= layers <= n_layers:
             raise SinkscopeError(
                 f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
@@ -261,7 +251,7 @@ def cut_depth(text: Any, layers: int) -> None:
                 setattr(text, field, per_layer[:layers])
 
 
-def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_remote_code: bool = False) -> Any:
+def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     """The tokenizer beside the weights, or in the GGUF file; None if there is none.
 
     Raises:
@@ -275,14 +265,14 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:
-        return without_cache(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        return without_cache(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except ImportError:
         raise
     except Exception as error:  # a damaged file may fail in any way
         if "custom code" in str(error):
             raise SinkscopeError(
-                f"the tokenizer of {name} is code of its own, which is not run; give another with tokenizer=..., or, "
-                "if you trust it, trust_remote_code=True in Python",
+                f"the tokenizer of {name} is code of its own, which is not run; if you trust it, load it "
+                "with transformers and give it with tokenizer=...",
                 page="no-tokenizer",
             ) from None
         raise SinkscopeError(

@@ -40,7 +40,7 @@ def w_out(
         if expert is not None:
             written = target.experts(layer).columns(expert, list(neurons))
         else:
-            written = input_columns(target, target.mlp_part(layer, "down"), neurons)
+            written = input_columns(target, target.sub(layer, "down"), neurons)
         return written.float() * factor
 
 

@@ -46,6 +46,9 @@ class Routed:
 class Experts:
     """Gated experts with weights `gate_up_proj` and `down_proj`, the layout of most families.
 
+    This layout alone may be split over processes by its neurons: each process computes those that it holds, and one sum
+    brings them to all. The part of `gate_up_proj` in a process holds the gates of its neurons and then their ups.
+
     Args:
         module: The module in which the experts are one call.
     """
@@ -62,6 +65,7 @@ class Experts:
         self.module = module
         self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
         self._is_concatenated: bool = getattr(module, "is_concatenated", True)  # or gates and ups alternate
+        self._shards = shards_of(self._down)
 
     @property
     def _down(self) -> Any:  # [expert _ _]
@@ -83,8 +87,11 @@ class Experts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights can be read."""
-        return is_plain(self._down) and self._down.ndim == 3
+        """Whether the weights can be read; those that are split only without biases."""
+        if self._shards.size == 1:
+            return is_plain(self._down) and self._down.ndim == 3
+        is_usual = type(self) is Experts and self._is_concatenated and not self._is_transposed
+        return is_usual and not hasattr(self.module, "gate_up_proj_bias")
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """What a call with these arguments means: hidden states, chosen experts and their weights, by any names."""
@@ -94,25 +101,37 @@ class Experts:
         return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
 
     def inputs(self, expert: int) -> list[InputRows]:
-        """Weights and biases of gate and up, or of the only input projection."""
-        weight = self._gate_up[expert]
+        """Weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
+        weight = local(self._gate_up)[expert]
         if self._is_transposed:
             weight = weight.T
         bias = getattr(self.module, "gate_up_proj_bias", None)
+        width = len(weight) // 2
         halves = list[InputRows]()
         for half in (0, 1):
             rows = slice(half, None, 2)
             if self._is_concatenated:
-                rows = slice(half * self.width, (half + 1) * self.width)
+                rows = slice(half * width, (half + 1) * width)
             halves.append((weight[rows], None if bias is None else bias[expert][rows]))
         return halves
 
     def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
         """Outputs of the input projections of an expert, of some neurons or of all: gate and up, or the only one."""
+        if self._shards.size > 1:
+            return self._split_factors(expert, hidden, list(range(self.width)) if neurons is None else neurons)
         rows = slice(None) if neurons is None else neurons
         factors = list[Tensor]()
         for weight, bias in self.inputs(expert):
             factors.append(torch.nn.functional.linear(hidden, weight[rows], None if bias is None else bias[rows]))
+        return factors
+
+    def _split_factors(self, expert: int, hidden: Hidden, neurons: list[int]) -> list[Neurons]:
+        places, here = self._shards.axis(self.width).here(neurons)
+        factors = list[Tensor]()
+        for weight, _ in self.inputs(expert):
+            part = hidden.new_zeros(len(hidden), len(neurons))
+            part[:, places] = torch.nn.functional.linear(hidden, weight[here])
+            factors.append(self._shards.sum(part))
         return factors
 
     def activate(self, *factors: Neurons) -> Neurons:
@@ -126,10 +145,10 @@ class Experts:
 
     def columns(self, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
         """What neurons of an expert write when their `hook_post` is 1."""
-        down = self._down[expert]
+        down = local(self._down)[expert]
         if self._is_transposed:
             return down[neurons]
-        return down[:, neurons].T
+        return self._shards.columns(down, neurons, self.width).T
 
     def beside(self, hidden: Hidden) -> Hidden | float:
         """What the module adds to what the experts write."""
@@ -146,43 +165,6 @@ class Experts:
                 written = written + bias[expert]
             total += routed.weight[:, expert, None] * written
         return total
-
-
-class SplitExperts(Experts):
-    """Gated experts whose neurons are split: each process computes those that it holds, and one sum brings them to all.
-
-    The part of `gate_up_proj` in a process holds the gates of its neurons and then their ups.
-
-    Args:
-        module: The module in which the experts are one call.
-    """
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        self._shards = shards_of(self._down)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the weights can be read: other layouts, and biases, are not served."""
-        if self._shards.size == 1 or hasattr(self.module, "gate_up_proj_bias"):
-            return False
-        return not self._is_transposed and self._is_concatenated and self._down.ndim == 3
-
-    def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
-        """Gate and up of some neurons of an expert, or of all, on every process."""
-        wanted = list(range(self.width)) if neurons is None else neurons
-        weight = local(self._gate_up)[expert]
-        places, here = self._shards.axis(self.width).here(wanted)
-        found = list[Tensor]()
-        for rows in weight.chunk(2):
-            part = hidden.new_zeros(len(hidden), len(wanted))
-            part[:, places] = torch.nn.functional.linear(hidden, rows[here])
-            found.append(self._shards.sum(part))
-        return found
-
-    def columns(self, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
-        """What neurons of an expert write when their `hook_post` is 1, on every process."""
-        return self._shards.columns(local(self._down)[expert], neurons, self.width).T
 
 
 class UngatedExperts(Experts):
@@ -277,7 +259,7 @@ def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-LAYOUTS = (Experts, SplitExperts, UngatedExperts, ScaledInputExperts, StackedExperts, SortedExperts)
+LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts, StackedExperts, SortedExperts)
 
 
 def experts_of(module: Any) -> Experts | None:

@@ -1,8 +1,7 @@
-"""A layer called again, with another output of its MLP."""
+"""A layer called again, without what its MLP gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from sinkscope.models.target import Target
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A call of a layer, for layers to whose residual stream the output of the MLP is not simply added.
+    """A call of a layer, to be made once again: to its residual stream the output of the MLP is not simply added.
 
     Attributes:
         target: The model.
@@ -31,16 +30,11 @@ class LayerCall:
     kwargs: Kwargs
 
     @torch.no_grad()
-    def output(self, change: Callable[[Tensor], Tensor]) -> Float[Tensor, "row pos d_model"]:
-        """The residual stream after the layer, if what the MLP gives is changed."""
-        writer = self.target.mlp_writers(self.layer)[0]
-        args, kwargs = with_hidden(self.args, self.kwargs, hidden_of(self.args, self.kwargs).clone())
-        with self.target.loaded(self.layer), self.target.hooks((writer, "post", on_hidden(change))):
-            return first_tensor(self.target.layers[self.layer].forward(*args, **kwargs))
-
     def added(self, resid: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
         """How much of the residual stream after the layer is not there if the MLP gives zero."""
-        return resid - self.output(torch.zeros_like)
+        silenced = self.target.mlp_writers(self.layer)[0], "post", on_hidden(torch.zeros_like)
+        with self.target.loaded(self.layer), self.target.hooks(silenced):
+            return resid - first_tensor(self.target.layers[self.layer].forward(*self.args, **self.kwargs))
 
 
 def keep_call(target: Target, layer: int, calls: list[LayerCall]) -> Hook:

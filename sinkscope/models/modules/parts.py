@@ -31,7 +31,8 @@ class Parts:
         adapter: Where the model's parts are.
         tokenizer: The tokenizer; None if the caller gave none and the model carries none.
         name: Short name, hub id or base name of the folder, for reports.
-        resident: False if layers are read from disk as they are called (see `models.checkpoints.stream`).
+        store: Reads the weights of a layer when the layer is called (`models.checkpoints.stream`); None if they are in
+            memory. Code that reads them outside such a call must be inside `with target.loaded(k):`.
     """
 
     model: Any
@@ -40,7 +41,12 @@ class Parts:
     adapter: Found
     tokenizer: Any = None
     name: str = "model"
-    resident: bool = True
+    store: Any = None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the model is in memory, and not read layer by layer."""
+        return self.store is None
 
     @cached_property
     def available_tokenizer(self) -> Any:
@@ -141,7 +147,7 @@ class Parts:
         """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
             return self.experts(layer).width
-        return input_width(self.mlp_part(layer, "down"))
+        return input_width(self.sub(layer, "down"))
 
     @cached_property
     def d_mlp(self) -> int:
@@ -173,34 +179,34 @@ class Parts:
         """Floating type of the embedding, which is that of the residual stream."""
         return next(self.embedding.parameters()).dtype
 
-    def path(self, layer: int, part: str | None) -> str | None:
-        """Where a layer has a part: the first alternative of an adapter path that is there; None if none is."""
-        for alternative in (part or "").split("|"):
-            condition, _, path = alternative.rpartition("?")
+    def path(self, layer: int, *parts: str) -> str | None:
+        """Where a layer has the first of some parts that it has, by names of an adapter's fields; None: it has none."""
+        row = self.adapter.rows[layer] if self.adapter.rows else self.adapter
+        for part in parts:
+            path = getattr(row, part)
             with suppress(AttributeError):
-                self.layers[layer].get_submodule(condition)
-                self.layers[layer].get_submodule(path)
                 if path:
+                    self.layers[layer].get_submodule(path)
                     return path
         return None
 
-    def sub(self, layer: int, part: str) -> nn.Module:
-        """A part of a layer, by an adapter path ("" is the layer itself).
+    def sub(self, layer: int, *parts: str) -> nn.Module:
+        """The first of some parts that a layer has, by names of an adapter's fields.
 
         Raises:
-            UnsupportedError: The layer has no such part.
+            UnsupportedError: The layer has none of them.
         """
-        path = self.path(layer, part)
-        if path is None and part:
+        path = self.path(layer, *parts)
+        if path is None:
             raise UnsupportedError(
-                f"layer {layer} of {self.name} has no part {part!r}; `sinkscope models --check MODEL` says what is "
-                "served"
+                f"layer {layer} of {self.name} has no part {parts[-1]!r}; `sinkscope models --check MODEL` says what "
+                "is served"
             )
-        return self.layers[layer].get_submodule(path or "")
+        return self.layers[layer].get_submodule(path)
 
-    def has_part(self, layer: int, part: str | None) -> bool:
-        """Whether a layer has a part; layers of a model may be of several kinds."""
-        return self.path(layer, part) is not None
+    def has_part(self, layer: int, *parts: str) -> bool:
+        """Whether a layer has one of some parts; layers of a model may be of several kinds."""
+        return self.path(layer, *parts) is not None
 
     def check_paths(self) -> None:
         """Refuse an adapter that names a part that no layer has.
@@ -211,16 +217,16 @@ class Parts:
         for name in PATHS:
             path = getattr(self.adapter, name)
             is_optional = path is None or (self.adapter.experts is not None and name in ("down", "up", "gate"))
-            if not is_optional and not any(self.has_part(layer, path) for layer in range(len(self.layers))):
+            if not is_optional and not any(self.has_part(layer, name) for layer in range(len(self.layers))):
                 raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
-        return self.has_part(layer, self.adapter.o or self.adapter.attn)
+        return self.has_part(layer, "attn" if self.adapter.o is None else "o")
 
     def has_neurons(self, layer: int) -> bool:
         """Whether a layer has an MLP, dense or a mixture."""
-        return self.is_mixture(layer) or self.has_part(layer, self.adapter.down)
+        return self.is_mixture(layer) or self.has_part(layer, "down")
 
     def output_projection(self, layer: int) -> nn.Module:
         """The module that reads the heads of a layer side by side.
@@ -232,15 +238,15 @@ class Parts:
             raise UnsupportedError(
                 f"no module of {self.name} reads its heads side by side, so none can be edited alone"
             )
-        return self.sub(layer, self.adapter.o)
+        return self.sub(layer, "o")
 
     def is_mixture(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
-        return self.has_part(layer, self.adapter.experts)
+        return self.has_part(layer, "experts")
 
     def has_shared(self, layer: int) -> bool:
         """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
-        return self.is_mixture(layer) and self.has_part(layer, self.adapter.down)
+        return self.is_mixture(layer) and self.has_part(layer, "down")
 
     def has_mlp(self, layer: int, expert: int | None) -> bool:
         """Whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
@@ -252,7 +258,7 @@ class Parts:
         Raises:
             UnsupportedError: Their weights are not plain tensors.
         """
-        experts = experts_of(self.sub(layer, self.adapter.experts or ""))
+        experts = experts_of(self.sub(layer, "experts"))
         if experts is None and self.shards.size > 1:
             raise UnsupportedError(
                 f"the experts of {self.name} are split over processes, and their layout is not served there: load it "
@@ -266,16 +272,15 @@ class Parts:
             )
         return experts
 
-    def mlp_part(self, layer: int, name: Literal["gate", "up", "down"]) -> nn.Module:
-        """A projection of the layer's MLP, or of its shared expert if the layer is a mixture."""
-        return self.sub(layer, getattr(self.adapter, name) or "")
+    def is_gated(self, layer: int) -> bool:
+        """Whether the layer's dense MLP has a gate, and so an up factor."""
+        return self.adapter.fused_gate_up or self.has_part(layer, "gate")
 
     def mlp_writers(self, layer: int) -> list[nn.Module]:
         """The modules whose sum is what the MLP gives: one, or a mixture and a shared expert that stands beside it."""
-        writers = [self.sub(layer, self.adapter.mlp)]
-        mlp, down = self.path(layer, self.adapter.mlp), self.path(layer, self.adapter.down)
-        if self.has_shared(layer) and not f"{down}.".startswith(f"{mlp}."):
-            writers.append(self.mlp_part(layer, "down"))
+        writers = [self.sub(layer, "mlp")]
+        if self.has_shared(layer) and not f"{self.path(layer, 'down')}.".startswith(f"{self.path(layer, 'mlp')}."):
+            writers.append(self.sub(layer, "down"))
         return writers
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:
@@ -283,6 +288,8 @@ class Parts:
 
         It has an effect on streamed models (`checkpoints.stream`) and on weights that accelerate keeps elsewhere.
         """
+        if self.store is not None:
+            return self.store.pinned(layer)
         return brought(self.layers[layer])
 
     @property

@@ -79,12 +79,15 @@ def base_path(model: Any, stack: str) -> str:
     return base
 
 
-def first_of_kinds(target: Target) -> list[int]:
-    """The first layer of each kind: layers of a kind have parameters of the same names and shapes."""
+def layer_kinds(target: Target) -> list[int]:
+    """For each layer the first of its kind: layers of a kind have parameters of the same names and shapes."""
     firsts = dict[str, int]()
-    for number, layer in enumerate(target.layers):
-        firsts.setdefault(kind_of(layer), number)
-    return list(firsts.values())
+    return [firsts.setdefault(kind_of(layer), number) for number, layer in enumerate(target.layers)]
+
+
+def first_of_kinds(target: Target) -> list[int]:
+    """The first layer of each kind."""
+    return sorted(set(layer_kinds(target)))
 
 
 def kind_of(layer: nn.Module) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -20,12 +19,11 @@ from sinkscope.opening.inference.passing import Passing, rounded
 EDITED_ROWS = (4, 5, 6)
 """Rows of the batch with an edit."""
 _MOVED, _TURNED, _SCALED = EDITED_ROWS  # a neuron, what experts give, or `up` is
-_POSITION = 4  # of the edits
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 
 
 class MlpEdits:
-    """Edits of one MLP at one position, in rows of a batch of their own, and what passed its modules in each row.
+    """Edits of one MLP, in rows of a batch of their own, and what passed its modules in each row.
 
     At the input of the down projection, of a dense MLP or of a shared expert, a neuron is moved. The numbers that fused
     experts give change places. At the output of `up` of a dense MLP, every second neuron is multiplied by -2: only
@@ -45,24 +43,24 @@ class MlpEdits:
         self.is_mixture = target.is_mixture(layer)
         self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing(rows) for _ in range(5))
         neuron: int | None = 0
-        if target.has_part(layer, target.adapter.down):
+        if target.has_part(layer, "down"):
             neuron = typical_neuron(target, layer)
         self.is_silent = neuron is None or not target.has_neurons(layer)
         self.neuron = neuron or 0
 
     def hooks(self) -> list[Hook]:
         """The hooks that edit and record."""
-        target, layer, adapter = self.target, self.layer, self.adapter
+        target, layer = self.target, self.layer
         if self.is_silent:
             return []
         on_part = partial(target.part_hooks, layer)
-        hooks = on_part(adapter.down, "pre", on_input(self._edit(self.post, self._move)))
+        hooks = on_part("down", "pre", on_input(self._edit(self.post, self._move)))
         if self.is_mixture:
             turned = on_hidden(self._edit(self.experts, self._turn))
-            hooks += on_part(adapter.experts, "post", self._recompute, turned)
+            hooks += on_part("experts", "post", self._recompute, turned)
         else:
-            hooks += on_part(adapter.up, "post", on_hidden(self._edit(self.up, self._scale_up)))
-        hooks += on_part(adapter.shared_gate, "post", on_output(self.shared_gate.keep))
+            hooks += on_part("up", "post", on_hidden(self._edit(self.up, self._scale_up)))
+        hooks += on_part("shared_gate", "post", on_output(self.shared_gate.keep))
         return hooks + target.on_mlp(layer, self.mlp.keep)
 
     def finish(self) -> None:
@@ -102,8 +100,8 @@ class MlpEdits:
         is_gated = self.adapter.gate is not None or self.adapter.fused_gate_up
         if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
             return 0.0
-        expected_change = torch.zeros_like(post)
-        expected_change[_POSITION, ::2] = (post * (_FACTOR - 1) if is_gated else change)[_POSITION, ::2]
+        expected_change = (post * (_FACTOR - 1) if is_gated else change).clone()
+        expected_change[:, 1::2] = 0
         return relative_error(change, expected_change, post if is_gated else None)
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
@@ -120,23 +118,23 @@ class MlpEdits:
                     self.errors.append(relative_error(given, computed, given))
 
     def _edit(self, passing: Passing, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
-        """A function that keeps what passes a module, of which `edit` has changed the rows at one position."""
+        """A function that keeps what passes a module, of which `edit` has changed a row."""
 
         def edited(tensor: Tensor) -> Tensor:
             rows = passing.by_row(tensor).clone()
-            edit(rows[:, _POSITION])
+            edit(rows)
             passing.keep(rows)
             return rows.reshape(tensor.shape)
 
         return edited
 
-    def _move(self, post: Float[Tensor, "row neuron"]) -> None:
+    def _move(self, post: Float[Tensor, "row pos neuron"]) -> None:
         # By the norm of the whole vector, so that rounding does not hide the move.
-        post[_MOVED, self.neuron] += post[0].float().norm().clamp(min=1).to(post.dtype)
+        post[_MOVED, :, self.neuron] += post[0].float().norm(dim=-1).clamp(min=1).to(post.dtype)
 
-    def _scale_up(self, up: Float[Tensor, "row output"]) -> None:
+    def _scale_up(self, up: Float[Tensor, "row pos output"]) -> None:
         first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0
-        up[_SCALED, first::2] *= _FACTOR
+        up[_SCALED, :, first::2] *= _FACTOR
 
-    def _turn(self, given: Float[Tensor, "row d_model"]) -> None:
-        given[_TURNED] = given[_TURNED].roll(1)  # a change of size would be invisible after a norm
+    def _turn(self, given: Float[Tensor, "row pos d_model"]) -> None:
+        given[_TURNED] = given[_TURNED].roll(1, -1)  # a change of size would be invisible after a norm

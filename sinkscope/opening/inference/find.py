@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
-from sinkscope.models.loading.config import cpu_by_default, first_line
-from sinkscope.models.modules.stack import DRAFT, first_of_kinds, kind_of
+from sinkscope.models.loading.config import cpu_by_default
+from sinkscope.models.modules.stack import DRAFT, layer_kinds
 from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sample import sample_of
-from sinkscope.opening.inference.sums import layer_sums
 
-
-@dataclass(frozen=True)
-class _Known:
-    """The adapter of a configuration, with what was refused, and the row that it was; None if names proposed it."""
-
-    row: Adapter | None
-    adapter: Found
-
-
-_KNOWN: dict[tuple[type, str], _Known] = {}  # by the class and the configuration of the model
+_KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
 
 
 @cpu_by_default()
@@ -42,28 +31,33 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
 
     Args:
         target: The model; its own adapter is not read.
-        proves: Whether what is proposed is proved at once, in the first layers.
+        proves: Whether what is proposed is refused if the probe of the first layers finds a problem.
 
     Raises:
         UnsupportedError: Nothing is proposed, or the probe refuses it.
     """
     hf = target.hf
     key, row = _key(hf), row_of(hf.config.model_type)
-    known = _KNOWN.get(key)
-    if known is not None and known.row is row:
-        return known.adapter
+    if key in _KNOWN:
+        return _KNOWN[key]
     is_split = target.shards.size > 1
     if is_split or target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
     with evaluating(target.hf):
         adapter = propose(target.hf, row)
+        numbers = layer_kinds(Target(hf, hf, "hf", adapter))
+        adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
         check_positions(target)
-        adapter = _with_sites(target)
-        _KNOWN[key] = _Known(row, adapter)
-        if proves and row is None:
-            prove(replace(target, adapter=adapter), every_layer=False)
+        report = probe(target, every_layer=False)
+    if proves and row is None and report.problem is not None:
+        raise _refusal(target, report.problem)
+    if report.unproved:  # layers of a kind share what was found in the first of it
+        adapter = _noted(adapter, {layer: report.unproved[number] for layer, number in enumerate(numbers)})
+    elif report.problem is not None:  # the model does not run so
+        adapter = replace(adapter, unproved=(("*", report.problem),))
+    _KNOWN[key] = adapter
     return adapter
 
 
@@ -80,66 +74,53 @@ def evaluating(hf: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _with_sites(target: Target) -> Found:
-    """The adapter with the sites that cannot be proved; layers of a kind share what was found in the first of it."""
-    firsts = first_of_kinds(target)
-    try:
-        found = {kind_of(target.layers[sums.layer]): sums.problems for sums in layer_sums(target, firsts)}
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the model does not run so; the probe says more
-        return replace(target.adapter, unproved=(("*", f"a pass raised {type(error).__name__}: {first_line(error)}"),))
-    noted = dict[str, str]()
-    for number, layer in enumerate(target.layers):
-        for part, problem in found[kind_of(layer)].items():
-            noted[f"blocks.{number}.{part}"] = problem
-    return _noted(target.adapter, noted)
-
-
-def _noted(adapter: Found, problems: dict[str, str]) -> Found:
-    """The adapter with the sites that cannot be proved; the same object if it has them already."""
-    unproved = tuple(sorted(problems.items()))
-    if unproved == adapter.unproved:
-        return adapter
-    return replace(adapter, unproved=unproved)
-
-
 @cpu_by_default()
-def prove(target: Target, *, every_layer: bool = True) -> None:
-    """Raise if `probe` finds a problem. Models with weights on meta are skipped.
+def prove(target: Target) -> None:
+    """Raise if `probe` finds a problem in any layer, and note the sites that cannot be proved.
+
+    Models with weights elsewhere, or split over processes, are skipped: the small model of their configuration was
+    proved.
 
     Raises:
         UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    if target.is_elsewhere or target.shards.size > 1:  # the small model of its configuration was proved
+    if target.is_elsewhere or target.shards.size > 1:
         return
-    report = probe(target, every_layer=every_layer)
-    problem, adapter, key = report.problem, target.adapter, _key(target.hf)
-    if problem is None:
-        if every_layer and target.resident:
-            adapter = _noted(adapter, report.unproved)
-            _KNOWN[key] = _Known(row_of(target.hf.config.model_type), adapter)
-        return
-    known = _KNOWN.pop(key, None)
-    if known is not None and known.row is None and target.kind == "hf":
-        raise UnsupportedError(
+    report = probe(target)
+    if report.problem is not None:
+        raise _refusal(target, report.problem)
+    _KNOWN[_key(target.hf)] = _noted(target.adapter, report.unproved)
+
+
+def _noted(adapter: Found, problems: dict[int, dict[str, str]]) -> Found:
+    """The adapter with the sites that cannot be proved, and why, by layer and the last part of their names."""
+    unproved = list[tuple[str, str]]()
+    for layer, reasons in problems.items():
+        unproved += [(f"blocks.{layer}.{part}", reason) for part, reason in reasons.items()]
+    return replace(adapter, unproved=tuple(sorted(unproved)))
+
+
+def _refusal(target: Target, problem: str) -> UnsupportedError:
+    """The error for an adapter that the probe refuses; it is forgotten."""
+    adapter = target.adapter
+    _KNOWN.pop(_key(target.hf), None)
+    if row_of(adapter.model_type) is None and target.kind == "hf":
+        return UnsupportedError(
             f"model type {adapter.model_type!r} has no row, and the one that its names propose is refused: {problem}; "
             f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
             page="unsupported-model",
         )
-    other = 'try backend="hf", or '
-    if target.kind == "hf":
-        other = ""
-    raise UnsupportedError(
+    other = "" if target.kind == "hf" else 'try backend="hf", or '
+    return UnsupportedError(
         f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
         f"{other}report it with the model's name; probe=False loads it all the same",
         page="probe-failed",
     )
 
 
-def _key(hf: Any) -> tuple[type, str]:
-    """What models of one class and configuration have in common."""
+def _key(hf: Any) -> tuple[type, Adapter | None, str]:
+    """What models of one class, row and configuration have in common."""
     config = hf.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
-    return type(hf), str(sorted(config.items(), key=str))
+    return type(hf), row_of(hf.config.model_type), str(sorted(config.items(), key=str))

@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
 from sinkscope.models.passes.positions import check_positions
-from sinkscope.models.passes.short import begins_at, reaches_logits
+from sinkscope.models.passes.short import begins_at, token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.proof import attention_errors
@@ -33,7 +33,7 @@ class ProbeReport:
         row_sum_error: Distance of the recomputed attention rows' sums from 1 (0 if learned sinks take a share).
         attention_error: Largest distance between recomputed attention and the model's own.
         problem: What is wrong. None if nothing is.
-        unproved: Sites that cannot be proved, and why.
+        unproved: Why sites cannot be proved, by layer and the last part of their names.
     """
 
     tolerance: float
@@ -42,7 +42,7 @@ class ProbeReport:
     row_sum_error: float = 0.0
     attention_error: float = 0.0
     problem: str | None = None
-    unproved: dict[str, str] = field(default_factory=dict[str, str])
+    unproved: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
 
 
 @torch.no_grad()
@@ -51,8 +51,7 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
 
     Args:
         target: The model, with an adapter. It is left unchanged.
-        every_layer: Whether all layers are edited, and not only the first of each kind. Of a model that is read layer
-            by layer, only these are.
+        every_layer: Whether all layers are edited, and not only the first of each kind.
 
     Returns:
         What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
@@ -65,9 +64,14 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     report = ProbeReport(tolerance)
     try:
         target.check_paths()
-        if every_layer and target.resident:
+        if every_layer:
             _measure_edits(report, target, list(range(target.n_layers)))
-            _check_whole(target)
+            middle, last = target.n_layers // 2, target.n_layers - 1
+            if target.adapter.from_any_layer and not begins_at(target, middle, last):
+                raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
+            target.forward(token_ids(target, 3), unembed=True)
+            if target.kind != "hf":  # a plain model was checked where it was opened
+                check_positions(target)
         else:
             _measure_edits(report, target, first_of_kinds(target))
         report.row_sum_error, report.attention_error = attention_errors(target)
@@ -88,11 +92,12 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
 
 def _measure_edits(report: ProbeReport, target: Target, layers: list[int]) -> None:
     """Edit layers, and prove their sums."""
-    for sums in layer_sums(target, layers):
+    proved = layer_sums(target, layers)
+    for sums in proved:
+        report.unproved[sums.layer] = sums.problems
+    for sums in proved:
         if sums.edits.problem is not None:
             raise UnsupportedError(sums.edits.problem)
-        for part, problem in sums.problems.items():
-            report.unproved[f"blocks.{sums.layer}.{part}"] = problem
         report.edit_error = max(report.edit_error, *sums.edits.errors, 0.0)
         if sums.edits.errors:
             report.layers += (sums.layer,)
@@ -100,17 +105,6 @@ def _measure_edits(report: ProbeReport, target: Target, layers: list[int]) -> No
         raise UnsupportedError(
             f"a moved neuron does not change the layer as the adapter says (relative error {report.edit_error:.2g})"
         )
-    for site, problem in report.unproved.items():
-        if site.endswith("hook_mlp_out"):
-            raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {problem}")
-
-
-def _check_whole(target: Target) -> None:
-    """Refuse a model whose passes do not go through all layers to the logits."""
-    middle, last = len(target.layers) // 2, len(target.layers) - 1
-    if not reaches_logits(target):
-        raise UnsupportedError("what the last layer gives does not change the logits")
-    if target.adapter.from_any_layer and not begins_at(target, middle, last):
-        raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
-    if target.kind != "hf":  # a plain model was checked where it was opened
-        check_positions(target)
+    for problems in report.unproved.values():
+        if "hook_mlp_out" in problems:
+            raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {problems['hook_mlp_out']}")

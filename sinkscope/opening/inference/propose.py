@@ -28,7 +28,7 @@ from sinkscope.models.modules.stack import DRAFT, NotInferredError, base_path, f
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
-from sinkscope.opening.inference.kinds import Fields, Kind, common_adapter
+from sinkscope.opening.inference.kinds import Fields, common_adapter
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
 from sinkscope.tap.stock import eager
@@ -84,16 +84,22 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
     except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
         pass
     if not calls:
-        attn = row.attn if row else "|".join(names.ATTENTION)
-        target = replace(target, adapter=replace(target.adapter, attn=attn, attention_interface=False))
+        paths = row.attn.split("|") if row else names.ATTENTION
+        attn = [next(iter(_Parts(layer).there(paths)), "") for layer in target.layers]
+        target = replace(target, adapter=replace(target.adapter, attention_interface=False))
+        rows = tuple(Adapter("", attn=path) for path in attn)
+        outside = replace(target, adapter=replace(target.adapter, rows=rows))
         try:
-            with eager(target):
-                calls = _attention(target)
+            with eager(outside):
+                calls = _attention(outside)
         except UnsupportedError:
             pass
     if not calls:
         raise NotInferredError("no softmax attention was found in its layers, or none of one layer alone")
-    return common_adapter(target, [_kind(target, layer, calls.get(layer), row) for layer in first_of_kinds(target)])
+    kinds = dict[int, Fields]()
+    for layer in first_of_kinds(target):
+        kinds[layer] = _fields(target, layer, calls.get(layer), row)
+    return common_adapter(target, kinds)
 
 
 def _attention(target: Target) -> dict[int, Attention]:
@@ -122,15 +128,15 @@ def _attention(target: Target) -> dict[int, Attention]:
     return calls
 
 
-def _kind(target: Target, layer: int, call: Attention | None, row: Adapter | None) -> Kind:
+def _fields(target: Target, layer: int, call: Attention | None, row: Adapter | None) -> Fields:
     """What is found in a layer: of each choice the first way for which its sums hold, or else the last."""
     parts = _Parts(target.layers[layer])
     fields: Fields = {}
     if row is not None:
         for name in PATHS:
-            path = target.path(layer, getattr(row, name))
-            if path is not None:
-                fields[name] = path
+            paths = parts.there((getattr(row, name) or "").split("|"))
+            if paths:
+                fields[name] = paths[0]
         choices = parts.layouts(fields)
     else:
         fields = parts.mlp()
@@ -159,7 +165,7 @@ def _kind(target: Target, layer: int, call: Attention | None, row: Adapter | Non
         adds = "hook_mlp_out" not in sums.problems and not parts.has_buffers
         fields |= {"adds": adds, "write_factor": sums.factors["write_factor"] if adds else 1.0}
         fields |= sums.edits.factors
-    return Kind(layer, frozenset(parts.modules) - {""}, fields)
+    return fields
 
 
 def _sums_of(target: Target, layer: int, fields: Fields) -> LayerSums:
@@ -175,22 +181,22 @@ class _Parts:
         self.modules = dict(layer.named_modules())
         self.has_buffers = any(True for _ in layer.buffers(recurse=False))  # such as a factor, other in every layer
 
-    def _there(self, paths: Iterable[str], parent: str = "") -> list[str]:
+    def there(self, paths: Iterable[str], parent: str = "") -> list[str]:
+        """The paths that are there, below another one."""
         inside = [f"{parent}.{path}".strip(".") for path in paths]
         return [path for path in inside if path in self.modules and path]
 
     def _linear(self, paths: Iterable[str], parent: str = "") -> str | None:
-        """The first of some parts that is a linear module."""
-        for path in self._there(paths, parent):
-            module = self.modules[path]
-            if is_transposed(module) or hasattr(module, "in_features"):
+        """The first of some parts that has a matrix, whatever wraps it."""
+        for path in self.there(paths, parent):
+            if path != parent and any(parameter.ndim == 2 for parameter in self.modules[path].parameters()):
                 return path
         return None
 
     def attention(self, call: Attention | None) -> Fields:
         """What names say of attention, or of what stands in its place."""
         if call is None:
-            attn = self._there(names.ATTENTION)
+            attn = self.there(names.ATTENTION)
             return {"attn": attn[0]} if attn else {}
         (attn,) = (path for path, module in self.modules.items() if module is call.module)
         fields: Fields = {"attn": attn}
@@ -202,9 +208,9 @@ class _Parts:
 
     def mlp(self) -> Fields:
         """What names say of the MLP; empty if there is none."""
-        block = next(iter(self._there(names.MLP)), "")
+        block = next(iter(self.there(names.MLP)), "")
         fields: Fields = {}
-        for path in self._there(names.EXPERTS, block):
+        for path in self.there(names.EXPERTS, block):
             if experts_of(self.modules[path]) is not None and not fields:
                 fields = {"mlp": block, "experts": path, "shared_gate": self._linear([names.SHARED_GATE], block)}
         inside = [f"{block}.{shared}".strip(".") for shared in names.SHARED]
@@ -212,7 +218,7 @@ class _Parts:
             down, up, gate = (self._linear([path], parent) for path in f"{projections} .".split()[:3])
             if down is None or up is None:
                 continue
-            if self._there([names.NORM_INSIDE], parent):  # no module gives a factor of a neuron
+            if self.there([names.NORM_INSIDE], parent):  # no module gives a factor of a neuron
                 up = gate = None
             return {"mlp": block or parent, **fields, "down": down, "up": up, "gate": gate}
         return fields
@@ -234,15 +240,15 @@ class _Parts:
         writes, additions = list[Fields](), list[Fields]()
         mids: list[Any] = [None]
         if "mlp" in known:
-            mids = [*self._there(names.MID), known["mlp"], known.get("up"), None]
+            mids = [*self.there(names.MID), known["mlp"], known.get("up"), None]
             mlps = filter(None, dict.fromkeys(known.get(name) for name in ("mlp", "experts", "down")))
-            for norm, mlp in itertools.product([*self._there(names.MLP_NORM), None], mlps):
+            for norm, mlp in itertools.product([*self.there(names.MLP_NORM), None], mlps):
                 if not f"{norm}.".startswith(f"{mlp}."):
                     writes.append({"mlp": mlp, "post_mlp_norm": norm})
             writes.append(writes[0])
         if "attn" in known:
             around = filter(None, [str(known["attn"]).rpartition(".")[0], known.get("o")])
-            for mid, writer in itertools.product(mids, [*self._there(names.ATTENTION_NORM), None, *around]):
+            for mid, writer in itertools.product(mids, [*self.there(names.ATTENTION_NORM), None, *around]):
                 if mid is None or mid != writer:
                     additions.append({"mid": mid, "attn_out": writer})
             additions.insert(1, {"mid": None, "attn_out": None})  # parallel parts

@@ -93,21 +93,22 @@ class LayerSums:
         on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(self._replace, self.pre, same=True)))]
         for which in _TURNED:
-            path = getattr(adapter, which)
-            if adapter.qkv_layout is not None:
-                path = path or adapter.fused_qkv
+            part = which
+            if adapter.qkv_layout is not None and not target.has_part(layer, which):
+                part = "fused_qkv"
             if target.kind != "bridge":
-                hooks += on_part(path, "post", on_hidden(partial(self._turn, which)))
-        hooks += on_part(adapter.o, "pre", on_input(self.heads.keep))
-        hooks += on_part(adapter.o, "post", on_output(self.projected.keep))
+                hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
+        hooks += on_part("o", "pre", on_input(self.heads.keep))
+        hooks += on_part("o", "post", on_output(self.projected.keep))
         replaced = on_hidden(partial(self._replace, self.attn, same=True))
-        hooks += on_part(adapter.behind_attn, "post", on_output(self.own_attn.keep), replaced)
+        writer = "attn_out" if target.has_part(layer, "attn_out") else "attn"
+        hooks += on_part(writer, "post", on_output(self.own_attn.keep), replaced)
         hooks += self.edits.hooks()
         replaced = on_hidden(partial(self._replace, self.mlp, same=False))
-        behind = on_part(adapter.post_mlp_norm, "post", replaced)
+        behind = on_part("post_mlp_norm", "post", replaced)
         if target.has_neurons(layer):
             hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
-        hooks += on_part(adapter.mid, "pre", on_input(self.mid.keep))
+        hooks += on_part("mid", "pre", on_input(self.mid.keep))
         return [*hooks, (target.layers[layer], "post", on_output(self._finish))]
 
     def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
@@ -247,7 +248,7 @@ class LayerSums:
             return
         off = self._off(self.own_attn.rows, self.projected.rows)
         if off > self.tolerance:
-            writer: Any = self.target.sub(self.layer, self.target.adapter.behind_attn)
+            writer: Any = self.target.sub(self.layer, "attn_out", "attn")
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
                 given = first_tensor(writer.forward(self.projected.rows.to(self.target.dtype))).float()
                 off = self._off(self.own_attn.rows, given)

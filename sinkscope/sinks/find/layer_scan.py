@@ -358,8 +358,7 @@ def scan_layers(
             hooks.append(keep_call(target, number, calls))
         elif target.has_neurons(number):
             hooks += target.on_mlp(number, added)
-            if target.has_part(number, adapter.post_mlp_norm):
-                hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(added)))
+            hooks += target.part_hooks(number, "post_mlp_norm", "post", on_hidden(added))
         if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
             hooks.append((layer, "pre", on_input(layer_begun)))
         hooks.append((layer, "post", on_output(layer_done)))

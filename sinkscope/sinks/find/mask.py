@@ -50,7 +50,7 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
     Raises:
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.
     """
-    target = open_target(model, tokenizer, None, None, None, False, needed=False)
+    target = open_target(model, tokenizer, needed=False)
     inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
     rows = inputs.rows()
     check_length(target, "the longest row", max(map(len, rows)))

@@ -184,7 +184,7 @@ def patch_eval(
         sinkscope patch eval --model llama-2-7b --patch patch.json
     """
     edit = read_patch_argument(patch)
-    edit.check_made_for(setup.target)
+    edit.check(setup.target)
     ids = held_out(setup, pieces, length)
     setup.record(
         patch=None if isinstance(patch, SinkPatch) else Path(patch).name,

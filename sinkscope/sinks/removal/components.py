@@ -54,9 +54,8 @@ def mixing(target: Target, layer: int) -> list[Component]:
 
 def _mixer(target: Target, layer: int) -> Any:
     """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
-    adapter = target.adapter
-    paths = "|".join(filter(None, (adapter.mlp, adapter.down, adapter.experts)))
-    of_mlp = {path.split(".")[0] for path in paths.split("|")}
+    paths = [target.path(layer, part) for part in ("mlp", "down", "experts")]
+    of_mlp = {path.split(".")[0] for path in paths if path}
     for name, module in target.layers[layer].named_children():
         if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
             return module
@@ -68,7 +67,7 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
     layer = component.layer or 0
     match component.kind:
         case "attention":
-            module = target.sub(layer, target.adapter.attn)
+            module = target.sub(layer, "attn")
             original = getattr(module, "original_component", module)  # also below a bridge's wrapper
             if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
                 return [target.output_projection(layer)]
@@ -83,10 +82,9 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
 
 def key_projection(target: Target, layer: int) -> Any:
     """The module that gives the keys of a layer, alone or with queries and values; None if there are no keys."""
-    path = target.adapter.k or target.adapter.fused_qkv or ""
-    if not target.has_part(layer, path):
+    if not target.has_part(layer, "k", "fused_qkv"):
         return None
-    return target.sub(layer, path)
+    return target.sub(layer, "k", "fused_qkv")
 
 
 def key_bias(target: Target, layer: int) -> Float[Tensor, " d"] | None:
