@@ -7,7 +7,6 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -63,8 +62,6 @@ class Session:
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
         self._configs = run.stack.enter_context(tapped(target))
-        self._ended = threading.Event()
-        run.stack.callback(self._ended.set)
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
@@ -206,7 +203,7 @@ class Session:
             now.call = call
             COLUMNS.set(call.columns)
             idle = not self.watching.is_needed(call)
-            handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle, ended=self._ended)
+            handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
             yield kwargs
             if cache is not None and owns_cache:

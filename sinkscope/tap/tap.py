@@ -114,7 +114,7 @@ def _attend(
     listeners: list[Handler] = []
     idle = True
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
-        if config in handler.configs and not handler.ended.is_set():
+        if config in handler.configs:
             listeners.append(handler)
             idle = idle and handler.idle
     chosen = in_blocks = None
