@@ -42,7 +42,7 @@ class AttentionWatch:
         self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._queries_kept = 0
         self._keeps_decoding_queries = False
-        self._row_functions: dict[int, Callable[[Tensor, Tensor, View], Tensor]] = {}
+        self._row_functions: dict[int, Callable[[Tensor, Tensor, View | None], Tensor]] = {}
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
     def is_needed(self, call: Call) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.tap.attention_modules import AttentionParts, bias_at
 from sinkscope.tap.call import Attention, Output
-from sinkscope.tap.rows import Rows, rows_by_view
+from sinkscope.tap.rows import Rows
 from sinkscope.tap.view import View
 
 
@@ -92,16 +92,15 @@ class OwnAttention(Attention):
         """The module's own attention over what `view` shows."""
         return self._weighted(self._rows(slice(None), False))
 
-    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
-        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
+    def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
+        """As for other attention, where the scores are products of queries and keys, and a bias."""
         if not self._is_fitted:
             raise UnsupportedError(
                 f"the scores of layer {self.layer} are more than products of queries and keys, so those of earlier "
                 "queries are not known: use a policy that scores by attention received (H2O), or by position",
                 page="kv-session",
             )
-        module, scaling, bias = self.module, self.scaling, self.parts.bias
-        return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
+        return partial(super().row_function(), bias=self.parts.bias)
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
         scores = self.parts.scores(part).float()
