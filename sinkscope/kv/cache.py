@@ -259,13 +259,7 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            if self.edited:
-                raise UnsupportedError(
-                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
-                    "masks would be wrong; go on inside it, or start from a new cache",
-                    page="kv-session",
-                )
-            columns = _columns_without_session(self._columns, key_states)
+            columns = _columns_without_session(self, key_states)
         self._columns = columns
         if self.slots:
             self._append(key_states, value_states)
@@ -295,18 +289,15 @@ class CacheLayer(DynamicLayer):
         if removed >= self.seen:
             self.reset()
             return
-        pos = self.pos
-        slots = self.seen - removed
-        self._columns = self._columns[:, :slots]
-        if self._pos is not None:  # else slots are columns
-            last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
-            stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-            used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
-            slots = max(used, default=-1) + 1  # holes at the right end go, too
-            self._pos = torch.where(stays, pos, -1)[..., :slots]
-        self.keys = self.keys[..., :slots, :]
-        self.values = self.values[..., :slots, :]
-        self.numbers = moved_numbers(self, lambda numbers: numbers[..., :slots])
+        columns = self._columns[:, : self.seen - removed]
+        if self._pos is None:  # slots are columns
+            self.keys = self.keys[..., : columns.shape[1], :]
+            self.values = self.values[..., : columns.shape[1], :]
+            self.numbers = moved_numbers(self, lambda numbers: numbers[..., : columns.shape[1]])
+        else:
+            last = torch.nn.functional.pad(columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
+            self.evict(self.pos <= last[:, None, None].to(self.keys.device))
+        self._columns = columns
         self._forget_holes(gapless=bool((self.pos >= 0).all()))  # heads may lose different numbers
 
     def reset(self) -> None:
@@ -367,11 +358,22 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
 
 
 def _columns_without_session(
-    earlier: Int[Tensor, "batch seen"] | None, keys: Float[Tensor, "batch kv_head new d_head"]
+    layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]
 ) -> Int[Tensor, "batch later"]:
-    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real."""
-    step = repeat(torch.arange(keys.shape[-2], device=keys.device), "pos -> batch pos", batch=len(keys))
-    if earlier is None:
+    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real.
+
+    Raises:
+        UnsupportedError: Tokens were evicted or hidden.
+    """
+    if layer.edited:
+        raise UnsupportedError(
+            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
+            "be wrong; go on inside it, or start from a new cache",
+            page="kv-session",
+        )
+    new = int(keys.shape[-2])
+    step = repeat(torch.arange(new, device=keys.device), "pos -> batch pos", batch=len(keys))
+    if not layer.seen:
         return step
-    earlier = earlier.to(keys.device)
+    earlier = layer.new_pos(layer.seen)[:, 0]
     return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)

@@ -260,11 +260,12 @@ class Policy(Anchored):
                 return
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
-            keep = self.chosen(at, exact if kv.gapless else None).to(kv.keys.device)
+            count = exact if kv.gapless else None
+            keep = self.chosen(at, count)
             if self.mode == "select":
                 kv.select(keep)
             else:
-                kv.evict(keep, exact if kv.gapless else None)
+                kv.evict(keep, count)
 
     def chosen(self, at: LayerMoment, exact: int | None = None) -> Bool[Tensor, "batch kv_head slot"]:
         """The slots that a layer keeps.
@@ -276,7 +277,9 @@ class Policy(Anchored):
         Raises:
             SinkscopeError: The class says `KEEPS_BUDGET`, and another number is kept.
         """
-        keep = self.select(self.checked_scores(at), at, self.budgets(at))
+        scores = self.scores(at)
+        _check_scores(scores, at, self.shown_name)
+        keep = self.select(scores, at, self.budgets(at))
         if exact is not None and at.moment.prefill_ended and bool((keep.sum(-1) != exact).any()):
             raise SinkscopeError(
                 f"{self.shown_name} says KEEPS_BUDGET, and layer {at.layer} keeps other numbers of tokens than its "
@@ -302,33 +305,31 @@ class Policy(Anchored):
         session.run.log(lambda: events)
         return RowBudgets(tuple(budgets), tuple(first), tuple(latest))
 
-    def checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """Return the scores after checking that there is a number for each slot.
 
-        On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to
-        wait for the device.
+def _check_scores(scores: object, at: LayerMoment, name: str) -> None:
+    """Check that there is a number for each slot.
 
-        Raises:
-            SinkscopeError: The scores have the wrong shape, or some are NaN.
-        """
-        name = self.shown_name
-        pos = at.kv.pos
-        scores = self.scores(at)
-        if not isinstance(scores, Tensor) or scores.shape != pos.shape:
-            raise SinkscopeError(
-                f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
-                f"layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
-            )
-        checked = at.moment.prefill_ended or scores.device.type == "cpu"
-        if not checked or not scores.is_floating_point() or not scores.numel():
-            return scores
-        # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-        if math.isnan(float(scores.detach().amin())) and bool((scores.isnan() & (pos >= 0)).any()):
-            raise SinkscopeError(
-                f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
-                "-torch.inf for what is worth nothing"
-            )
-        return scores
+    On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to wait
+    for the device.
+
+    Raises:
+        SinkscopeError: The scores have the wrong shape, or some are NaN.
+    """
+    pos = at.kv.pos
+    if not isinstance(scores, Tensor) or scores.shape != pos.shape:
+        raise SinkscopeError(
+            f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
+            f"layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
+        )
+    checked = at.moment.prefill_ended or scores.device.type == "cpu"
+    if not checked or not scores.is_floating_point() or not scores.numel():
+        return
+    # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
+    if math.isnan(float(scores.detach().amin())) and bool((scores.isnan() & (pos >= 0)).any()):
+        raise SinkscopeError(
+            f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
+            "-torch.inf for what is worth nothing"
+        )
 
 
 def _by_slot(number: LayerBudget, like: Tensor) -> int | Int[Tensor, "batch _ 1"]:
