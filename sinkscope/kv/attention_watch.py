@@ -108,7 +108,7 @@ class AttentionWatch:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
         for watcher in watchers:
-            attention.show(partial(self._show_rows, watcher, layer, attention.view), first=watcher.first_query(queries))
+            attention.show(partial(self._show_rows, watcher, attention), first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
@@ -137,10 +137,11 @@ class AttentionWatch:
                 page="kv-session",
             )
 
-    def _show_rows(self, watcher: Watcher, layer: int, view: View | None, first: int, probs: Tensor) -> None:
-        call = self.now.call
+    def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
+        call, layer = self.now.call, attention.layer
         assert call is not None
-        watcher.fn(AttentionRows(layer, first, probs, view, self.now.layer(layer), call))
+        pos = None if attention.view is None else attention.view.pos
+        watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
@@ -156,27 +157,23 @@ class AttentionWatch:
 
     def _view_of(self, attention: Attention) -> View:
         """What the queries of this call see, of the blocks that an indexer chose if there is one."""
-        call, blocks = self.now.call, attention.in_blocks
+        call, key, layer = self.now.call, attention.key, attention.layer
         assert call is not None
-        view = self._view(call, attention.layer, attention.key)
+        kv, hidden = self.now.layer(layer), None
+        if kv is not None:
+            pos, columns, hidden = kv.pos, call.columns.to(key.device), kv.hidden
+        else:
+            columns = call.columns[:, -key.shape[2] :].to(key.device)
+            # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
+            pos = columns[:, None].expand(key.shape[:3])
+        view = View(pos, call.on(key.device), self._windows[layer], hidden, columns=columns)
+        blocks = attention.in_blocks
         if blocks is None:
             return view
         seen = call.columns.shape[1]  # the place of what has no position
-        place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
+        place = torch.where(pos < 0, seen, pos)[:, :1, None].expand_as(blocks)
         chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))
-
-    def _view(self, call: Call, layer: int, key: Tensor) -> View:
-        """What the queries of a call see of `key` `[batch kv_head slot ...]`."""
-        query_pos = call.on(key.device)
-        kv = self.now.layer(layer)
-        window = self._windows[layer]
-        if kv is not None:
-            return View(kv.pos, query_pos, window, kv.hidden, call.columns.to(key.device))
-        batch, kv_heads, slots = key.shape[:3]
-        columns = call.columns[:, -slots:].to(key.device)
-        # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window, columns=columns)
 
     def _note_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
         """Keep the latest queries of a layer, after rotary."""

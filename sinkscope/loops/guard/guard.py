@@ -104,11 +104,6 @@ class LoopGuard(Anchored):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in self.monitor:
-            if not isinstance(name, str):
-                raise SinkscopeError(
-                    f'LoopGuard: monitor has the key {name!r}: expected names, as in {{"warmup": 128}}'
-                )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
