@@ -140,11 +140,12 @@ class Policy(Anchored):
     def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
         name = f"{self.shown_name}({self.budget})"
-        if not run.usage:
+        usages = run.usage
+        if not usages:
             return f"{name} has read nothing yet."
-        read_tokens = max(usage.read_tokens for usage in run.usage)
-        peak_tokens = max(max(usage.peak_tokens) for usage in run.usage)
-        size = f"{max(usage.logical_bytes for usage in run.usage) / 1e6:,.3g} MB of keys and values"
+        read_tokens = max(usage.read_tokens for usage in usages)
+        peak_tokens = max(max(usage.peak_tokens) for usage in usages)
+        size = f"{max(usage.logical_bytes for usage in usages) / 1e6:,.3g} MB of keys and values"
         return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."
 
     def check_prompt(self, tokens: int) -> None:

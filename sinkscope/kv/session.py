@@ -186,19 +186,21 @@ class Session:
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
-        now, owns_cache = self.now, self.watching.owns_cache
+        now = self.now
         self._check_attention()
         cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
         handler: Handler | None = None
+        state: CacheState | None = None
         try:
             now.cache = cache
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
                 if call.past == 0:  # the cache is new or was emptied
                     self.states.forget(cache)
-                if owns_cache:
+                if self.watching.owns_cache:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=cache in self.states)
-                    self._act_before(layers, call, self.states.of(cache))
+                    state = self.states.of(cache)
+                    self._act_before(layers, call, state)
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
             COLUMNS.set(call.columns)
@@ -206,8 +208,7 @@ class Session:
             handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
             yield kwargs
-            if cache is not None and owns_cache:
-                state = self.states.of(cache)
+            if state is not None:
                 now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(now.ended)
