@@ -54,7 +54,7 @@ class AttentionWatch:
         if not self.now.own_masks:
             return False
         for kv in used_layers(self.now.cache):
-            if self._windows[kv.number] is not None or not kv.complete:
+            if self._windows[kv.number] is not None or not kv.gapless:
                 return True
         return False
 
@@ -74,7 +74,7 @@ class AttentionWatch:
         if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = module.expand_kv(kv.keys, kv.values)[0]
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
-        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
+        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], columns)
         return self._row_functions[layer](latest.query[:, :, -last:], keys, view)
 
     def unseen_queries(self) -> UnsupportedError:
@@ -115,7 +115,7 @@ class AttentionWatch:
         if attention.queries > 1 or attention.in_blocks is not None:
             return False
         kv = self.now.layer(attention.layer)
-        return kv is not None and kv.complete and self._windows[attention.layer] is None
+        return kv is not None and kv.gapless and self._windows[attention.layer] is None
 
     def _check_view(self, attention: Attention, view: View) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -159,14 +159,14 @@ class AttentionWatch:
         """What the queries of this call see, of the blocks that an indexer chose if there is one."""
         call, key, layer = self.now.call, attention.key, attention.layer
         assert call is not None
-        kv, hidden = self.now.layer(layer), None
+        kv = self.now.layer(layer)
         if kv is not None:
-            pos, columns, hidden = kv.pos, call.columns.to(key.device), kv.hidden
+            pos, columns = kv.pos, call.columns.to(key.device)
         else:
             columns = call.columns[:, -key.shape[2] :].to(key.device)
             # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
             pos = columns[:, None].expand(key.shape[:3])
-        view = View(pos, call.on(key.device), self._windows[layer], hidden, columns=columns)
+        view = View(pos, call.on(key.device), self._windows[layer], columns)
         blocks = attention.in_blocks
         if blocks is None:
             return view

@@ -22,7 +22,6 @@ from transformers.cache_utils import DynamicLayer
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.growing_tensor import GrowingTensor
 
-_HIDDEN = "hidden"  # by this name, whether a slot is kept but not attended to
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
@@ -89,8 +88,8 @@ class CacheLayer(DynamicLayer):
 
     @property
     def edited(self) -> bool:
-        """Whether any token was evicted or hidden, so that slot and position may differ."""
-        return self._pos is not None or _HIDDEN in self.numbers
+        """Whether any token was evicted, so that slot and position may differ."""
+        return self._pos is not None
 
     @property
     def slots(self) -> int:
@@ -135,26 +134,6 @@ class CacheLayer(DynamicLayer):
         if self._holes is None:
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
-
-    @property
-    def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
-        """Slots that are kept but not attended to (mode "select"); None if none are."""
-        if _HIDDEN not in self.numbers:
-            return None
-        return self.extra(_HIDDEN)
-
-    @property
-    def complete(self) -> bool:
-        """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
-        return self.gapless and _HIDDEN not in self.numbers
-
-    @property
-    def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
-        """Slots whose token is not hidden."""
-        occupied, hidden = self.pos >= 0, self.hidden
-        if hidden is None:
-            return occupied
-        return occupied & ~hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
@@ -215,10 +194,6 @@ class CacheLayer(DynamicLayer):
             self.growth = Growth()
         self._pos = pos
         self._forget_holes(gapless=not ragged)
-
-    def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
-        self.numbers[_HIDDEN] = ~show
 
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
@@ -363,12 +338,12 @@ def _columns_without_session(
     """Positions of the tokens before and the new ones outside of a session, where all tokens count as real.
 
     Raises:
-        UnsupportedError: Tokens were evicted or hidden.
+        UnsupportedError: Tokens were evicted.
     """
     if layer.edited:
         raise UnsupportedError(
-            "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock masks would "
-            "be wrong; go on inside it, or start from a new cache",
+            "this cache had tokens evicted and is used outside of the `with` that did it: stock masks would be wrong; "
+            "go on inside it, or start from a new cache",
             page="kv-session",
         )
     new = int(keys.shape[-2])

@@ -79,8 +79,6 @@ class Policy(Anchored):
         first: Number of first positions that are always kept.
         last: Number of latest positions that are always kept.
         every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
-        mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
-            tokens.
         reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
@@ -88,7 +86,6 @@ class Policy(Anchored):
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
-    mode: Literal["evict", "select"] = "evict"
     reduce: Literal["mean", "max"] = "mean"
 
     KEEPS_BUDGET: ClassVar[bool] = False
@@ -251,7 +248,7 @@ class Policy(Anchored):
             return
         rows: RowBudgets = state.memory[RowBudgets]
         exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self.KEEPS_BUDGET and self.mode == "evict" and isinstance(rows.budget, int):
+        if self.KEEPS_BUDGET and isinstance(rows.budget, int):
             exact = rows.budget
             layers = [kv for kv in layers if kv.slots > exact]
             if self.JOINS_LAYERS and alike(layers):
@@ -262,11 +259,7 @@ class Policy(Anchored):
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
             count = exact if kv.gapless else None
-            keep = self.chosen(at, count)
-            if self.mode == "select":
-                kv.select(keep)
-            else:
-                kv.evict(keep, count)
+            kv.evict(self.chosen(at, count), count)
 
     def chosen(self, at: LayerMoment, exact: int | None = None) -> Bool[Tensor, "batch kv_head slot"]:
         """The slots that a layer keeps.

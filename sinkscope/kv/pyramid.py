@@ -29,8 +29,8 @@ class Pyramid(Policy):
 
     Attributes:
         beta: Steepness of the line; 20 in the authors' code. With 1, every layer has the same budget.
-        scorer: The policy that protects, scores and chooses; SnapKV in the paper. Its own budget, `every`, `mode` and
-            `positions` are not used.
+        scorer: The policy that protects, scores and chooses; SnapKV in the paper. Its own budget and `every` are not
+            used.
 
     Example:
         >>> from sinkscope.kv import H2O

@@ -87,10 +87,9 @@ class Meter:
             held = held + whole.keys.shape[-2] + kv.seen - whole.seen
             if not whole.gapless:
                 held = held - whole.holes().to(first.keys.device)
-            if counts_reads and kv.complete:
-                read = read + kv.slots
-            elif counts_reads:
-                read = read + kv.readable.sum(-1).float().mean(1).to(first.keys.device)
+            read = read + kv.slots
+            if counts_reads and not kv.gapless:
+                read = read - kv.holes().to(first.keys.device)
         rows = len(first.keys)
         self.calls.append(HeldInCall(rows, first.seen, held, read if counts_reads else None, rows * allocated))
 
