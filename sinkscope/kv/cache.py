@@ -51,7 +51,7 @@ class CacheLayer(DynamicLayer):
         values: `[batch kv_head slot d_head]`.
         number: Number of the decoder layer.
         reorders: How often rows were reordered (by beam search).
-        gapless: True if there are certainly no holes. If False, `holes` counts them.
+        gapless: Whether there are certainly no holes. If not, `holes` counts them.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
         growth: The room for new tokens; another one where keys, values and positions become other tensors.
@@ -179,13 +179,7 @@ class CacheLayer(DynamicLayer):
     def keep_slots(
         self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"], ragged: bool
     ) -> None:
-        """Hold these among all slots of all rows and heads, at these positions; None: all of them.
-
-        Args:
-            index: The slots; None for all.
-            pos: Their positions.
-            ragged: Whether there are holes among them.
-        """
+        """Hold these of all slots of all rows and heads (None: all), at these positions; `ragged`: there are holes."""
         if index is not None:
             self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
@@ -236,13 +230,14 @@ class CacheLayer(DynamicLayer):
         if columns is None:
             columns = _columns_without_session(self, key_states)
         self._columns = columns
+        if new > 1 or not self.slots:  # there may be padding among the new tokens
+            gapless = self.gapless or not self.slots
+            self._forget_holes(gapless and bool((columns[:, -new:] >= 0).all()))
         if self.slots:
             self._append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self.growth = Growth(GrowingTensor(-2, self.keys), GrowingTensor(-2, self.values))
-        if new > 1:  # there may be padding among the new tokens
-            self._forget_holes(gapless=self.edited and bool((self.pos >= 0).all()))
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -269,11 +264,11 @@ class CacheLayer(DynamicLayer):
             self.keys = self.keys[..., : columns.shape[1], :]
             self.values = self.values[..., : columns.shape[1], :]
             self.numbers = moved_numbers(self, lambda numbers: numbers[..., : columns.shape[1]])
+            self._forget_holes(gapless=bool((columns >= 0).all()))
         else:
             last = torch.nn.functional.pad(columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
             self.evict(self.pos <= last[:, None, None].to(self.keys.device))
         self._columns = columns
-        self._forget_holes(gapless=bool((self.pos >= 0).all()))  # heads may lose different numbers
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""

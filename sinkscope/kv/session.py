@@ -246,9 +246,6 @@ class Session:
         if prefill_ended:
             state.prompt = call.before
             state.decoded = 0
-            padded = bool((call.columns < 0).any())
-            for kv in layers:
-                kv.gapless = kv.gapless or not (padded or kv.edited)
         else:
             state.decoded += 1
         self._acted = True
