@@ -20,7 +20,6 @@ from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Mo
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
-from sinkscope.tap.own_attention import OwnAttention
 from sinkscope.tap.view import View
 
 
@@ -89,21 +88,18 @@ class AttentionWatch:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.queries
+        attention.viewed = self._view_of
         if self._queries_kept:
-            attention.view = self._view_of(attention)
             self._row_functions[layer] = attention.row_function()
             if not attention.is_repeated:
                 self._note_queries(layer, attention.query)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
-            self._check_view(attention, self._view_of(attention))
+            self._check_view(attention)
         watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
         attention.complete = self._sees_all(attention)
-        needs_view = not attention.complete or isinstance(attention, OwnAttention)  # whose scores may need positions
-        if attention.view is None and needs_view:
-            attention.view = self._view_of(attention)
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
@@ -117,13 +113,14 @@ class AttentionWatch:
         kv = self.now.layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
 
-    def _check_view(self, attention: Attention, view: View) -> None:
+    def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
 
         Raises:
             UnsupportedError: It does.
         """
-        last = slice(attention.queries - 1, attention.queries)
+        view, last = attention.view, slice(attention.queries - 1, attention.queries)
+        assert view is not None
         sees = view.section(last, slice(None)).sees().all(1, keepdim=True)
         shown = attention.shown_to_last()
         if shown is None:
@@ -140,7 +137,7 @@ class AttentionWatch:
     def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
         call, layer = self.now.call, attention.layer
         assert call is not None
-        pos = None if attention.view is None else attention.view.pos
+        pos = None if attention.complete or attention.view is None else attention.view.pos
         watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:

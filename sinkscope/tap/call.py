@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class Attention:
         mask: The model's mask. None means causal, or that a handler determines what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         by_mask: Whether some handler needs rows under the mask.
-        view: What is seen, by true positions, if a handler knows it.
+        viewed: Says what is seen, by true positions, if a handler knows it.
         complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
@@ -69,7 +69,7 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     by_mask: bool = False
-    view: View | None = None
+    viewed: Callable[[Attention], View] | None = None
     complete: bool = False
     evicted: bool = False
     compute: Callable[[Attention], Output | None] | None = None
@@ -81,6 +81,13 @@ class Attention:
     def layer(self) -> int:
         """Number of the decoder layer."""
         return int(self.module.layer_idx)
+
+    @cached_property
+    def view(self) -> View | None:
+        """What is seen, by true positions, if a handler knows it."""
+        if self.viewed is None:
+            return None
+        return self.viewed(self)
 
     @property
     def queries(self) -> int:
