@@ -132,6 +132,11 @@ class Attention:
         return stock_name(self.module.config) == "eager"
 
     @property
+    def bias(self) -> Float[Tensor, "_ head _"] | None:
+        """Number for each head and column so far that is added to the scores; None if there is none."""
+        return None
+
+    @property
     def is_biased(self) -> bool:
         """Whether the scores are more than products of queries and keys."""
         return False
@@ -154,7 +159,7 @@ class Attention:
 
     def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
-        return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks, bias=self.bias)
 
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
         """Show rows to `fn`, one chunk of queries at a time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -39,9 +39,14 @@ class OwnAttention(Attention):
         return self._fit[0]
 
     @property
+    def bias(self) -> Float[Tensor, "_ head _"] | None:
+        """As the module was given it."""
+        return self.parts.bias
+
+    @property
     def is_biased(self) -> bool:
         """Whether the scores are more than products of queries and keys."""
-        return self.parts.bias is not None or not self._is_fitted
+        return self.bias is not None or not self._is_fitted
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
@@ -57,19 +62,19 @@ class OwnAttention(Attention):
         """Scores below this are those of hidden keys; some modules divide their mask by the root of the width, too."""
         return torch.finfo(self.value.dtype).min / (2 * self.query.shape[-1] ** 0.5)
 
-    def _bias(self) -> Float[Tensor, "batch head 1 key"] | None:
+    def _key_bias(self) -> Float[Tensor, "batch head 1 key"] | None:
         """The bias of each key."""
-        if self.parts.bias is None:
+        if self.bias is None:
             return None
         assert self.view is not None and self.view.columns is not None
-        return bias_at(self.parts.bias, self.view.pos, self.view.columns)
+        return bias_at(self.bias, self.view.pos, self.view.columns)
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
         """The factor between products and scores of the last query, and how far these are from it, relatively."""
         scores = self.parts.scores(slice(self.queries - 1, self.queries)).float()
         seen = scores > self._hidden_below
-        bias = self._bias()
+        bias = self._key_bias()
         if bias is not None and not self.parts.lacks_bias:
             scores = scores - bias
         key = per_query_head(self.key.float(), self.query.shape[1])
@@ -100,12 +105,12 @@ class OwnAttention(Attention):
                 "queries are not known: use a policy that scores by attention received (H2O), or by position",
                 page="kv-session",
             )
-        return partial(super().row_function(), bias=self.parts.bias)
+        return super().row_function()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
         scores = self.parts.scores(part).float()
         if self.parts.lacks_bias:
-            bias = self._bias()
+            bias = self._key_bias()
             assert bias is not None
             scores = scores + bias
         if not by_mask:

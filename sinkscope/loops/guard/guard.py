@@ -295,9 +295,9 @@ class Guarding:
             alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
         if alarms:
             self._cut(moment, rows, alarms)
-        for row, scores in zip(rows.rows, logits, strict=True):
+        for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
-                row.steering.steer(scores, row.ids, rows.ends)
+                row.steering.steer(logits[number], row.ids, rows.ends)
 
     def _at_words(self, rows: GuardedRows, alarms: list[int], logits: Tensor) -> list[int]:
         """The rows with an alarm that stand between words. Others wait until their word has ended, if words end."""
