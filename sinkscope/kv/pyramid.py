@@ -11,9 +11,8 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from sinkscope.files.records import Natural, checked_value
-from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.row_budgets import LayerBudget
 from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 
