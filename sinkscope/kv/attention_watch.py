@@ -41,7 +41,6 @@ class AttentionWatch:
         self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._queries_kept = 0
         self._keeps_decoding_queries = False
-        self._row_functions: dict[int, Callable[[Tensor, Tensor, View | None], Tensor]] = {}
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
     def is_needed(self, call: Call) -> bool:
@@ -74,7 +73,7 @@ class AttentionWatch:
             keys = module.expand_kv(kv.keys, kv.values)[0]
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
         view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], columns)
-        return self._row_functions[layer](latest.query[:, :, -last:], keys, view)
+        return latest.rows(latest.query[:, :, -last:], keys, view)
 
     def unseen_queries(self) -> UnsupportedError:
         """The error of a policy that needs queries which were read before it could see them."""
@@ -89,10 +88,8 @@ class AttentionWatch:
         layer = attention.layer
         queries = attention.queries
         attention.viewed = self._view_of
-        if self._queries_kept:
-            self._row_functions[layer] = attention.row_function()
-            if not attention.is_repeated:
-                self._note_queries(layer, attention.query)
+        if self._queries_kept and not attention.is_repeated:
+            self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention)
         watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
@@ -172,18 +169,18 @@ class AttentionWatch:
         chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))
 
-    def _note_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
+    def _note_queries(self, attention: Attention) -> None:
         """Keep the latest queries of a layer, after rotary."""
-        call = self.now.call
+        call, query, count = self.now.call, attention.query, self._queries_kept
         if call is None or self.now.cache is None:
             return
         if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
             return
         pos = call.on(query.device)
-        count = self._queries_kept
         queries = self.states.of(self.now.cache).queries
-        earlier = queries.get(layer)
+        earlier = queries.get(attention.layer)
         if earlier is not None and query.shape[2] < count:
             query = torch.cat([earlier.query, query], 2)
             pos = torch.cat([earlier.pos.to(pos), pos], 1)
-        queries[layer] = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:])
+        latest = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:], attention.row_function())
+        queries[attention.layer] = latest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,14 +15,22 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Meter, Usage
+from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True, eq=False)
 class LatestQueries:
-    """The latest queries of a layer, after rotary, and their true positions; -1 at padding."""
+    """The latest queries of a layer.
+
+    Attributes:
+        query: Queries after rotary.
+        pos: Their true positions; -1 at padding.
+        rows: Gives rows of queries and keys of the layer by a view (`Attention.row_function`).
+    """
 
     query: Float[Tensor, "batch head query d_head"]
     pos: Int[Tensor, "batch query"]
+    rows: Callable[[Tensor, Tensor, View | None], Tensor]
 
 
 @dataclass(eq=False)

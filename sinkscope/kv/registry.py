@@ -93,14 +93,14 @@ def policy_named(text: str) -> Intervention:
         (512, 0.25)
     """
     name, _, rest = text.partition(":")
+    second, _, budget = rest.partition(":")
     if name in guards():
         guard: Any = guards()[name].load()
-        if rest == "paper" or rest.startswith("paper:"):
-            guard, rest = guard.paper, rest.removeprefix("paper").removeprefix(":")
+        if second == "paper":
+            guard, rest = guard.paper, budget
         return guard(**_budget_option(text, rest))
-    class_name, _, budget = rest.partition(":")
-    if name not in _REGISTERED and class_name.isidentifier():
-        return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, budget))
+    if name not in _REGISTERED and second.isidentifier():
+        return _make(text, _import_policy(f"{name}:{second}"), _budget_option(text, budget))
     return make_policy(name, **_budget_option(text, rest))
 
 
