@@ -57,6 +57,7 @@ class Attention:
         complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
+        bias: Number for each head and column so far that is added to the scores; None if there is none.
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
@@ -73,6 +74,7 @@ class Attention:
     complete: bool = False
     evicted: bool = False
     compute: Callable[[Attention], Output | None] | None = None
+    bias: Float[Tensor, "_ head _"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
@@ -130,11 +132,6 @@ class Attention:
     def is_eager(self) -> bool:
         """Whether the model's own attention builds the whole matrix of rows."""
         return stock_name(self.module.config) == "eager"
-
-    @property
-    def bias(self) -> Float[Tensor, "_ head _"] | None:
-        """Number for each head and column so far that is added to the scores; None if there is none."""
-        return None
 
     @property
     def is_biased(self) -> bool:

@@ -39,11 +39,6 @@ class OwnAttention(Attention):
         return self._fit[0]
 
     @property
-    def bias(self) -> Float[Tensor, "_ head _"] | None:
-        """As the module was given it."""
-        return self.parts.bias
-
-    @property
     def is_biased(self) -> bool:
         """Whether the scores are more than products of queries and keys."""
         return self.bias is not None or not self._is_fitted
