@@ -100,8 +100,12 @@ class AttentionWatch:
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
+        pos: Tensor | None = None
+        if watchers and not attention.complete:
+            assert attention.view is not None
+            pos = attention.view.pos
         for watcher in watchers:
-            attention.show(partial(self._show_rows, watcher, attention), first=watcher.first_query(queries))
+            attention.show(partial(self._show_rows, watcher, layer, pos), first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
@@ -131,10 +135,9 @@ class AttentionWatch:
                 page="kv-session",
             )
 
-    def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
-        call, layer = self.now.call, attention.layer
+    def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
+        call = self.now.call
         assert call is not None
-        pos = None if attention.complete or attention.view is None else attention.view.pos
         watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:

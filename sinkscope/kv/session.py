@@ -62,6 +62,7 @@ class Session:
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
         self._configs = run.stack.enter_context(tapped(target))
+        run.stack.callback(setattr, self.now, "ended", None)  # else the latest cache lives until the next collection
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
@@ -163,6 +164,7 @@ class Session:
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._leave_call()  # the latest one if it was interrupted, after which torch runs no hook
+        self.now.ended = None  # so that its cache is not kept beside that of this call
         if self.run.call is None:
             return None
         self.now.following = self._follow(self.run.call, module, by_name(module, args, kwargs))
