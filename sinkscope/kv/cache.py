@@ -50,7 +50,7 @@ class CacheLayer(DynamicLayer):
         keys: `[batch kv_head slot d_head]`.
         values: `[batch kv_head slot d_head]`.
         number: Number of the decoder layer.
-        reorders: How often rows were reordered (by beam search).
+        reordered: Whether rows were reordered (by beam search) since the last prompt.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
@@ -64,7 +64,7 @@ class CacheLayer(DynamicLayer):
     def __init__(self, number: int = 0) -> None:
         super().__init__()
         self.number = number
-        self.reorders = 0
+        self.reordered = False
         self._clear()
 
     def _clear(self) -> None:
@@ -282,7 +282,7 @@ class CacheLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows as beam search requests."""
         self._change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-        self.reorders += 1
+        self.reordered = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""

@@ -41,7 +41,6 @@ class CacheState:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
-        reorders: `CacheLayer.reorders` when the last prompt was read.
         memory: What policies and guards keep of this cache, by the class of it, a name or their key.
         queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
@@ -50,7 +49,6 @@ class CacheState:
     prefilling: bool = False
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
-    reorders: int = 0
     memory: dict[Any, Any] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
@@ -80,7 +78,7 @@ class Moment:
         Raises:
             UnsupportedError: They did.
         """
-        if self.layers[0].reorders != self.state.reorders:
+        if self.layers[0].reordered:
             raise UnsupportedError(
                 f"beam search lets rows change places, and {name} follows each row: use num_beams=1",
                 page="kv-session",

@@ -236,10 +236,10 @@ class Session:
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
-            state.reorders = layers[0].reorders
             self._acted = bool(self._acted) or self.now.prompting
             for kv in layers:  # a prompt sees everything
                 kv.settle()
+                kv.reordered = False
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
