@@ -65,9 +65,6 @@ class CacheLayer(DynamicLayer):
         super().__init__()
         self.number = number
         self.reordered = False
-        self._clear()
-
-    def _clear(self) -> None:
         self.aside: CacheLayer | None = None
         self._columns: Int[Tensor, "batch seen"] | None = None  # of all tokens appended; shared between layers
         # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
@@ -122,11 +119,6 @@ class CacheLayer(DynamicLayer):
         columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         return columns.unsqueeze(1).expand(batch, kv_heads, new)
-
-    @property
-    def allocated(self) -> int:
-        """Number of slots in memory: those in use plus room for new tokens."""
-        return self.growth.keys.allocated or int(self.keys.shape[-2])
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
@@ -272,12 +264,7 @@ class CacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
-        super().reset()
-        none: Any = None
-        self.keys = none  # some versions of transformers only set them to zero
-        self.values = none
-        self.is_initialized = False
-        self._clear()
+        self.__init__(self.number)  # what it inherits only sets keys to zero in some versions of transformers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows as beam search requests."""

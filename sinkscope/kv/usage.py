@@ -80,9 +80,9 @@ class Meter:
         allocated = 0
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
             whole = kv.aside or kv  # a copy of a part is only allocated
-            allocated += kv.allocated * slot_bytes
+            allocated += allocated_slots(kv) * slot_bytes
             if whole is not kv:
-                allocated += whole.allocated * slot_bytes
+                allocated += allocated_slots(whole) * slot_bytes
                 self._in_parts = True
             held = held + whole.keys.shape[-2] + kv.seen - whole.seen
             if not whole.gapless:
@@ -123,6 +123,11 @@ def _means(tokens: list[Float[Tensor, " row"]], layers: int) -> list[float]:
     if not tokens:
         return []
     return (torch.stack(tokens).sum(0).float() / layers / len(tokens)).tolist()
+
+
+def allocated_slots(layer: CacheLayer) -> int:
+    """Number of slots in memory: those in use plus room for new tokens."""
+    return layer.growth.keys.allocated or int(layer.keys.shape[-2])
 
 
 def _slot_bytes(layer: CacheLayer) -> int:

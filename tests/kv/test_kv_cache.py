@@ -19,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.usage import allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
@@ -182,7 +183,7 @@ class Layers(RuleBasedStateMachine):
         for slow, layer in self.pairs:
             if layer.is_initialized:
                 slow.check(layer)
-                assert layer.slots <= layer.allocated
+                assert layer.slots <= allocated_slots(layer)
             else:
                 assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
 
