@@ -17,7 +17,7 @@ from sinkscope.loops.text.monitor import MonitorSettings, Step
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, id_list, is_loop, type_token_ratio
 from sinkscope.loops.text.streams import Alarm, Stream, Watch
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
 
 Verdict = Literal["loops", "looped", "suspicious", "clean"]
@@ -103,8 +103,7 @@ class LoopCheck(Result):
                 parts.append(f"{count} {word_form(count, one, several)}")
         if len(self.records) == 1:
             return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
-        said = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-        return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {said}."
+        return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."
 
     def details(self) -> list[str]:
         """What the repetitions cost."""
