@@ -21,7 +21,7 @@ EDITS = {
     "observe": Observe(lambda rows: None, last=1),
     "streaming": StreamingLLM(budget=6, first=2),
     "h2o": H2O(budget=6),
-    "tova": TOVA(budget=6, mode="select"),
+    "tova": TOVA(budget=6),
     "snapkv": SnapKV(budget=6, window=2),
     "guard": LoopGuard(budget=64),
     "loopserve": LoopServe(budget=6, shortest=0, interval=2, first=0),

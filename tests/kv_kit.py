@@ -162,7 +162,7 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-5):
 def read_columns(layer, mask: Tensor) -> Tensor:
     rows, columns = mask.shape
     pad = (mask == 0).sum(1)[:, None, None]
-    at = torch.where(layer.readable, layer.pos + pad, columns)
+    at = torch.where(layer.pos >= 0, layer.pos + pad, columns)
     found = torch.zeros(rows, at.shape[1], columns + 1, dtype=torch.bool)
     return found.scatter(2, at, True)[..., :columns]
 

@@ -160,16 +160,14 @@ class Answer:
 
 
 class CacheCounts(Intervention):
-    """Counts the tokens of each row after every call: those held, and those that a query can read.
+    """Counts the tokens of each row after every call, which its queries could read.
 
     Attributes:
         held: `[row]` for each call: mean over layers and kv heads.
-        readable: The same of the tokens that are not hidden.
     """
 
     def __init__(self) -> None:
         self.held: list[Float[Tensor, " row"]] = []
-        self.readable: list[Float[Tensor, " row"]] = []
 
     def enter(self, run: Run, key: int) -> None:
         """Read sinkscope's own cache after every call."""
@@ -179,9 +177,7 @@ class CacheCounts(Intervention):
 
     def _note(self, layers: Sequence[Any]) -> None:
         held = torch.stack([layer.slots - layer.holes() for layer in layers])
-        readable = torch.stack([layer.readable.sum(-1).float().mean(1) for layer in layers])
         self.held.append(held.float().mean(0).cpu())
-        self.readable.append(readable.mean(0).cpu())
 
 
 Logits = Float[Tensor, "row vocab"]
@@ -253,8 +249,9 @@ def answer_rows(
         read: Sequence[float] = range(prompt + 1, prompt + length)  # the first token is the prompt's
         cached_peak = prompt + length - 1.0  # the last token goes through no call
         if edit is not None:
-            read = torch.stack(counts.readable)[1:length, row].tolist()
-            cached_peak = float(torch.stack(counts.held)[:length, row].max())
+            held = torch.stack(counts.held)[:length, row]
+            read = held[1:].tolist()
+            cached_peak = float(held.max())
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())

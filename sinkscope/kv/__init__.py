@@ -8,10 +8,9 @@ from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.observe import Observe
-from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
 from sinkscope.kv.pyramid import Pyramid
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
-from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM

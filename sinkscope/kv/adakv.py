@@ -12,9 +12,8 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import Share
-from sinkscope.kv.policy import LayerMoment, rank_from_top
+from sinkscope.kv.policy import LayerBudget, LayerMoment, rank_from_top
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.row_budgets import LayerBudget
 from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 

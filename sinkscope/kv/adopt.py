@@ -51,10 +51,9 @@ def taken_over(
         target: The model.
         is_known: Whether an earlier call of the run used this cache.
     """
-    layers: list[CacheLayer] = []
     if is_known:
         layers = used_layers(cache)
-    if not layers:
+    else:
         adopt(cache, target, call.columns[:, : call.past])
         layers = own_layers(cache)
     if call.past and call.index.shape[1] > 1:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +21,7 @@ class AttentionRows:
         layer: Decoder layer.
         first: Index of the first query among the call's new tokens.
         probs: `[batch head query slot]`, float32, after softmax.
-        view: What the queries of the call see; None if there is one, and it sees every slot of `kv`.
+        known_pos: Position of each slot, if it is known; None if it is asked of `kv`.
         kv: The layer's cache; None if it is not a sinkscope cache.
         call: The forward call.
     """
@@ -30,15 +29,15 @@ class AttentionRows:
     layer: int
     first: int
     probs: Float[Tensor, "batch head query slot"]
-    view: View | None
+    known_pos: Int[Tensor, "batch kv_head slot"] | None
     kv: CacheLayer | None
     call: Call
 
     @cached_property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot, -1 if it holds no token; those of the cache when they are first asked for."""
-        if self.view is not None:
-            return self.view.pos
+        if self.known_pos is not None:
+            return self.known_pos
         assert self.kv is not None
         return self.kv.pos
 

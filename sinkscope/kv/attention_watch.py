@@ -20,7 +20,6 @@ from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Mo
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
-from sinkscope.tap.own_attention import OwnAttention
 from sinkscope.tap.view import View
 
 
@@ -42,7 +41,6 @@ class AttentionWatch:
         self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._queries_kept = 0
         self._keeps_decoding_queries = False
-        self._row_functions: dict[int, Callable[[Tensor, Tensor, View], Tensor]] = {}
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
     def is_needed(self, call: Call) -> bool:
@@ -54,7 +52,7 @@ class AttentionWatch:
         if not self.now.own_masks:
             return False
         for kv in used_layers(self.now.cache):
-            if self._windows[kv.number] is not None or not kv.complete:
+            if self._windows[kv.number] is not None or not kv.gapless:
                 return True
         return False
 
@@ -74,8 +72,8 @@ class AttentionWatch:
         if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = module.expand_kv(kv.keys, kv.values)[0]
         columns = moment.call.columns[:, : moment.call.past].to(keys.device)
-        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], kv.hidden, columns=columns)
-        return self._row_functions[layer](latest.query[:, :, -last:], keys, view)
+        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], columns)
+        return latest.rows(latest.query[:, :, -last:], keys, view)
 
     def unseen_queries(self) -> UnsupportedError:
         """The error of a policy that needs queries which were read before it could see them."""
@@ -89,41 +87,41 @@ class AttentionWatch:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.queries
-        if self._queries_kept:
-            attention.view = self._view_of(attention)
-            self._row_functions[layer] = attention.row_function()
-            if not attention.is_repeated:
-                self._note_queries(layer, attention.query)
+        attention.viewed = self._view_of
+        if self._queries_kept and not attention.is_repeated:
+            self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
-            self._check_view(attention, self._view_of(attention))
+            self._check_view(attention)
         watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
         attention.complete = self._sees_all(attention)
-        needs_view = not attention.complete or isinstance(attention, OwnAttention)  # whose scores may need positions
-        if attention.view is None and needs_view:
-            attention.view = self._view_of(attention)
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
+        pos: Tensor | None = None
+        if watchers and not attention.complete:
+            assert attention.view is not None
+            pos = attention.view.pos
         for watcher in watchers:
-            attention.show(partial(self._show_rows, watcher, layer, attention.view), first=watcher.first_query(queries))
+            attention.show(partial(self._show_rows, watcher, layer, pos), first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
         if attention.queries > 1 or attention.in_blocks is not None:
             return False
         kv = self.now.layer(attention.layer)
-        return kv is not None and kv.complete and self._windows[attention.layer] is None
+        return kv is not None and kv.gapless and self._windows[attention.layer] is None
 
-    def _check_view(self, attention: Attention, view: View) -> None:
+    def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
 
         Raises:
             UnsupportedError: It does.
         """
-        last = slice(attention.queries - 1, attention.queries)
+        view, last = attention.view, slice(attention.queries - 1, attention.queries)
+        assert view is not None
         sees = view.section(last, slice(None)).sees().all(1, keepdim=True)
         shown = attention.shown_to_last()
         if shown is None:
@@ -137,10 +135,10 @@ class AttentionWatch:
                 page="kv-session",
             )
 
-    def _show_rows(self, watcher: Watcher, layer: int, view: View | None, first: int, probs: Tensor) -> None:
+    def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
         call = self.now.call
         assert call is not None
-        watcher.fn(AttentionRows(layer, first, probs, view, self.now.layer(layer), call))
+        watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
@@ -156,40 +154,36 @@ class AttentionWatch:
 
     def _view_of(self, attention: Attention) -> View:
         """What the queries of this call see, of the blocks that an indexer chose if there is one."""
-        call, blocks = self.now.call, attention.in_blocks
+        call, key, layer = self.now.call, attention.key, attention.layer
         assert call is not None
-        view = self._view(call, attention.layer, attention.key)
+        kv = self.now.layer(layer)
+        if kv is not None:
+            pos, columns = kv.pos, call.columns.to(key.device)
+        else:
+            columns = call.columns[:, -key.shape[2] :].to(key.device)
+            # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
+            pos = columns[:, None].expand(key.shape[:3])
+        view = View(pos, call.on(key.device), self._windows[layer], columns)
+        blocks = attention.in_blocks
         if blocks is None:
             return view
         seen = call.columns.shape[1]  # the place of what has no position
-        place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
+        place = torch.where(pos < 0, seen, pos)[:, :1, None].expand_as(blocks)
         chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))
 
-    def _view(self, call: Call, layer: int, key: Tensor) -> View:
-        """What the queries of a call see of `key` `[batch kv_head slot ...]`."""
-        query_pos = call.on(key.device)
-        kv = self.now.layer(layer)
-        window = self._windows[layer]
-        if kv is not None:
-            return View(kv.pos, query_pos, window, kv.hidden, call.columns.to(key.device))
-        batch, kv_heads, slots = key.shape[:3]
-        columns = call.columns[:, -slots:].to(key.device)
-        # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window, columns=columns)
-
-    def _note_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
+    def _note_queries(self, attention: Attention) -> None:
         """Keep the latest queries of a layer, after rotary."""
-        call = self.now.call
+        call, query, count = self.now.call, attention.query, self._queries_kept
         if call is None or self.now.cache is None:
             return
         if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
             return
         pos = call.on(query.device)
-        count = self._queries_kept
         queries = self.states.of(self.now.cache).queries
-        earlier = queries.get(layer)
+        earlier = queries.get(attention.layer)
         if earlier is not None and query.shape[2] < count:
             query = torch.cat([earlier.query, query], 2)
             pos = torch.cat([earlier.pos.to(pos), pos], 1)
-        queries[layer] = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:])
+        latest = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:], attention.row_function())
+        queries[attention.layer] = latest

@@ -22,7 +22,6 @@ from transformers.cache_utils import DynamicLayer
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.growing_tensor import GrowingTensor
 
-_HIDDEN = "hidden"  # by this name, whether a slot is kept but not attended to
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
@@ -51,8 +50,8 @@ class CacheLayer(DynamicLayer):
         keys: `[batch kv_head slot d_head]`.
         values: `[batch kv_head slot d_head]`.
         number: Number of the decoder layer.
-        reorders: How often rows were reordered (by beam search).
-        gapless: True if there are certainly no holes. If False, `holes` counts them.
+        reordered: Whether rows were reordered (by beam search) since the last prompt.
+        gapless: Whether there are certainly no holes. If not, `holes` counts them.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
         growth: The room for new tokens; another one where keys, values and positions become other tensors.
@@ -65,10 +64,7 @@ class CacheLayer(DynamicLayer):
     def __init__(self, number: int = 0) -> None:
         super().__init__()
         self.number = number
-        self.reorders = 0
-        self._clear()
-
-    def _clear(self) -> None:
+        self.reordered = False
         self.aside: CacheLayer | None = None
         self._columns: Int[Tensor, "batch seen"] | None = None  # of all tokens appended; shared between layers
         # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
@@ -89,8 +85,8 @@ class CacheLayer(DynamicLayer):
 
     @property
     def edited(self) -> bool:
-        """Whether any token was evicted or hidden, so that slot and position may differ."""
-        return self._pos is not None or _HIDDEN in self.numbers
+        """Whether any token was evicted, so that slot and position may differ."""
+        return self._pos is not None
 
     @property
     def slots(self) -> int:
@@ -124,37 +120,12 @@ class CacheLayer(DynamicLayer):
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         return columns.unsqueeze(1).expand(batch, kv_heads, new)
 
-    @property
-    def allocated(self) -> int:
-        """Number of slots in memory: those in use plus room for new tokens."""
-        return self.growth.keys.allocated or int(self.keys.shape[-2])
-
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
         # New slots of single-token calls are never holes, so this is valid until the next edit.
         if self._holes is None:
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
-
-    @property
-    def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
-        """Slots that are kept but not attended to (mode "select"); None if none are."""
-        if _HIDDEN not in self.numbers:
-            return None
-        return self.extra(_HIDDEN)
-
-    @property
-    def complete(self) -> bool:
-        """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
-        return self.gapless and _HIDDEN not in self.numbers
-
-    @property
-    def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
-        """Slots whose token is not hidden."""
-        occupied, hidden = self.pos >= 0, self.hidden
-        if hidden is None:
-            return occupied
-        return occupied & ~hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
@@ -200,13 +171,7 @@ class CacheLayer(DynamicLayer):
     def keep_slots(
         self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"], ragged: bool
     ) -> None:
-        """Hold these among all slots of all rows and heads, at these positions; None: all of them.
-
-        Args:
-            index: The slots; None for all.
-            pos: Their positions.
-            ragged: Whether there are holes among them.
-        """
+        """Hold these of all slots of all rows and heads (None: all), at these positions; `ragged`: there are holes."""
         if index is not None:
             self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
@@ -215,10 +180,6 @@ class CacheLayer(DynamicLayer):
             self.growth = Growth()
         self._pos = pos
         self._forget_holes(gapless=not ragged)
-
-    def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
-        self.numbers[_HIDDEN] = ~show
 
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
@@ -259,21 +220,16 @@ class CacheLayer(DynamicLayer):
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
-            if self.edited:
-                raise UnsupportedError(
-                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
-                    "masks would be wrong; go on inside it, or start from a new cache",
-                    page="kv-session",
-                )
-            columns = _columns_without_session(self._columns, key_states)
+            columns = _columns_without_session(self, key_states)
         self._columns = columns
+        if new > 1 or not self.slots:  # there may be padding among the new tokens
+            gapless = self.gapless or not self.slots
+            self._forget_holes(gapless and bool((columns[:, -new:] >= 0).all()))
         if self.slots:
             self._append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self.growth = Growth(GrowingTensor(-2, self.keys), GrowingTensor(-2, self.values))
-        if new > 1:  # there may be padding among the new tokens
-            self._forget_holes(gapless=self.edited and bool((self.pos >= 0).all()))
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -295,33 +251,25 @@ class CacheLayer(DynamicLayer):
         if removed >= self.seen:
             self.reset()
             return
-        pos = self.pos
-        slots = self.seen - removed
-        self._columns = self._columns[:, :slots]
-        if self._pos is not None:  # else slots are columns
-            last = torch.nn.functional.pad(self._columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
-            stays = (pos >= 0) & (pos <= rearrange(last.to(pos.device), "batch -> batch 1 1"))
-            used = stays.flatten(0, 1).any(0).nonzero().flatten().tolist()
-            slots = max(used, default=-1) + 1  # holes at the right end go, too
-            self._pos = torch.where(stays, pos, -1)[..., :slots]
-        self.keys = self.keys[..., :slots, :]
-        self.values = self.values[..., :slots, :]
-        self.numbers = moved_numbers(self, lambda numbers: numbers[..., :slots])
-        self._forget_holes(gapless=bool((self.pos >= 0).all()))  # heads may lose different numbers
+        columns = self._columns[:, : self.seen - removed]
+        if self._pos is None:  # slots are columns
+            self.keys = self.keys[..., : columns.shape[1], :]
+            self.values = self.values[..., : columns.shape[1], :]
+            self.numbers = moved_numbers(self, lambda numbers: numbers[..., : columns.shape[1]])
+            self._forget_holes(gapless=bool((columns >= 0).all()))
+        else:
+            last = torch.nn.functional.pad(columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
+            self.evict(self.pos <= last[:, None, None].to(self.keys.device))
+        self._columns = columns
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
-        super().reset()
-        none: Any = None
-        self.keys = none  # some versions of transformers only set them to zero
-        self.values = none
-        self.is_initialized = False
-        self._clear()
+        self.__init__(self.number)  # what it inherits only sets keys to zero in some versions of transformers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows as beam search requests."""
         self._change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-        self.reorders += 1
+        self.reordered = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
@@ -367,11 +315,22 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
 
 
 def _columns_without_session(
-    earlier: Int[Tensor, "batch seen"] | None, keys: Float[Tensor, "batch kv_head new d_head"]
+    layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]
 ) -> Int[Tensor, "batch later"]:
-    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real."""
-    step = repeat(torch.arange(keys.shape[-2], device=keys.device), "pos -> batch pos", batch=len(keys))
-    if earlier is None:
+    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real.
+
+    Raises:
+        UnsupportedError: Tokens were evicted.
+    """
+    if layer.edited:
+        raise UnsupportedError(
+            "this cache had tokens evicted and is used outside of the `with` that did it: stock masks would be wrong; "
+            "go on inside it, or start from a new cache",
+            page="kv-session",
+        )
+    new = int(keys.shape[-2])
+    step = repeat(torch.arange(new, device=keys.device), "pos -> batch pos", batch=len(keys))
+    if not layer.seen:
         return step
-    earlier = earlier.to(keys.device)
+    earlier = layer.new_pos(layer.seen)[:, 0]
     return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)

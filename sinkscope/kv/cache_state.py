@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,14 +15,22 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Meter, Usage
+from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True, eq=False)
 class LatestQueries:
-    """The latest queries of a layer, after rotary, and their true positions; -1 at padding."""
+    """The latest queries of a layer.
+
+    Attributes:
+        query: Queries after rotary.
+        pos: Their true positions; -1 at padding.
+        rows: Gives rows of queries and keys of the layer by a view (`Attention.row_function`).
+    """
 
     query: Float[Tensor, "batch head query d_head"]
     pos: Int[Tensor, "batch query"]
+    rows: Callable[[Tensor, Tensor, View | None], Tensor]
 
 
 @dataclass(eq=False)
@@ -33,7 +41,6 @@ class CacheState:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
-        reorders: `CacheLayer.reorders` when the last prompt was read.
         memory: What policies and guards keep of this cache, by the class of it, a name or their key.
         queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
@@ -42,7 +49,6 @@ class CacheState:
     prefilling: bool = False
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
-    reorders: int = 0
     memory: dict[Any, Any] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
@@ -72,7 +78,7 @@ class Moment:
         Raises:
             UnsupportedError: They did.
         """
-        if self.layers[0].reorders != self.state.reorders:
+        if self.layers[0].reordered:
             raise UnsupportedError(
                 f"beam search lets rows change places, and {name} follows each row: use num_beams=1",
                 page="kv-session",

@@ -13,7 +13,6 @@ from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.session import Session
 from sinkscope.models.checks import attending_layers
 from sinkscope.models.target import Target
-from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,6 @@ class Observe(Intervention):
     def _show(self, target: Target, rows: AttentionRows) -> None:
         pos = rows.pos  # as it is now, because the function may keep the rows
         if target.shards.size > 1:
-            view = rows.view or View(pos, rows.query_pos)
-            hidden = view.hidden
-            if hidden is not None:
-                hidden = target.shards.gather(hidden, target.n_kv_heads, 1)
-            view = replace(view, pos=target.shards.gather(pos, target.n_kv_heads, 1), hidden=hidden)
-            rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), view=view)
+            pos = target.shards.gather(pos, target.n_kv_heads, 1)
+            rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), known_pos=pos)
         self.fn(rows)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -21,9 +23,46 @@ from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import alike, evict_joined, joined_layer
-from sinkscope.kv.row_budgets import LayerBudget, RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
+
+LayerBudget = int | Int[Tensor, "batch _"]
+"""Tokens that a layer keeps: one number, or one for each row, or for each row and kv head."""
+
+
+@dataclass(frozen=True)
+class RowBudgets:
+    """What a policy keeps of each row, in tokens; fixed at the end of the prompt.
+
+    Attributes:
+        total: Tokens kept in each layer and kv head, unless the policy gives layers or heads budgets of their own.
+        first: First tokens that are always kept, with those that a guard in the same run keeps.
+        latest: Latest tokens that are always kept.
+    """
+
+    total: tuple[int, ...]
+    first: tuple[int, ...]
+    latest: tuple[int, ...]
+
+    @cached_property
+    def budget(self) -> LayerBudget:
+        """The total as `Policy.budgets` gives it: one number if all rows have the same."""
+        return _number_or_rows(self.total)
+
+    @cached_property
+    def first_kept(self) -> LayerBudget:
+        """The number of first tokens in the same form."""
+        return _number_or_rows(self.first)
+
+    @cached_property
+    def latest_kept(self) -> LayerBudget:
+        """The number of latest tokens in the same form."""
+        return _number_or_rows(self.latest)
+
+    @cached_property
+    def protects(self) -> bool:
+        """Whether any token is always kept."""
+        return any(self.first) or any(self.latest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +118,6 @@ class Policy(Anchored):
         first: Number of first positions that are always kept.
         last: Number of latest positions that are always kept.
         every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
-        mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
-            tokens.
         reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
@@ -88,7 +125,6 @@ class Policy(Anchored):
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
-    mode: Literal["evict", "select"] = "evict"
     reduce: Literal["mean", "max"] = "mean"
 
     KEEPS_BUDGET: ClassVar[bool] = False
@@ -140,11 +176,12 @@ class Policy(Anchored):
     def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
         name = f"{self.shown_name}({self.budget})"
-        if not run.usage:
+        usages = run.usage
+        if not usages:
             return f"{name} has read nothing yet."
-        read_tokens = max(usage.read_tokens for usage in run.usage)
-        peak_tokens = max(max(usage.peak_tokens) for usage in run.usage)
-        size = f"{max(usage.logical_bytes for usage in run.usage) / 1e6:,.3g} MB of keys and values"
+        read_tokens = max(usage.read_tokens for usage in usages)
+        peak_tokens = max(max(usage.peak_tokens) for usage in usages)
+        size = f"{max(usage.logical_bytes for usage in usages) / 1e6:,.3g} MB of keys and values"
         return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."
 
     def check_prompt(self, tokens: int) -> None:
@@ -250,7 +287,7 @@ class Policy(Anchored):
             return
         rows: RowBudgets = state.memory[RowBudgets]
         exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self.KEEPS_BUDGET and self.mode == "evict" and isinstance(rows.budget, int):
+        if self.KEEPS_BUDGET and isinstance(rows.budget, int):
             exact = rows.budget
             layers = [kv for kv in layers if kv.slots > exact]
             if self.JOINS_LAYERS and alike(layers):
@@ -260,11 +297,8 @@ class Policy(Anchored):
                 return
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
-            keep = self.chosen(at, exact if kv.gapless else None).to(kv.keys.device)
-            if self.mode == "select":
-                kv.select(keep)
-            else:
-                kv.evict(keep, exact if kv.gapless else None)
+            count = exact if kv.gapless else None
+            kv.evict(self.chosen(at, count), count)
 
     def chosen(self, at: LayerMoment, exact: int | None = None) -> Bool[Tensor, "batch kv_head slot"]:
         """The slots that a layer keeps.
@@ -276,7 +310,9 @@ class Policy(Anchored):
         Raises:
             SinkscopeError: The class says `KEEPS_BUDGET`, and another number is kept.
         """
-        keep = self.select(self.checked_scores(at), at, self.budgets(at))
+        scores = self.scores(at)
+        _check_scores(scores, at, self.shown_name)
+        keep = self.select(scores, at, self.budgets(at))
         if exact is not None and at.moment.prefill_ended and bool((keep.sum(-1) != exact).any()):
             raise SinkscopeError(
                 f"{self.shown_name} says KEEPS_BUDGET, and layer {at.layer} keeps other numbers of tokens than its "
@@ -302,33 +338,38 @@ class Policy(Anchored):
         session.run.log(lambda: events)
         return RowBudgets(tuple(budgets), tuple(first), tuple(latest))
 
-    def checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """Return the scores after checking that there is a number for each slot.
 
-        On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to
-        wait for the device.
+def _check_scores(scores: object, at: LayerMoment, name: str) -> None:
+    """Check that there is a number for each slot.
 
-        Raises:
-            SinkscopeError: The scores have the wrong shape, or some are NaN.
-        """
-        name = self.shown_name
-        pos = at.kv.pos
-        scores = self.scores(at)
-        if not isinstance(scores, Tensor) or scores.shape != pos.shape:
-            raise SinkscopeError(
-                f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
-                f"layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
-            )
-        checked = at.moment.prefill_ended or scores.device.type == "cpu"
-        if not checked or not scores.is_floating_point() or not scores.numel():
-            return scores
-        # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-        if math.isnan(float(scores.detach().amin())) and bool((scores.isnan() & (pos >= 0)).any()):
-            raise SinkscopeError(
-                f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
-                "-torch.inf for what is worth nothing"
-            )
-        return scores
+    On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to wait
+    for the device.
+
+    Raises:
+        SinkscopeError: The scores have the wrong shape, or some are NaN.
+    """
+    pos = at.kv.pos
+    if not isinstance(scores, Tensor) or scores.shape != pos.shape:
+        raise SinkscopeError(
+            f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
+            f"layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
+        )
+    checked = at.moment.prefill_ended or scores.device.type == "cpu"
+    if not checked or not scores.is_floating_point() or not scores.numel():
+        return
+    # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
+    if math.isnan(float(scores.detach().amin())) and bool((scores.isnan() & (pos >= 0)).any()):
+        raise SinkscopeError(
+            f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
+            "-torch.inf for what is worth nothing"
+        )
+
+
+def _number_or_rows(numbers: Sequence[int]) -> LayerBudget:
+    """One number if it is the same for all rows, else one for each."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    return torch.tensor(numbers)[:, None]
 
 
 def _by_slot(number: LayerBudget, like: Tensor) -> int | Int[Tensor, "batch _ 1"]:

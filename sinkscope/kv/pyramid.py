@@ -11,9 +11,8 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from sinkscope.files.records import Natural, checked_value
-from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.row_budgets import LayerBudget
 from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 
@@ -29,8 +28,8 @@ class Pyramid(Policy):
 
     Attributes:
         beta: Steepness of the line; 20 in the authors' code. With 1, every layer has the same budget.
-        scorer: The policy that protects, scores and chooses; SnapKV in the paper. Its own budget, `every`, `mode` and
-            `positions` are not used.
+        scorer: The policy that protects, scores and chooses; SnapKV in the paper. Its own budget and `every` are not
+            used.
 
     Example:
         >>> from sinkscope.kv import H2O

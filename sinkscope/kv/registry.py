@@ -71,7 +71,7 @@ def make_policy(name: str, **options: Any) -> Any:
 
     Example:
         >>> make_policy("streaming", budget=512)
-        StreamingLLM(budget=512, first=4, last=0, every=1, mode='evict', reduce='mean')
+        StreamingLLM(budget=512, first=4, last=0, every=1, reduce='mean')
     """
     by_name = _REGISTERED if name in _REGISTERED else policies()
     if name not in by_name:
@@ -93,14 +93,14 @@ def policy_named(text: str) -> Intervention:
         (512, 0.25)
     """
     name, _, rest = text.partition(":")
+    second, _, budget = rest.partition(":")
     if name in guards():
         guard: Any = guards()[name].load()
-        if rest == "paper" or rest.startswith("paper:"):
-            guard, rest = guard.paper, rest.removeprefix("paper").removeprefix(":")
+        if second == "paper":
+            guard, rest = guard.paper, budget
         return guard(**_budget_option(text, rest))
-    class_name, _, budget = rest.partition(":")
-    if name not in _REGISTERED and class_name.isidentifier():
-        return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, budget))
+    if name not in _REGISTERED and second.isidentifier():
+        return _make(text, _import_policy(f"{name}:{second}"), _budget_option(text, budget))
     return make_policy(name, **_budget_option(text, rest))
 
 

@@ -7,7 +7,6 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -63,8 +62,6 @@ class Session:
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
         self._configs = run.stack.enter_context(tapped(target))
-        self._ended = threading.Event()
-        run.stack.callback(self._ended.set)
         run.stack.callback(setattr, self.now, "ended", None)  # else the latest cache lives until the next collection
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
@@ -190,28 +187,29 @@ class Session:
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
-        now, owns_cache = self.now, self.watching.owns_cache
+        now = self.now
         self._check_attention()
         cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
         handler: Handler | None = None
+        state: CacheState | None = None
         try:
             now.cache = cache
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
                 if call.past == 0:  # the cache is new or was emptied
                     self.states.forget(cache)
-                if owns_cache:
+                if self.watching.owns_cache:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=cache in self.states)
-                    self._act_before(layers, call, self.states.of(cache))
+                    state = self.states.of(cache)
+                    self._act_before(layers, call, state)
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
             COLUMNS.set(call.columns)
             idle = not self.watching.is_needed(call)
-            handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle, ended=self._ended)
+            handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
             yield kwargs
-            if cache is not None and owns_cache:
-                state = self.states.of(cache)
+            if state is not None:
                 now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(now.ended)
@@ -237,10 +235,10 @@ class Session:
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
-            state.reorders = layers[0].reorders
             self._acted = bool(self._acted) or self.now.prompting
             for kv in layers:  # a prompt sees everything
                 kv.settle()
+                kv.reordered = False
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
@@ -249,9 +247,6 @@ class Session:
         if prefill_ended:
             state.prompt = call.before
             state.decoded = 0
-            padded = bool((call.columns < 0).any())
-            for kv in layers:
-                kv.gapless = kv.gapless or not (padded or kv.edited)
         else:
             state.decoded += 1
         self._acted = True

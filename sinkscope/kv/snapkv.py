@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, check_fields
+from sinkscope.files.records import Natural
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
@@ -51,10 +51,9 @@ class SnapKV(Policy):
     KEEPS_BUDGET: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.kernel % 2 == 0:
             raise SinkscopeError(f"{type(self).__name__}: kernel={self.kernel}: expected an odd kernel")
-        super().__post_init__()
 
     def window_at(self, budget: int) -> int:
         """Length of the window at a budget in tokens."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -39,53 +40,39 @@ class Usage:
     in_parts: bool = False
 
 
-@dataclass(eq=False)
-class TokenCount:
-    """Counts of each row over calls, summed over layers: plain numbers while they are the same for all rows.
+class HeldInCall(NamedTuple):
+    """What a cache holds after a call.
 
     Attributes:
-        calls: Number of calls.
-        total: Sum over calls.
-        peak: Largest count of one call.
+        rows: Number of rows.
+        seen: Number of tokens that were appended to a row.
+        tokens: Tokens of each row, summed over layers: a plain number if it is the same for all rows.
+        read: Those of them to which a query of the call could attend, if that is counted.
+        bytes: Bytes that are allocated.
     """
 
-    calls: int = 0
-    total: Tensor | int = 0
-    peak: Tensor | int = 0
-
-    def add(self, tokens: Float[Tensor, " row"] | int) -> None:
-        """Count a call."""
-        self.calls += 1
-        self.total = self.total + tokens
-        self.peak = _larger(self.peak, tokens)
+    rows: int
+    seen: int
+    tokens: Float[Tensor, " row"] | int
+    read: Float[Tensor, " row"] | int | None
+    bytes: int
 
 
-@dataclass(eq=False)
 class Meter:
     """Counts tokens and bytes of one cache. It does not wait for the device until `usage` is called."""
 
-    calls: int = 0
-    physical_bytes: int = 0
-    read_tokens: int = 0
-    in_parts: bool = False
-    _rows: int = 0
-    _held: TokenCount = field(default_factory=TokenCount)
-    _read: TokenCount = field(default_factory=TokenCount)
-    _largest: Tensor | int = 0  # bytes of the cached tokens of all rows, times the number of layers
-    _slot_bytes: list[int] = field(default_factory=list)
-    _heads: int = 1  # kv heads of a layer that are here
+    def __init__(self) -> None:
+        self.calls: list[HeldInCall] = []
+        self._in_parts = False
+        self._slot_bytes: list[int] = []
+        self._heads = 1  # kv heads of a layer that are here
 
     def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
         """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
         first = layers[0]
         if not first.slots:
             return
-        rows = len(first.keys)
-        if rows != self._rows:  # nobody knows which became which: tokens are counted from here on
-            self._rows, self._held, self._read = rows, TokenCount(), TokenCount()
-        self.calls += 1
-        self.read_tokens = max(self.read_tokens, first.seen)
-        if not self._slot_bytes:
+        if not self.calls:
             self._slot_bytes = [_slot_bytes(kv) for kv in layers]
             self._heads = first.keys.shape[1]
         held: Tensor | int = 0
@@ -93,52 +80,54 @@ class Meter:
         allocated = 0
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
             whole = kv.aside or kv  # a copy of a part is only allocated
-            allocated += kv.allocated * slot_bytes
+            allocated += allocated_slots(kv) * slot_bytes
             if whole is not kv:
-                allocated += whole.allocated * slot_bytes
-                self.in_parts = True
+                allocated += allocated_slots(whole) * slot_bytes
+                self._in_parts = True
             held = held + whole.keys.shape[-2] + kv.seen - whole.seen
             if not whole.gapless:
                 held = held - whole.holes().to(first.keys.device)
-            if counts_reads and kv.complete:
-                read = read + kv.slots
-            elif counts_reads:
-                read = read + kv.readable.sum(-1).float().mean(1).to(first.keys.device)
-        self.physical_bytes = max(self.physical_bytes, rows * allocated)
-        self._held.add(held)
-        if counts_reads:
-            self._read.add(read)
-        of_all_rows = rows * held if isinstance(held, int) else held.double().sum()
-        self._largest = _larger(self._largest, of_all_rows * sum(self._slot_bytes))
+            read = read + kv.slots
+            if counts_reads and not kv.gapless:
+                read = read - kv.holes().to(first.keys.device)
+        rows = len(first.keys)
+        self.calls.append(HeldInCall(rows, first.seen, held, read if counts_reads else None, rows * allocated))
 
     def usage(self, kv_heads: int | None = None) -> Usage:
         """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
-        layers = len(self._slot_bytes)
+        calls, layers = self.calls, len(self._slot_bytes)
+        rows = calls[-1].rows  # if it changed, nobody knows which became which
         processes = 1 if kv_heads is None else kv_heads // self._heads
-        read: list[float] = []
-        if self._read.calls:
-            read = self._by_row(self._read.total, self._read.calls)
+        held = [_by_row(call.tokens, rows) for call in calls if call.rows == rows]
+        read = [_by_row(call.read, rows) for call in calls if call.rows == rows and call.read is not None]
+        most = max(float(_by_row(call.tokens, call.rows).sum()) for call in calls)
         return Usage(
-            calls=self.calls,
-            mean_tokens=self._by_row(self._held.total, self._held.calls),
-            peak_tokens=self._by_row(self._held.peak, 1),
-            logical_bytes=round(float(self._largest) / layers) * processes,
-            physical_bytes=self.physical_bytes * processes,
-            read_tokens=self.read_tokens,
-            mean_read=read,
-            in_parts=self.in_parts,
+            calls=len(calls),
+            mean_tokens=_means(held, layers),
+            peak_tokens=(torch.stack(held).amax(0).float() / layers).tolist(),
+            logical_bytes=round(most * sum(self._slot_bytes) / layers) * processes,
+            physical_bytes=max(call.bytes for call in calls) * processes,
+            read_tokens=max(call.seen for call in calls),
+            mean_read=_means(read, layers),
+            in_parts=self._in_parts,
         )
 
-    def _by_row(self, tokens: Tensor | int, calls: int) -> list[float]:
-        """Tokens of each row, from a sum over layers and calls."""
-        return (torch.as_tensor(tokens).float() / len(self._slot_bytes) / calls).expand(self._rows).tolist()
+
+def _by_row(tokens: Tensor | int, rows: int) -> Float[Tensor, " row"]:
+    """Tokens of each row."""
+    return torch.as_tensor(tokens).cpu().double().expand(rows)
 
 
-def _larger(one: Tensor | int, other: Tensor | int) -> Tensor | int:
-    """The larger number, or those of each row; plain as long as both are."""
-    if isinstance(one, int) and isinstance(other, int):
-        return max(one, other)
-    return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))
+def _means(tokens: list[Float[Tensor, " row"]], layers: int) -> list[float]:
+    """Mean over calls and layers, for each row; empty if nothing was counted."""
+    if not tokens:
+        return []
+    return (torch.stack(tokens).sum(0).float() / layers / len(tokens)).tolist()
+
+
+def allocated_slots(layer: CacheLayer) -> int:
+    """Number of slots in memory: those in use plus room for new tokens."""
+    return layer.growth.keys.allocated or int(layer.keys.shape[-2])
 
 
 def _slot_bytes(layer: CacheLayer) -> int:

@@ -129,15 +129,13 @@ def generate(
     target.check_loaded()
     inputs_read = read_inputs(target, prompts, inputs, bos=bos)
     rows = inputs_read.rows()
-    texts = inputs_read.texts
-    if texts is None:
-        texts = [tok.decode(ids) for ids in rows]
+    texts = inputs_read.texts or [tok.decode(ids) for ids in rows]
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_lengths(target, rows, max_new_tokens, edit)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        options["temperature"] = temperature
-    options = decoding(target, **options)
+        sampling = {"do_sample": True, "temperature": temperature}
+    options = decoding(target, max_new_tokens=max_new_tokens, **sampling)
     options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
     target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
     results: list[Generated] = []
@@ -160,9 +158,7 @@ def generate(
                 if on_text is not None and rewinds:
                     on_text(start + row, text)
                 generated = Generated(texts[start + row], text, tokens, len(batch[row]), [])
-                if run is not None:
-                    generated = _with_run(generated, run, row, start)
-                results.append(generated)
+                results.append(_with_run(generated, run, row, start))
     return results
 
 
@@ -175,8 +171,10 @@ def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Interv
                 part.check_prompt(length)
 
 
-def _with_run(generated: Generated, run: Run, row: int, start: int) -> Generated:
+def _with_run(generated: Generated, run: Run | None, row: int, start: int) -> Generated:
     """A row of a batch whose first prompt is number `start`, with what the interventions did."""
+    if run is None:
+        return generated
     usage = run.usage[-1:]
     read = tokens_read(run)[-1:]
     last = generated.prompt_tokens + len(generated.tokens) - 1

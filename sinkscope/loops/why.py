@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import itemgetter
 from random import Random
+from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -90,21 +92,18 @@ class Why(Result):
 
     columns: ClassVar[tuple[str, ...]] = ("without", "how", "goes_on", "control", "ends")
     percent: ClassVar[tuple[str, ...]] = ("goes_on", "other_loop", "control")
+    table_of: ClassVar[str] = "tried"
 
     prompt_tokens: int
     tokens: int
-    period: int | None
-    onset: int | None
+    period: int | None = None
+    onset: int | None = None
     cuts: tuple[int, ...] = ()
     goes_on: float = 0.0
     tried: tuple[Tried, ...] = ()
     kept_by: tuple[str, ...] = ()
     either: bool = False
     ids: tuple[int, ...] = ()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each thing that was taken away."""
-        return [vars(tried) for tried in self.tried]
 
     def conclusion(self) -> str:
         """What keeps the loop going, beside the control; or that this is undecided."""
@@ -160,11 +159,11 @@ class Why(Result):
 
     def numbers(self) -> list[Number]:
         """How often the loop goes on without each thing."""
-        numbers = []
+        numbers: list[Number] = []
         for tried in self.tried:
-            beside: dict[str, Any] = {"share": True, "contrast": "random changes"}
             label = f"goes on without {tried.without}"
-            numbers.append(Number(tried.without, label, tried.goes_on, tried.control, **beside))
+            number = Number(tried.without, label, tried.goes_on, tried.control, share=True, contrast="random changes")
+            numbers.append(number)
         return numbers
 
 
@@ -314,27 +313,19 @@ class Case:
 
     def tried(self, without: Sequence[str], how: str, written: dict[Trial, list[list[int]]], total: float) -> Tried:
         """What a trial and its random draws came to; `total` is the share that goes on if nothing is taken away."""
-        trial = frozenset(without), None
-        shares: list[float] = []
-        for number in range(DRAWS):
-            draws = written.get((trial[0], number))
-            if draws is not None:
-                shares.append(self.share(draws))
-        mine = written[trial]
+        causes = frozenset(without)
+        mine = written[causes, None]
         goes_on = self.share(mine)
-        other = [not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in mine]
-        control = min(shares) if shares else None
-        lost = None if control is None else total - control
-        sizes = [len(self.positions(trial, cut)) for cut in self.cuts(len(mine))]
-        change = total - goes_on
-        ends = bool(shares) and total > 0 and change >= NEEDED * total and (lost is None or change > lost)
-        return Tried(
-            " and ".join(without), how, sum(sizes) / len(sizes), goes_on, sum(other) / len(other), control, ends
-        )
+        other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in mine)
+        removed = fmean(len(self.positions((causes, None), cut)) for cut in self.cuts(len(mine)))
+        draws = [self.share(written[causes, number]) for number in range(DRAWS) if (causes, number) in written]
+        control = min(draws, default=None)
+        ends = control is not None and total > 0 and total - goes_on >= NEEDED * total and goes_on < control
+        return Tried(" and ".join(without), how, removed, goes_on, other, control, ends)
 
     def share(self, continuations: Sequence[list[int]]) -> float:
         """Share of continuations that end in the same loop."""
-        return sum(map(self.goes_on, continuations)) / len(continuations)
+        return fmean(map(self.goes_on, continuations))
 
 
 @measurement(
@@ -396,16 +387,16 @@ def why(
         written = read_row(target, answer, special=False)
     ids = [*start, *written]
     loop = end_loop(ids)
-    facts: dict[str, Any] = {"prompt_tokens": len(start), "tokens": len(ids), "ids": tuple(ids)}
+    text = Why(prompt_tokens=len(start), tokens=len(ids), ids=tuple(ids))
     if loop is None:
-        return Why(**facts, period=None, onset=None)
+        return text
     case = Case(setup, ids, len(turns), len(start), loop, bits, _read_patch(sink_patch))
     places = case.cuts(cuts)
     check_length(target, "the text up to a cut", places[-1], max(CONTINUED, 4 * loop.period))
     goes_on, tried = _tried(case, places)
     kept_by, either = _kept_by(goes_on, tried)
-    return Why(
-        **facts,
+    return replace(
+        text,
         period=loop.period,
         onset=loop.start,
         cuts=tuple(places),
@@ -424,21 +415,20 @@ def _read_patch(patch: Any) -> SinkPatch | None:
 
 def _kept_by(goes_on: float, tried: Sequence[Tried]) -> tuple[tuple[str, ...], bool]:
     """The verdict: what keeps the loop going, and whether either of two is enough."""
-    by_name = {each.without: each for each in tried}
     if goes_on < NEEDED:
         return (), False
-    needed = [name for name in CAUSES if name in by_name and by_name[name].ends]
+    alone = {each.without: each for each in tried}
+    needed = [name for name in CAUSES if name in alone and alone[name].ends]
     if needed:
         return tuple(needed), False
-    pairs: list[Tried] = []
+    pairs: list[tuple[float, list[str]]] = []
     for each in tried:
-        members = each.without.split(" and ")
-        alone = [by_name[name].goes_on for name in members]
-        if len(members) == 2 and each.ends and min(alone) > NEEDED * goes_on:  # neither ends it alone
-            pairs.append(each)
+        names = each.without.split(" and ")
+        if each.ends and min(alone[name].goes_on for name in names) > NEEDED * goes_on:  # neither ends it alone
+            pairs.append((each.goes_on, names))
     if pairs:
-        return tuple(min(pairs, key=lambda each: each.goes_on).without.split(" and ")), True
-    if by_name["context"].goes_on >= NEEDED:
+        return tuple(min(pairs, key=itemgetter(0))[1]), True
+    if alone["context"].goes_on >= NEEDED:
         return ("weights",), False
     return (), False
 

@@ -7,7 +7,6 @@ torch sees these calls. The scores are the module's own, so all that it does to 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -84,11 +83,9 @@ Attend = Callable[[AttentionParts], Tensor]
 class _Reader(TorchFunctionMode):
     """Sees one call of an attention module, and replaces the product of its rows and the values."""
 
-    def __init__(
-        self, module: nn.Module, layer: int, attend: Attend, args: Args, kwargs: Kwargs, ended: threading.Event
-    ) -> None:
+    def __init__(self, module: nn.Module, layer: int, attend: Attend, args: Args, kwargs: Kwargs) -> None:
         super().__init__()
-        self.module, self.layer, self.attend, self.ended = module, layer, attend, ended
+        self.module, self.layer, self.attend = module, layer, attend
         hidden = hidden_of(args, kwargs)
         self.batch, self.queries = hidden.shape[:2]
         self.attended = 0
@@ -206,16 +203,15 @@ def reading(
     Raises:
         UnsupportedError: A module attends in another way, or not once.
     """
-    ended = threading.Event()
 
     def enter(layer: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         sees, unmasks = wanted()
         earlier = _READER.get()
-        if earlier is not None and (earlier.ended is ended or earlier.ended.is_set()):
+        if earlier is not None and earlier.attend is attend:
             _leave()  # its call was interrupted, after which torch runs no hook
         if not sees or _READER.get() is not None:  # a model may be tapped several times
             return None
-        reader = _Reader(module, layer, attend, args, kwargs, ended)
+        reader = _Reader(module, layer, attend, args, kwargs)
         if unmasks:
             args, kwargs = reader.unmasked(args, kwargs)
         _READER.set(reader)
@@ -233,7 +229,6 @@ def reading(
 
     with ExitStack() as stack:
         stack.callback(_leave)  # after Ctrl-C no hook has run
-        stack.callback(ended.set)
         for layer, module in modules.items():
             before = module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
             after = module.register_forward_hook(partial(leave, layer), with_kwargs=True, always_call=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
 from sinkscope.tap.internals import eager_attention, sdpa_attention
-from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, scaling_of, shown
+from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, shown
 from sinkscope.tap.stock import stock_attention, stock_name
 from sinkscope.tap.view import View
 
@@ -52,10 +53,11 @@ class Attention:
         mask: The model's mask. None means causal, or that a handler determines what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         by_mask: Whether some handler needs rows under the mask.
-        view: What is seen, by true positions, if a handler knows it.
+        viewed: Says what is seen, by true positions, if a handler knows it.
         complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
+        bias: Number for each head and column so far that is added to the scores; None if there is none.
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
@@ -68,10 +70,11 @@ class Attention:
     mask: Tensor | None
     settings: dict[str, Any]
     by_mask: bool = False
-    view: View | None = None
+    viewed: Callable[[Attention], View] | None = None
     complete: bool = False
     evicted: bool = False
     compute: Callable[[Attention], Output | None] | None = None
+    bias: Float[Tensor, "_ head _"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
@@ -81,6 +84,13 @@ class Attention:
         """Number of the decoder layer."""
         return int(self.module.layer_idx)
 
+    @cached_property
+    def view(self) -> View | None:
+        """What is seen, by true positions, if a handler knows it."""
+        if self.viewed is None:
+            return None
+        return self.viewed(self)
+
     @property
     def queries(self) -> int:
         """Number of queries in this call."""
@@ -88,8 +98,13 @@ class Attention:
 
     @property
     def scaling(self) -> float:
-        """Factor on the scores."""
-        return scaling_of(self.module, self.query, self.settings.get("scaling"))
+        """Factor on the scores. What the model passes takes precedence: some models scale their queries (OPT)."""
+        scaling = self.settings.get("scaling")
+        if scaling is None:
+            scaling = getattr(self.module, "scaling", None)
+        if scaling is None:
+            scaling = self.query.shape[-1] ** -0.5
+        return float(scaling)
 
     @property
     def softcap(self) -> float | None:
@@ -139,10 +154,9 @@ class Attention:
         sees = torch.arange(keys, device=self.key.device) <= rearrange(query, "query -> query 1")
         return sees.expand(len(self.key), 1, -1, -1)
 
-    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
+    def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
-        module, scaling = self.module, self.scaling
-        return lambda query, key, view: rows_by_view(module, query, key, view, scaling)
+        return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks, bias=self.bias)
 
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
         """Show rows to `fn`, one chunk of queries at a time.
@@ -242,12 +256,11 @@ class Attention:
                 sinks=self.sinks,
             )
         if self.queries == 1:
-            view = None if self.complete else self.view
-            return rows_by_view(self.module, query, self.key, view, self.settings.get("scaling"))
+            return self.row_function()(query, self.key, None if self.complete else self.view)
         assert self.view is not None
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
-        rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.section(part, earlier), self.scaling)
+        rows = self.row_function()(query, self.key[:, :, earlier], self.view.section(part, earlier))
         if later:
             return torch.nn.functional.pad(rows, (0, later))
         return rows

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sinkscope.tap.call import Attention
 
@@ -20,7 +19,6 @@ class Handler:
         by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         masks: Whether it determines what is seen, so that no mask is needed.
         idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
-        ended: Set when it listens no more, for threads whose call was interrupted, in which nothing could remove it.
     """
 
     see: Callable[[Attention], None]
@@ -28,7 +26,6 @@ class Handler:
     by_mask: bool = False
     masks: bool = False
     idle: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
@@ -42,13 +39,9 @@ def listen(handler: Handler) -> None:
 
 def leave(handler: Handler) -> None:
     """Stop a handler from listening in this context."""
-    HANDLERS.set(tuple(other for other in HANDLERS.get() if other is not handler and not other.ended.is_set()))
+    HANDLERS.set(tuple(other for other in HANDLERS.get() if other is not handler))
 
 
 def listeners_to(configs: Iterable[int]) -> list[Handler]:
     """Who listens to a model with one of these configurations."""
-    listeners: list[Handler] = []
-    for handler in HANDLERS.get():
-        if not handler.ended.is_set() and not handler.configs.isdisjoint(configs):
-            listeners.append(handler)
-    return listeners
+    return [handler for handler in HANDLERS.get() if not handler.configs.isdisjoint(configs)]

@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.tap.attention_modules import AttentionParts, bias_at
 from sinkscope.tap.call import Attention, Output
-from sinkscope.tap.rows import Rows, rows_by_view
+from sinkscope.tap.rows import Rows
 from sinkscope.tap.view import View
 
 
@@ -41,7 +41,7 @@ class OwnAttention(Attention):
     @property
     def is_biased(self) -> bool:
         """Whether the scores are more than products of queries and keys."""
-        return self.parts.bias is not None or not self._is_fitted
+        return self.bias is not None or not self._is_fitted
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
@@ -57,19 +57,19 @@ class OwnAttention(Attention):
         """Scores below this are those of hidden keys; some modules divide their mask by the root of the width, too."""
         return torch.finfo(self.value.dtype).min / (2 * self.query.shape[-1] ** 0.5)
 
-    def _bias(self) -> Float[Tensor, "batch head 1 key"] | None:
+    def _key_bias(self) -> Float[Tensor, "batch head 1 key"] | None:
         """The bias of each key."""
-        if self.parts.bias is None:
+        if self.bias is None:
             return None
         assert self.view is not None and self.view.columns is not None
-        return bias_at(self.parts.bias, self.view.pos, self.view.columns)
+        return bias_at(self.bias, self.view.pos, self.view.columns)
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
         """The factor between products and scores of the last query, and how far these are from it, relatively."""
         scores = self.parts.scores(slice(self.queries - 1, self.queries)).float()
         seen = scores > self._hidden_below
-        bias = self._bias()
+        bias = self._key_bias()
         if bias is not None and not self.parts.lacks_bias:
             scores = scores - bias
         key = per_query_head(self.key.float(), self.query.shape[1])
@@ -92,21 +92,20 @@ class OwnAttention(Attention):
         """The module's own attention over what `view` shows."""
         return self._weighted(self._rows(slice(None), False))
 
-    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
-        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
+    def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
+        """As for other attention, where the scores are products of queries and keys, and a bias."""
         if not self._is_fitted:
             raise UnsupportedError(
                 f"the scores of layer {self.layer} are more than products of queries and keys, so those of earlier "
                 "queries are not known: use a policy that scores by attention received (H2O), or by position",
                 page="kv-session",
             )
-        module, scaling, bias = self.module, self.scaling, self.parts.bias
-        return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
+        return super().row_function()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
         scores = self.parts.scores(part).float()
         if self.parts.lacks_bias:
-            bias = self._bias()
+            bias = self._key_bias()
             assert bias is not None
             scores = scores + bias
         if not by_mask:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from einops import rearrange, repeat
 from jaxtyping import Bool, Float
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
 from sinkscope.tap.attention_modules import bias_at
-from sinkscope.tap.stock import stock_name
 from sinkscope.tap.view import View
 
 Rows = Float[Tensor, "batch head query key"]
@@ -31,53 +28,35 @@ def additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, 
 
 
 def rows_by_view(
-    module: Any,
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch kv_head key d_head"],
     view: View | None,
-    scaling: float | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
     bias: Float[Tensor, "_ head _"] | None = None,
 ) -> Rows:
-    """Attention rows of a module over what `view` shows, in float32.
+    """Attention rows over what `view` shows, in float32.
 
     Args:
-        module: Provides the soft cap and the learned sink logits.
         query: Queries after rotary.
         key: Keys after rotary.
         view: View of these queries and keys. None means that every query sees every key.
-        scaling: Factor on the scores that the model passed to its attention, if known. None uses the module's.
+        scaling: Factor on the scores.
+        softcap: As for `attention_probs`.
+        sinks: As for `attention_probs`.
         bias: Number for each head and column that is added to the scores.
     """
-    softcap = sinks = None
-    config = getattr(module, "config", None)
-    if config is not None and stock_name(config) != "sdpa":
-        softcap = getattr(config, "attn_logit_softcapping", None)
-        sinks = getattr(module, "sinks", None)
     mask = added = None
     if view is not None:
         mask = per_query_head(view.sees(), query.shape[1])
         if bias is not None and view.columns is not None:
             added = bias_at(bias, view.pos, view.columns)
+    last = key.shape[2] - 1
     return attention_probs(
-        query,
-        key,
-        mask,
-        scaling=scaling_of(module, query, scaling),
-        first_query=key.shape[2] - 1,
-        softcap=softcap,
-        sinks=sinks,
-        bias=added,
+        query, key, mask, scaling=scaling, first_query=last, softcap=softcap, sinks=sinks, bias=added
     )
-
-
-def scaling_of(module: Any, query: Tensor, passed: float | None) -> float:
-    """The value that the model passes takes precedence: some models scale their queries themselves (OPT)."""
-    scaling = passed
-    if scaling is None:
-        scaling = getattr(module, "scaling", None)
-    if scaling is None:
-        return float(query.shape[-1] ** -0.5)
-    return float(scaling)
 
 
 def attention_probs(

@@ -95,7 +95,7 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
         return masks or not all(handler.idle for handler in listeners), masks
 
     def attend(parts: AttentionParts) -> Tensor:
-        call = OwnAttention(parts.module, parts.query, parts.key, parts.value, None, {}, parts=parts)
+        call = OwnAttention(parts.module, parts.query, parts.key, parts.value, None, {}, bias=parts.bias, parts=parts)
         for handler in listeners_to(configs):
             handler.see(call)
         return call.finish()[0]
@@ -114,7 +114,7 @@ def _attend(
     listeners: list[Handler] = []
     idle = True
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
-        if config in handler.configs and not handler.ended.is_set():
+        if config in handler.configs:
             listeners.append(handler)
             idle = idle and handler.idle
     chosen = in_blocks = None

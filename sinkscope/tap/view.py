@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -21,7 +20,6 @@ class View:
         pos: Position of each key; -1 where there is none.
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
-        hidden: Cached keys that are not attended to. None means none.
         columns: Positions of all tokens so far, evicted or not; -1 at padding.
         chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
     """
@@ -29,25 +27,15 @@ class View:
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
-    hidden: Bool[Tensor, "batch kv_head key"] | None = None
     columns: Int[Tensor, "batch column"] | None = None
     chosen: Bool[Tensor, "batch _ query position"] | None = None
 
     def section(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
-        hidden = None
-        if self.hidden is not None:
-            hidden = self.hidden[..., keys]
         chosen = None
         if self.chosen is not None:
             chosen = self.chosen[:, :, queries]
-        return replace(
-            self,
-            pos=self.pos[..., keys],
-            query_pos=self.query_pos[:, queries],
-            hidden=hidden,
-            chosen=chosen,
-        )
+        return replace(self, pos=self.pos[..., keys], query_pos=self.query_pos[:, queries], chosen=chosen)
 
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
         """Keys that hold a token, are not later than the query, and are inside the window.
@@ -55,7 +43,7 @@ class View:
         Padding queries see none; their output is never read.
         """
         pos = self.pos
-        if self.hidden is None and pos.stride(1) == 0:  # the same in every head
+        if pos.stride(1) == 0:  # the same in every head
             pos = pos[:, :1]
         # By indexing, because this runs for every generated token, where einops takes a tenth of the time.
         key = pos[:, :, None, :]  # "batch kv_head key -> batch kv_head 1 key"
@@ -68,6 +56,4 @@ class View:
         if self.chosen is not None:
             place = pos[:, :1, None].clamp(min=0).expand(-1, *self.chosen.shape[1:3], -1)
             visible = visible & self.chosen.gather(-1, place)
-        if self.hidden is None:
-            return visible
-        return visible & ~rearrange(self.hidden, "batch kv_head key -> batch kv_head 1 key")
+        return visible

@@ -67,7 +67,7 @@ def test_what_neurons_write_is_read_where_weights_are_elsewhere(tmp_path, away, 
 EDITS = {
     "full": ss.kv.Full(),
     "h2o": ss.kv.H2O(6),
-    "streaming, select": ss.kv.StreamingLLM(6, mode="select"),
+    "streaming": ss.kv.StreamingLLM(6),
     "loopserve": ss.LoopServe(6, prefill=False),
     "heads": ss.Ablate(heads=[(1, 2)]),
     "patch": ss.SinkPatch(layer=1, neurons=[3]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 
 import pytest
@@ -85,28 +84,3 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
     with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
         generated(model)
     assert run.usage[0].calls == STEPS
-
-
-def test_a_call_interrupted_in_a_thread_leaves_nothing_for_that_thread(model):
-    """The thread goes on after the `with` has ended in another one, as the threads of a pool do."""
-    told, ended = threading.Event(), threading.Event()
-    outcome = []
-
-    def work():
-        interrupted(model, model.get_submodule("model.layers.1"), 2, KeyboardInterrupt)
-        told.set()
-        ended.wait(30)
-        outcome.append(generated(model))
-        with H2O(budget=6).on(model) as run:
-            outcome.append(generated(model))
-        outcome.append(run.usage[0].calls)
-
-    plain = generated(model)
-    with H2O(budget=6).on(model):
-        expected = generated(model)
-        thread = threading.Thread(target=work)
-        thread.start()
-        told.wait(30)
-    ended.set()
-    thread.join(60)
-    assert same(outcome[0], plain) and same(outcome[1], expected) and outcome[2] == STEPS

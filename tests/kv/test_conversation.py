@@ -119,7 +119,7 @@ def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
     [
         (StreamingLLM(budget=20), "keep"),
         (AdaKV(budget=20, window=4, floor=0.0), "recompute"),
-        (TOVA(budget=20, mode="select"), "recompute"),
+        (TOVA(budget=20), "recompute"),
         (SinkPatch(layer=1, neurons=[3, 5]) | StreamingLLM(budget=20), "recompute"),
     ],
 )

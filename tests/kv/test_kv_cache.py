@@ -19,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.usage import allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
@@ -50,7 +51,7 @@ def state_of(layer: CacheLayer) -> str:
 
 
 class Slow:
-    """held[row][head]: position -> [key, note, hidden], in order; real[row]: of each column."""
+    """held[row][head]: position -> [key, note], in order; real[row]: of each column."""
 
     def __init__(self, rows: int):
         self.held = [[{} for _ in range(HEADS)] for _ in range(rows)]
@@ -66,7 +67,7 @@ class Slow:
                 real.append(column >= padding)
                 for head in range(HEADS):
                     if real[-1]:
-                        self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0, False]
+                        self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0]
         columns = torch.tensor(self.real)
         token = COLUMNS.set(torch.where(columns, columns.long().cumsum(1) - 1, -1))
         layer.update(keys, -keys)
@@ -101,10 +102,6 @@ class Slow:
                     del held[pos]
             counts = [len(head) for row in self.held for head in row]
             assert layer.slots == max(counts) and layer.gapless == (min(counts) == max(counts))
-        elif name == "select":
-            layer.select(numbers < share)
-            for held, pos, number in entries:
-                held[pos][2] = number >= share
         elif name == "part":
             work_on_copy(layer, numbers < share)
         elif name == "note":
@@ -141,13 +138,12 @@ class Slow:
             for head, held in enumerate(heads):
                 got = {}
                 for slot in (layer.pos[row, head] >= 0).nonzero().flatten().tolist():
-                    hidden = layer.hidden is not None and bool(layer.hidden[row, head, slot])
                     note = float(layer.extra("n")[row, head, slot])
-                    got[int(layer.pos[row, head, slot])] = [float(layer.keys[row, head, slot, 0]), note, hidden]
+                    got[int(layer.pos[row, head, slot])] = [float(layer.keys[row, head, slot, 0]), note]
                 assert list(got.items()) == list(held.items())
                 holes[row] += (layer.slots - len(held)) / HEADS
         assert torch.equal(layer.holes(), holes)
-        if layer.complete:
+        if layer.gapless:
             assert not holes.any()  # what lets a call go without a mask
 
 
@@ -187,15 +183,9 @@ class Layers(RuleBasedStateMachine):
         for slow, layer in self.pairs:
             if layer.is_initialized:
                 slow.check(layer)
-                assert layer.slots <= layer.allocated
+                assert layer.slots <= allocated_slots(layer)
             else:
-                assert (layer.seen, layer.slots, layer.edited, layer.gapless, layer.hidden) == (
-                    0,
-                    0,
-                    False,
-                    False,
-                    None,
-                )
+                assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
 
 
 TestLayers = Layers.TestCase
@@ -218,11 +208,10 @@ def test_orders_that_were_wrong_once(names: list[str]):
     layers.teardown()
 
 
-@pytest.mark.parametrize("edit", ["evict", "select"])
-def test_a_layer_of_which_everything_is_taken_back_is_empty(edit: str):
+def test_a_layer_of_which_everything_is_taken_back_is_empty():
     layer = CacheLayer()
     layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
-    getattr(layer, edit)(torch.tensor([True, False, True, True]).expand(2, 2, 4))
+    layer.evict(torch.tensor([True, False, True, True]).expand(2, 2, 4))
     layer.crop(-4)
     layer.reorder_cache(torch.tensor([1, 0]))
     assert state_of(layer) == "empty" and layer.slots == 0
@@ -281,14 +270,13 @@ def model_of_base(model):
 def test_an_edited_cache_is_refused_outside():
     model = model_of("llama")
     ids, mask = prompts([12], 2)
-    for mode in ("evict", "select"):
-        cache = DynamicCache()
-        with StreamingLLM(budget=6, mode=mode).on(model):
-            decode(model, ids, mask, 12, cache)
-        with pytest.raises(UnsupportedError, match="outside of the `with`"):
-            model(input_ids=ids[:, :1], past_key_values=cache)
-        with Observe(lambda _: None).on(model):  # somebody who does not own the cache still knows its positions
-            model(input_ids=ids[:, :1], past_key_values=cache)
+    cache = DynamicCache()
+    with StreamingLLM(budget=6).on(model):
+        decode(model, ids, mask, 12, cache)
+    with pytest.raises(UnsupportedError, match="outside of the `with`"):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    with Observe(lambda _: None).on(model):  # somebody who does not own the cache still knows its positions
+        model(input_ids=ids[:, :1], past_key_values=cache)
 
 
 def test_an_untouched_cache_goes_on_outside():

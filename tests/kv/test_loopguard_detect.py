@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.loops.guard import LoopGuard, LoopReporter
-from sinkscope.loops.guard.detect import RowMonitors
+from sinkscope.loops.guard.detect import WatchedRow, monitors, push
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 
 BUNDLED = Path(__file__).parents[2] / "sinkscope/models/bundled"
@@ -65,8 +65,8 @@ def test_tables_whose_rows_follow_a_rule_do_not_call_the_guard(name):
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     words = " ".join(["the lamp and the bird,"] * 20)
     for text, loops in ((TABLES[name], False), (f"{TABLES[name]}\n{words}", True)):
-        rows = RowMonitors(MonitorSettings(), 1, (), tokenizer)
-        alarms = [rows.push(torch.tensor([token]), None) for token in tokenizer(text, verbose=False)["input_ids"]]
+        rows = [WatchedRow(monitors(MonitorSettings(), tokenizer))]
+        alarms = [push(rows, torch.tensor([token]), None, ()) for token in tokenizer(text, verbose=False)["input_ids"]]
         assert any(alarms) == loops
 
 
@@ -124,12 +124,12 @@ def test_what_was_taken_back_never_arrived_and_what_stayed_did():
     """After 30 tokens of a loop, 10 others come and go; the alarm then comes where it comes without these."""
 
     def alarm(tokens: list[int], taken_back: int) -> int:
-        rows = RowMonitors(MonitorSettings(), 1, ())
+        rows = [WatchedRow(monitors(MonitorSettings()))]
         for token in tokens[:taken_back]:
-            rows.push(torch.tensor([token]), None)
-        rows.take_back(0, 30)
+            push(rows, torch.tensor([token]), None, ())
+        rows[0].take_back(taken_back - 30)
         for number, token in enumerate(LOOPS[30:]):
-            if rows.push(torch.tensor([token]), None):
+            if push(rows, torch.tensor([token]), None, ()):
                 return number
         return -1
 

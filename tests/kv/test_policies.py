@@ -53,7 +53,6 @@ WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 OPTIONS = [
     (SnapKV(budget=14, window=8, kernel=3, every=4), dense.snapkv(8, 3), {}),
     *((replace(policy, budget=0.55), choose, {}) for policy, choose in CASES.values()),
-    (StreamingLLM(budget=12, mode="select"), dense.streaming_llm(), {}),  # hidden, and still held
     # What is protected stays; a row of 19 tokens keeps them all where the budget is 24.
     *((TOVA(budget=budget, first=2, last=3), dense.tova(2, 3), {}) for budget in (6, 12, 24)),
     (H2O(budget=12, first=3), dense.h2o(first=3), {}),

@@ -37,8 +37,6 @@ SMALLER = {  # where the default protects more than the budget, or acts after th
 OURS = {
     "drawn": Drawn(budget=BUDGET),
     "ragged": Ragged(budget=BUDGET),
-    "drawn, hidden": Drawn(budget=BUDGET, mode="select"),
-    "ragged, hidden": Ragged(budget=BUDGET, mode="select"),
     "everywhere": Everywhere(budget=BUDGET, first=2, every=2),
     "budgets of layers and heads": Stepped(budget=BUDGET, first=1, last=2),
     "pyramid of h2o": Pyramid(budget=BUDGET, scorer=H2O(first=2), every=1, beta=4),

@@ -18,7 +18,7 @@ REFUSED = {
     "ss.kv.SnapKV(budget=60, window=64)": "budget=60 is below the 64 tokens",
     "ss.kv.H2O(every=0)": "every=0",
     'ss.kv.H2O(reduce="median")': "'mean' or 'max'",
-    'ss.kv.H2O(mode="mask")': "'evict' or 'select'",
+    'ss.Progressive(mode="mask")': "'evict' or 'select'",
     "ss.kv.SnapKV(kernel=4)": "odd kernel",
     "ss.kv.AdaKV(floor=1.5)": "floor=1.5",
     'ss.Progressive(every="prefill")': "Progressive: every='prefill': expected a whole number from 1",

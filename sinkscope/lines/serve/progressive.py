@@ -16,9 +16,8 @@ from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.row_budgets import RowBudgets
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import tokens_read
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,77 +13,71 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.base import Event
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Step
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.outputs import is_plain, split
 
 
-class RowMonitors:
-    """One monitor for each row. Rows that have ended are ignored.
+class WatchedRow:
+    """One row and its monitor.
 
     Args:
-        settings: Settings of the monitors.
-        rows: Number of rows.
-        ends: Ids that end a row.
-        tokenizer: Tells numbers and signs, whose repetition may be honest, from words.
+        monitor: Makes its monitor.
 
     Attributes:
-        tokens: Generated tokens of each row that its monitor has seen.
+        monitor: Its monitor.
+        tokens: Its generated tokens that the monitor has seen.
     """
 
-    def __init__(
-        self, settings: MonitorSettings, rows: int, ends: Collection[int], tokenizer: Any | None = None
-    ) -> None:
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._monitors = [self._monitor() for _ in range(rows)]
-        self._ends = ends
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+    def __init__(self, monitor: Callable[[], Monitor]) -> None:
+        self._new_monitor = monitor
+        self.monitor = monitor()
+        self.tokens: list[int] = []
 
-    def _monitor(self) -> Monitor:
-        """A new monitor, which knows numbers and signs if there is a tokenizer."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return Monitor(self._settings)
-        return Monitor(self._settings, lambda ids: is_plain(split(tokenizer.decode(ids))))
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` tokens, as if they had never arrived."""
+        del self.tokens[len(self.tokens) - count :]
+        self.monitor = self._new_monitor()
+        for token in self.tokens:
+            self.monitor.update(token, 0.0)
 
-    def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None) -> dict[int, Step]:
-        """Add the next token of every row, and the largest probability of the token after it.
 
-        Returns:
-            What the monitors of the rows that trigger report.
-        """
-        numbers: list[int] = tokens.tolist()
-        probabilities: list[float | None] = [None] * len(numbers)
-        if p_max is not None:
-            probabilities = p_max.tolist()
-        alarms: dict[int, Step] = {}
-        for row, (token, monitor) in enumerate(zip(numbers, self._monitors, strict=True)):
-            if monitor.ended:
-                continue
-            if token in self._ends:
-                monitor.end()
-                continue
-            self.tokens[row].append(token)
-            step = monitor.update(token, probabilities[row])
-            if step.trigger:
-                alarms[row] = step
-        return alarms
+def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[[], Monitor]:
+    """A function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
+    if tokenizer is None:
+        return partial(Monitor, settings)
+    return partial(Monitor, settings, lambda ids: is_plain(split(tokenizer.decode(ids))))
 
-    def take_back(self, row: int, count: int) -> None:
-        """Forget all but the first `count` tokens of a row, as if the others had never arrived."""
-        self.tokens[row] = self.tokens[row][:count]
-        self._monitors[row] = self._monitor()
-        for token in self.tokens[row]:
-            self._monitors[row].update(token, 0.0)
 
-    def last(self, row: int) -> Step:
-        """What the monitor of a row reported last."""
-        return self._monitors[row].last
+def push(
+    rows: Sequence[WatchedRow],
+    tokens: Int[Tensor, " row"],
+    p_max: Float[Tensor, " row"] | None,
+    ends: Collection[int],
+) -> list[int]:
+    """Add the next token of every row, and the largest probability of the token after it.
 
-    @property
-    def ended(self) -> list[bool]:
-        """Which rows have ended."""
-        return [monitor.ended for monitor in self._monitors]
+    Args:
+        rows: The rows. Those that have ended are ignored.
+        tokens: Their tokens.
+        p_max: The probabilities; None if they are not needed.
+        ends: Ids that end a row.
+
+    Returns:
+        The numbers of the rows whose monitor triggers.
+    """
+    probabilities: list[float | None] = [None] * len(rows)
+    if p_max is not None:
+        probabilities = p_max.tolist()
+    alarms: list[int] = []
+    for number, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+        if token in ends:
+            row.monitor.end()
+        if row.monitor.ended:
+            continue
+        row.tokens.append(token)
+        if row.monitor.update(token, probabilities[number]).trigger:
+            alarms.append(number)
+    return alarms
 
 
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
@@ -128,7 +123,7 @@ class LoopReporter(LogitsProcessor):
             raise SinkscopeError("stop=True ends a row with eos_token_id: give model.generation_config.eos_token_id")
         self._settings = settings or MonitorSettings()
         self._stop = stop
-        self._rows = RowMonitors(self._settings, 0, ())
+        self._rows: list[WatchedRow] = []
         self._ids: Int[Tensor, "row pos"] | None = None  # those of the step before
         self._prompt = 0
         self.events: list[Event] = []
@@ -146,7 +141,8 @@ class LoopReporter(LogitsProcessor):
                 "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
                 "(use num_beams=1), or another generation began (use a new object for each)"
             )
-        for row, step in self._rows.push(input_ids[:, -1], largest_probability(scores)).items():
+        for row in push(self._rows, input_ids[:, -1], largest_probability(scores), self._ends):
+            step = self._rows[row].monitor.last
             data = {"period": None if step.tail is None else step.tail.period, "votes": step.votes}
             self.events.append(Event(row, step.step, self._prompt + step.step - 1, None, None, "loop", data))
             if self._stop:
@@ -162,6 +158,7 @@ class LoopReporter(LogitsProcessor):
                 f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which looks "
                 "like a loop; give eos_token_id=model.generation_config.eos_token_id"
             )
-        self._rows = RowMonitors(self._settings, batch, self._ends)
+        monitor = monitors(self._settings)
+        self._rows = [WatchedRow(monitor) for _ in range(batch)]
         self._prompt = prompt
         self.events = []

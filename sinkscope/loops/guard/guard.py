@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -21,11 +21,11 @@ from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.policy import Anchored, anchors_of
 from sinkscope.kv.session import Session
 from sinkscope.kv.streaming_llm import StreamingLLM
-from sinkscope.loops.guard.detect import RowMonitors, largest_probability
+from sinkscope.loops.guard.detect import WatchedRow, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import LONGEST, Words, words_of
-from sinkscope.loops.text.monitor import MonitorSettings, Step
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of, interval_phrase
 
@@ -104,11 +104,6 @@ class LoopGuard(Anchored):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in self.monitor:
-            if not isinstance(name, str):
-                raise SinkscopeError(
-                    f'LoopGuard: monitor has the key {name!r}: expected names, as in {{"warmup": 128}}'
-                )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings
@@ -198,32 +193,52 @@ def in_words(event: Event) -> str:
     return f"After {new} the guard found {alarm}. It {answer} ({data['rung']}: {data['why']})."
 
 
-@dataclass(eq=False)
-class GuardedRows:
-    """State of the rows that share a cache, since their last prompt.
+class GuardedRow(WatchedRow):
+    """A row under a guard, since its last prompt.
+
+    Args:
+        monitor: Makes its monitor.
+        prompt: Number of real tokens before its first generated token.
+        prompt_ids: The ids of the latest of them that are known.
 
     Attributes:
-        monitors: Monitors of the rows.
-        prompt: Number of real tokens of each row before its first generated token.
-        prompt_ids: The ids of the latest of them that are known.
-        seen: Number of tokens in the cache after the last call.
-        count: Number of generated tokens of each row, with those after its end.
-        steering: How rows that looped are steered.
-        waiting: Rows that loop inside a word, and the step of their alarm.
+        steering: How it is steered since it looped.
+        waiting: Step of an alarm inside a word, whose end it waits for.
     """
 
-    monitors: RowMonitors
-    prompt: list[int]
-    prompt_ids: list[list[int]]
+    def __init__(self, monitor: Callable[[], Monitor], prompt: int, prompt_ids: list[int]) -> None:
+        super().__init__(monitor)
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.steering: Steering | None = None
+        self.waiting: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens."""
+        return self.prompt + len(self.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """Its latest ids, up to the newest."""
+        return self.prompt_ids + self.tokens
+
+
+@dataclass(eq=False)
+class GuardedRows:
+    """The rows that share a cache, since their last prompt.
+
+    Attributes:
+        rows: The rows.
+        seen: Number of tokens in the cache after the last call.
+        ends: Ids that end a row.
+        count: Number of generated tokens of each row, with those after its end.
+    """
+
+    rows: list[GuardedRow]
     seen: int
     ends: Collection[int]
     count: int = 0
-    steering: dict[int, Steering] = field(default_factory=dict)
-    waiting: dict[int, int] = field(default_factory=dict)
-
-    def row_ids(self, row: int) -> list[int]:
-        """The latest ids of a row, up to the newest."""
-        return self.prompt_ids[row] + self.monitors.tokens[row]
 
 
 @dataclass(eq=False)
@@ -274,32 +289,34 @@ class Guarding:
         rows.count += 1
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
-        alarms = rows.monitors.push(ids[:, -1], largest)
-        if alarms or rows.waiting:
-            alarms = self._at_words(rows, alarms, logits)
+        alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
+        alarms = self._at_words(rows, alarms, logits)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
-            alarms = {row: step for row, step in alarms.items() if rows.seen < rewinder.full_at[row]}
+            alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
         if alarms:
             self._cut(moment, rows, alarms)
-        self._steer(rows, logits)
+        for number, row in enumerate(rows.rows):
+            if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
+                row.steering.steer(logits[number], row.ids, rows.ends)
 
-    def _at_words(self, rows: GuardedRows, alarms: dict[int, Step], logits: Tensor) -> dict[int, Step]:
-        """The alarms of rows that stand between words. Others wait until their word has ended, if words end there."""
-        words = self.words
-        if words is None:
+    def _at_words(self, rows: GuardedRows, alarms: list[int], logits: Tensor) -> list[int]:
+        """The rows with an alarm that stand between words. Others wait until their word has ended, if words end."""
+        concerned = [number for number, row in enumerate(rows.rows) if number in alarms or row.waiting is not None]
+        if not concerned or self.words is None:
             return alarms
-        due: dict[int, Step] = {}
-        for row in {**rows.waiting, **alarms}:
-            step, ids = rows.monitors.last(row), rows.monitors.tokens[row]
-            since = rows.waiting.pop(row, step.step)
-            tail = step.tail
-            if rows.monitors.ended[row] or (tail is None and row not in alarms):
+        due: list[int] = []
+        for number in concerned:
+            row = rows.rows[number]
+            step, tail, ids = row.monitor.last, row.monitor.last.tail, row.tokens
+            since = step.step if row.waiting is None else row.waiting
+            row.waiting = None
+            if row.monitor.ended or (tail is None and number not in alarms):
                 continue
-            inside = words.goes_on(ids[-1], int(logits[row].argmax())) and step.step - since < LONGEST
-            if inside and tail is not None and words.seam(ids, tail.start, tail.period) is not None:
-                rows.waiting[row] = since
+            inside = self.words.goes_on(ids[-1], int(logits[number].argmax())) and step.step - since < LONGEST
+            if inside and tail is not None and self.words.seam(ids, tail.start, tail.period) is not None:
+                row.waiting = since
             else:
-                due[row] = step
+                due.append(number)
         return due
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
@@ -309,18 +326,11 @@ class Guarding:
         if new > 1 or past == 0 or self.session.now.prompting:
             moment.state.memory[self.key] = self._new_turn(moment, rows, ids)
             return None
-        if rows is None or past != rows.seen or len(rows.prompt) != len(ids):
+        if rows is None or past != rows.seen or len(rows.rows) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, [[] for _ in ids])
             moment.state.memory[self.key] = rows
         return rows
-
-    def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
-        """Change the logits of rows that looped, in place."""
-        ended = rows.monitors.ended
-        for row, steering in rows.steering.items():
-            if rows.count <= steering.until and not ended[row]:
-                steering.steer(logits[row], rows.row_ids(row), rows.ends)
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt, a further part of one, or a new turn."""
@@ -328,11 +338,10 @@ class Guarding:
             self._spare_states(moment)
         past = moment.call.past
         prompt_ids: list[list[int]] = []
-        for row_ids, row_index in zip(ids.tolist(), moment.call.index.tolist(), strict=True):
-            prompt_ids.append([token for token, position in zip(row_ids, row_index, strict=True) if position >= 0])
-        if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.prompt) == len(ids):
-            for row, row_ids in enumerate(earlier.prompt_ids):
-                prompt_ids[row] = row_ids + prompt_ids[row]
+        for row_ids, row_index in zip(ids, moment.call.index.to(ids.device), strict=True):
+            prompt_ids.append(row_ids[row_index >= 0].tolist())
+        if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
+            prompt_ids = [row.prompt_ids + new for row, new in zip(earlier.rows, prompt_ids, strict=True)]
         return self._new_rows(moment, past + ids.shape[1], prompt_ids)
 
     def _spare_states(self, moment: Moment) -> None:
@@ -356,24 +365,24 @@ class Guarding:
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
-        monitors = RowMonitors(self.settings, len(prompt), ends, self.run.target.available_tokenizer)
-        return GuardedRows(monitors, prompt, prompt_ids, seen, ends)
+        monitor = monitors(self.settings, self.run.target.available_tokenizer)
+        rows = [GuardedRow(monitor, length, row_ids) for length, row_ids in zip(prompt, prompt_ids, strict=True)]
+        return GuardedRows(rows, seen, ends)
 
-    def _cut(self, moment: Moment, rows: GuardedRows, alarms: dict[int, Step]) -> None:
+    def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
         """Cut the cache of the rows that loop, and do what else is set."""
         for kv in moment.layers:
             kv.settle()
         kept: dict[int, list[int]] = {}
         taken_back: dict[int, int] = {}
         events: list[Event] = []
-        for row, step in alarms.items():
-            length = int(moment.call.columns[row].max()) + 1
-            taken_back[row], reason = self._count_to_take_back(rows, row, length, step)
-            cached = _cached_positions(moment.layers, row)
-            data, kept[row] = self._respond(rows, row, step, length, cached, taken_back[row])
+        for number in alarms:
+            row = rows.rows[number]
+            taken_back[number], reason = self._count_to_take_back(row, number)
+            cached = _cached_positions(moment.layers, number)
+            data, kept[number] = self._respond(row, cached, taken_back[number], rows.count)
             data["why"] += reason
-            position = rows.prompt[row] + step.step - 1
-            events.append(Event(row, moment.call.step, position, None, None, LoopGuard.KIND, data))
+            events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
         _evict_rows(moment.layers, kept)
         if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
@@ -385,35 +394,35 @@ class Guarding:
         assert rewinder is not None  # because it has an allowance
         columns = sequence.columns.clone()
         rewinder.again = {}
-        for row, count in taken_back.items():
+        for number, count in taken_back.items():
             if not count:
                 continue
-            last = int(columns[row].max()) - count
-            rewinder.again[row] = rows.row_ids(row)[-count - 1]
-            columns[row] = torch.where(columns[row] < last, columns[row], -1)
-            rows.monitors.take_back(row, last - rows.prompt[row])
+            row = rows.rows[number]
+            rewinder.again[number] = row.ids[-count - 1]
+            row.take_back(count + 1)
+            columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
         sequence.columns = columns[:, :used]
         for kv in moment.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
-        rewinder.ended = rows.monitors.ended
+        rewinder.ended = [row.monitor.ended for row in rows.rows]
         rewinder.read = sequence.columns >= 0
 
     def _respond(
-        self, rows: GuardedRows, row: int, step: Step, length: int, cached: list[int], taken_back: int
+        self, row: GuardedRow, cached: list[int], taken_back: int, now: int
     ) -> tuple[dict[str, Any], list[int]]:
-        """Choose what is kept of a row of a length, and what else is done; the data of the event, and what is kept."""
-        retention = self.guard.retention(rows.prompt[row], anchors_of(self.run))
-        ids = rows.row_ids(row)
-        begin, period = self._repetition(ids, rows.prompt[row], length, step, retention)
-        rung, level = "cut", step.level
+        """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
+        retention = self.guard.retention(row.prompt, anchors_of(self.run))
+        ids, length = row.ids, row.length
+        begin, period = _repetition(row, retention)
+        rung, level = "cut", row.monitor.last.level
         if self.guard.penalty:
             rung = "rewind" if taken_back else "penalty"
-            steering = rows.steering.setdefault(row, Steering(self.guard.penalty))
-            steering.words = self.words
-            level = steering.act(ids, taken_back, rows.count, self.guard.window)
+            if row.steering is None:
+                row.steering = Steering(self.guard.penalty, words=self.words)
+            level = row.steering.act(ids, taken_back, now, self.guard.window)
         why = "first alarm"
         if level:
             why = f"alarm {level + 1} in succession"
@@ -438,47 +447,49 @@ class Guarding:
             "taken_back": taken_back,
             "kept": ranges_of(kept),
             "kept_count": len(kept),
-            "generated": step.step,
+            "generated": len(row.tokens),
         }
         if taken_back:  # the last token that stays is read again
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
 
-    def _repetition(
-        self, ids: list[int], prompt: int, length: int, step: Step, retention: Retention
-    ) -> tuple[int, int | None]:
-        """Position from which on a row repeats itself, and the period; its length and None if it does not.
-
-        Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
-        recent window two copies are bad whatever their period: the paper's monitor tests short periods only.
-        """
-        recent = ids[-retention.recent :] if retention.recent else ids
-        tail = tail_period(recent, repeats=2)
-        begin = length
-        if tail is not None:
-            begin += tail.start - len(recent)
-        if retention.recent is None and step.tail is not None:  # copies that differ slightly are bad too
-            begin = min(begin, prompt + step.tail.start)
-        tail = tail or step.tail
-        return begin, None if tail is None else tail.period
-
-    def _count_to_take_back(self, rows: GuardedRows, row: int, length: int, step: Step) -> tuple[int, str]:
+    def _count_to_take_back(self, row: GuardedRow, number: int) -> tuple[int, str]:
         """Number of tokens to remove from the output, all copies of the loop but the first; why it is 0, in words."""
-        rewinder, tail = self.rewinder, step.tail
+        rewinder, tail = self.rewinder, row.monitor.last.tail
         if rewinder is None:
             return 0, ""
         if rewinder.allowance is None:
             return 0, ", no token can be taken back"
         if tail is None:
             return 0, ", no copies to take back"
-        ids, stay = rows.monitors.tokens[row], tail.start + tail.period
+        ids, stay = row.tokens, tail.start + tail.period
         if self.words is not None:
             stay = self.words.seam(ids, stay, tail.period) or self.words.seam_before(ids, stay) or stay
-        count = length - rows.prompt[row] - stay
-        if not 0 < count <= rewinder.allowance[row]:
-            return 0, f", only {rewinder.allowance[row]} more tokens may be taken back"
-        rewinder.allowance[row] -= count
+        count = len(ids) - stay
+        if not 0 < count <= rewinder.allowance[number]:
+            return 0, f", only {rewinder.allowance[number]} more tokens may be taken back"
+        rewinder.allowance[number] -= count
         return count, ""
+
+
+def _repetition(row: GuardedRow, retention: Retention) -> tuple[int, int | None]:
+    """Position from which on a row repeats itself, and the period; its length and None if it does not.
+
+    Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
+    recent window two copies are bad whatever their period: the paper's monitor tests short periods only.
+    """
+    found = row.monitor.last.tail
+    recent = row.ids
+    if retention.recent:
+        recent = recent[-retention.recent :]
+    tail = tail_period(recent, repeats=2)
+    begin = row.length
+    if tail is not None:
+        begin += tail.start - len(recent)
+    if retention.recent is None and found is not None:  # copies that differ slightly are bad too
+        begin = min(begin, row.prompt + found.start)
+    tail = tail or found
+    return begin, None if tail is None else tail.period
 
 
 def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:

@@ -17,7 +17,7 @@ from sinkscope.loops.text.monitor import MonitorSettings, Step
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, id_list, is_loop, type_token_ratio
 from sinkscope.loops.text.streams import Alarm, Stream, Watch
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
 
 Verdict = Literal["loops", "looped", "suspicious", "clean"]
@@ -103,8 +103,7 @@ class LoopCheck(Result):
                 parts.append(f"{count} {word_form(count, one, several)}")
         if len(self.records) == 1:
             return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
-        said = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-        return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {said}."
+        return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."
 
     def details(self) -> list[str]:
         """What the repetitions cost."""
@@ -186,7 +185,7 @@ class CheckedStream(Stream):
         return CheckedOutput(name, verdict, onset=onset, detected=self._detected, **facts)
 
 
-class Checker:
+class Checker(Watch):
     """Collects the verdicts of outputs as they end.
 
     Args:
@@ -195,19 +194,24 @@ class Checker:
         name: Name of the input in the result.
     """
 
+    SKIPS: ClassVar[bool] = False
+
     def __init__(self, settings: MonitorSettings | None, max_new: int | None, name: str) -> None:
         check_values(Natural | None, max_new=max_new)
-        self._settings = settings or MonitorSettings()
+        super().__init__(settings)
         self._max_new = max_new
         self._name = name
         self._started = time.perf_counter()
         self._digest = hashlib.sha256()
         self._records: list[CheckedOutput] = []
-        self.watch = Watch(self._settings, CheckedStream, self._end)
 
-    def _end(self, name: str, stream: CheckedStream) -> None:
-        record = stream.result(name, self._max_new)
-        self._records.append(record)
+    def new_stream(self) -> Stream:
+        """What checks a new output."""
+        return CheckedStream(self.settings)
+
+    def end(self, name: str, stream: CheckedStream) -> None:
+        """Keep the verdict on an output."""
+        self._records.append(stream.result(name, self._max_new))
         self._digest.update(stream.ids.tobytes())
 
     def result(self) -> LoopCheck:
@@ -220,7 +224,7 @@ class Checker:
             suspicious=verdicts.count("suspicious"),
             records=tuple(self._records),
             model=ModelInfo(name=self._name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
-            settings={**vars(self._settings), "max_new": self._max_new},
+            settings={**vars(self.settings), "max_new": self._max_new},
             provenance=provenance(started=self._started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
         )
 
@@ -265,7 +269,7 @@ def check(
         except ValueError as error:
             raise SinkscopeError(f"output {each} cannot be checked: {error}") from None
         for piece in pieces:
-            for _ in checker.watch.take(piece):
+            for _ in checker.take(piece):
                 pass
     return checker.result()
 
@@ -293,7 +297,7 @@ def check_file(
         SinkscopeError: The source is empty, or something in it cannot be read.
     """
     checker = Checker(settings, max_new, name)
-    for alarm in checker.watch.follow(source, form=form, name=name):
+    for alarm in checker.follow(source, form=form, name=name):
         if told is not None:
             told(alarm)
     return checker.result()

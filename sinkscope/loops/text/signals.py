@@ -161,7 +161,7 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
-    """The repetition at the end of `ids`, or None; linear time.
+    """The repetition at the end of `ids`, or None.
 
     Among all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the
     one that covers the most tokens is chosen; ties go to the smallest: "x y a a a x y a a a x y a a a" has period 5,
@@ -180,31 +180,18 @@ def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longes
         raise SinkscopeError(f"repeats is {repeats!r}: a repetition has at least 2 copies")
     ids = id_list(ids)
     size = len(ids)
-    longest = size // 2 if longest is None else longest
     best: Tail | None = None
-    most_covered = 0
-    for period, equal in enumerate(_self_overlaps(ids, longest), 1):
-        covered = equal + period
-        if covered >= max(repeats * period, shortest) and covered > most_covered:
-            most_covered = covered
+    covered = 0
+    for period in range(1, min(size - 1, size // 2 if longest is None else longest) + 1):
+        if best is not None and period <= covered and period % best.period == 0:
+            continue  # a multiple reaches no further back
+        equal = 0
+        while equal < size - period and ids[~equal] == ids[~equal - period]:
+            equal += 1
+        if equal + period >= max(repeats * period, shortest, covered + 1):
+            covered = equal + period
             best = Tail(period, size - covered, covered / period)
     return best
-
-
-def _self_overlaps(ids: Sequence[int], longest: int) -> list[int]:
-    """For P = 1, 2, ..., `longest`: how many tokens at the end equal the one P before (Z of the reversed sequence)."""
-    backwards = list(reversed(ids))
-    size = len(backwards)
-    periods = range(1, min(longest, size - 1) + 1)
-    overlaps = [0] * size
-    right = left = 0
-    for period in periods:
-        length = max(0, min(right - period, overlaps[period - left]))
-        while period + length < size and backwards[length] == backwards[period + length]:
-            length += 1
-        overlaps[period] = length
-        right, left = max((right, left), (period + length, period))  # the overlap that reaches farthest
-    return [overlaps[period] for period in periods]
 
 
 def is_loop(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
@@ -118,20 +118,13 @@ class Watch:
 
     Args:
         settings: Settings of the monitors.
-        make: Makes what watches an output; by default a `Stream`.
-        ended: Called with the name of each output that ended, and what watched it. An input that cannot be read is then
-            an error, and is not skipped.
     """
 
-    def __init__(
-        self,
-        settings: MonitorSettings | None = None,
-        make: Callable[[MonitorSettings | None], Stream] = Stream,
-        ended: Callable[[str, Any], None] | None = None,
-    ) -> None:
-        self._settings = settings
-        self._make = make
-        self._ended = ended
+    SKIPS: ClassVar[bool] = True
+    """Whether what cannot be read is skipped, and is no error."""
+
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        self.settings = settings or MonitorSettings()
         self.streams = 0
         self.skipped = 0
         self._first_problem = ""
@@ -153,7 +146,7 @@ class Watch:
             SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
         """
         try:
-            for piece in _pieces(source, form, name, self._skip, self._ended is not None):
+            for piece in _pieces(source, form, name, self._skip, not self.SKIPS):
                 yield from self.take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
@@ -174,17 +167,24 @@ class Watch:
         """Yield the alarms that a piece raises in its output."""
         stream = self.open.pop(piece.stream, None)
         if stream is None:
-            stream = self._make(self._settings)
+            stream = self.new_stream()
             self.streams += 1
         yield from stream.take(piece)
         if not piece.last:
             self.open[piece.stream] = stream
-        elif self._ended is not None:
-            self._ended(piece.stream, stream)
+        else:
+            self.end(piece.stream, stream)
+
+    def new_stream(self) -> Stream:
+        """What watches a new output."""
+        return Stream(self.settings)
+
+    def end(self, name: str, stream: Any) -> None:
+        """Take note of an output that has ended, and what watched it."""
 
     def _skip(self, problem: str) -> None:
         """Count what cannot be read; the first problem is told at the end."""
-        if self._ended is not None:
+        if not self.SKIPS:
             raise SinkscopeError(problem)
         self.skipped += 1
         self._first_problem = self._first_problem or problem
