@@ -32,7 +32,7 @@ from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import TokenRows, first_tokens
 
@@ -292,18 +292,19 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
-    sink = sink_neurons(setup)
-    if sink.made is None:
-        return MarkingHeads(sink_layer=None, absence=sink.absence("a mark cannot be read"))
-    most = max([neuron.contribution_norm for neuron in sink.neurons], default=0.0)
-    large = [neuron for neuron in sink.neurons if neuron.contribution_norm >= NEEDED * most]
-    layer = min([neuron.layer for neuron in large], default=sink.made.context.layer)
-    neurons = [neuron for neuron in sink.neurons if neuron.layer == layer]
-    context, place = sink.made.context, sink.made.spike.place
+    made = sink_spike(setup)
+    if made is None:
+        absence = f"No MLP makes a norm spike, so a mark cannot be read; {instead_of_spike(setup)}."
+        return MarkingHeads(sink_layer=None, absence=absence)
+    scan, place = made.scan, made.spike.place
+    most = max([neuron.contribution_norm for neuron in made.neurons], default=0.0)
+    large = [neuron for neuron in made.neurons if neuron.contribution_norm >= NEEDED * most]
+    layer = min([neuron.layer for neuron in large], default=scan.layer)
+    neurons = [neuron for neuron in made.neurons if neuron.layer == layer]
     bench = Replacement.of(setup, layer, neurons, place)
-    spiking = context.ids[:, : context.up_to_place]
-    typical = bench.written(spiking, context.at)
-    ids, at, words_for = spiking[:count], context.at[:count], place.words
+    spiking = scan.ids[:, : scan.up_to_place]
+    typical = bench.written(spiking, scan.at)
+    ids, at, words_for = spiking[:count], scan.at[:count], place.words
     if place.is_first or tokens:
         ids, at, words_for = torch.tensor(words)[:, None], torch.zeros(len(words), dtype=torch.long), FIRST
     intact = bench.written(ids, at)

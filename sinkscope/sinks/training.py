@@ -163,21 +163,21 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         controls.
     """
     survey = Survey.of(setup)
-    context = survey.first
+    scan = survey.first
     numbers: dict[str, float] = {}
     if survey.rate is not None:
         numbers["sink_rate"] = survey.rate.value
     if survey.spikes:
-        context = survey.context(survey.spikes[0])
-    dims = dims_of(context.scan)
+        scan = survey.scan(survey.spikes[0])
+    dims = dims_of(scan)
     if dims:
         numbers |= {"spike_dim": dims[0], "spike_dims": len(dims)}
-    if context.scan.sink_layer is not None:
-        neuron = largest_writer(context, context.layer)
+    if scan.sink_layer is not None:
+        neuron = largest_writer(scan, scan.layer)
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert
-    numbers["spike_ratio"] = float(context.scan.ratios.max())
+    numbers["spike_ratio"] = float(scan.ratios.max())
     names = "repeat_attention", "text_attention", "repeat_loss", "text_loss"
     return numbers | dict(zip(names, read_copies(setup).tolist(), strict=True))
 

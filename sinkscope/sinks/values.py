@@ -19,8 +19,9 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.parts import VALUE
+from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
-from sinkscope.sinks.find.survey import Survey, ordinary_position
+from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.call import Attention

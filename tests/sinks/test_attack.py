@@ -24,7 +24,7 @@ from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import sink_spike
 
 pytestmark = pytest.mark.few_texts
 
@@ -124,7 +124,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     fair = high.sum(1, keepdim=True) / torch.arange(9, 25)
     assert found.uniform[0, *place] == pytest.approx(float(fair.mean()), rel=1e-4)
 
-    neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
+    neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_spike(setup).neurons}
 
     def held(post):
         for neuron, value in neutral.items():

@@ -27,7 +27,7 @@ from sinkscope.sinks.attack.attempts import COLUMNS, NONE, PATCHES, SOURCES, WHE
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import attack_contexts, make_pools
 from sinkscope.sinks.chunks import hold_layers
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.tokens import vocabulary
 
 Cells = Float[np.ndarray, "patch context length source"]
@@ -198,14 +198,14 @@ def attack(
     before = max(map(len, contexts.values()))
     remedy = "give a smaller --length"
     check_length(target, f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
-    sink = sink_neurons(setup)
+    made = sink_spike(setup)
     absence = None
-    if sink.made is None:
-        absence = sink.absence("there are no sink neurons to attack")
-    elif not sink.made.spike.place.is_first:
-        absence = f"MLPs make a norm spike at {sink.made.spike.place}, and an attack is about tokens that stand first."
+    if made is None:
+        absence = f"No MLP makes a norm spike, so there are no sink neurons to attack; {instead_of_spike(setup)}."
+    elif not made.spike.place.is_first:
+        absence = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
     ordinary = vocabulary(target, tokens)
-    found = find_clusters(setup, sink, ordinary, resume) if clusters is None else None
+    found = find_clusters(setup, made, ordinary, resume) if clusters is None else None
     if found is not None:
         clusters = {head: found.tokens_of(head) for head in found.heads}
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
@@ -222,10 +222,10 @@ def attack(
     patches = attack_patches(setup) if sequences else {NONE: None}
     table = np.full((len(COLUMNS), len(patches), len(contexts), len(lengths), len(SOURCES)), np.nan)
     claims: tuple[Claim, ...] = ()
-    if sequences and sink.made is not None:
-        hold_layers(target, sink.made.context.layer)
+    if sequences and made is not None:
+        hold_layers(target, made.scan.layer)
         everyone = make_pools({-1: ordinary}, size, left_out)
-        attempts = Attempts(setup, sink.made.context, contexts, patches, (pools, everyone), lengths, sequences)
+        attempts = Attempts(setup, made.scan, contexts, patches, (pools, everyone), lengths, sequences)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             attempts.fill(table)
@@ -233,7 +233,7 @@ def attack(
         if best is not None:
             claims = attempts.claims(best)
     return ClusterAttack(
-        sink_layer=sink.layer,
+        sink_layer=None if made is None else made.scan.layer,
         clusters=found,
         absence=absence,
         patches=tuple(patches),

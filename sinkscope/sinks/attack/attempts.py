@@ -19,7 +19,7 @@ from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
-from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.evaluate import random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.probability import chosen_patch
@@ -62,7 +62,7 @@ class Attempts:
 
     Attributes:
         setup: The model and its text.
-        context: The model at the place of its spike.
+        scan: The model at the place of its spike.
         leads: What stands before, by name.
         patches: The patches, by name.
         pools: The clusters, and all tokens.
@@ -72,7 +72,7 @@ class Attempts:
     """
 
     setup: Setup
-    context: SinkContext
+    scan: LayerScan
     leads: Mapping[str, tuple[int, ...]]
     patches: Mapping[str, SinkPatch | None]
     pools: tuple[Pools, Pools]
@@ -117,8 +117,8 @@ class Attempts:
 
     def spikes(self, lead: Sequence[int], rows: TokenRows) -> Bool[Tensor, "row attacked"]:
         """Which positions of sequences have at least half of the spike's norm; the model's position 0 is left out."""
-        norms = norms_at_sink(self.context, joined(lead, rows), SEQUENCES_AT_ONCE)[:, max(len(lead), 1) :]
-        return norms >= SUCCESS * self.context.scan.spike_norm[self.context.layer]
+        norms = norms_at_sink(self.scan, joined(lead, rows), SEQUENCES_AT_ONCE)[:, max(len(lead), 1) :]
+        return norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]
 
     def attention(
         self, lead: Sequence[int], rows: TokenRows, high: Bool[Tensor, "row attacked"]
@@ -136,7 +136,7 @@ class Attempts:
         tail = self.setup.ids[:1, -TAIL:].expand(len(rows), -1)
         ids = torch.cat([joined(lead, rows), tail], dim=1)
         end = ids.shape[1] - TAIL
-        layers = [number for number in range(self.context.layer + 1, target.n_layers) if target.has_attention(number)]
+        layers = [number for number in range(self.scan.layer + 1, target.n_layers) if target.has_attention(number)]
         keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
         received = attention_from(target, ids, keys, end, ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()

@@ -17,7 +17,7 @@ from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.spikes import SinkNeurons
+from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
 from sinkscope.sinks.repetition.sweep import claim_of
 from sinkscope.sinks.tokens import TokenRows
@@ -120,24 +120,26 @@ class TokenClusters:
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str | Path | None) -> TokenClusters | None:
+def find_clusters(
+    setup: Setup, made: MadeSpike | None, ids: list[int], resume: str | Path | None
+) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most.
 
     None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
 
     Args:
         setup: The model and its text.
-        sink: The sink neurons.
+        made: The spike, and the neurons that make it.
         ids: The tokens.
         resume: Folder that keeps finished chunks.
     """
-    if sink.made is None or not sink.neurons or not sink.made.spike.place.is_first:
+    if made is None or not made.neurons or not made.spike.place.is_first:
         return None
     target = setup.target
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
-    largest = max(sink.neurons, key=lambda neuron: neuron.contribution_norm)
+    largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
-    model = Replacement.of(setup, largest.layer, [largest], sink.made.spike.place)
+    model = Replacement.of(setup, largest.layer, [largest], made.spike.place)
     reference = float(activations(model, setup.ids[:, :1]).median())
 
     def work(tokens: list[int]) -> Columns:

@@ -20,14 +20,14 @@ def begins(made: MadeSpike) -> int:
     """The layer after which a spike has begun."""
     if made.found.sites:
         return max(site[0] for site in made.found.sites)
-    return made.context.layer if made.spike.by_mlp else made.context.scan.spike_layers[0]
+    return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
 
 
 def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:
     """What the spike of a place needs before the MLP of the layer in which it begins."""
-    context, layer = made.context, begins(made)
-    ids, at = context.ids[:TEXTS], context.at[:TEXTS]
-    other = context.ordinary(layer, ids.shape[1] // 2)[:TEXTS]
+    scan, layer = made.scan, begins(made)
+    ids, at = scan.ids[:TEXTS], scan.at[:TEXTS]
+    other = scan.ordinary(layer, ids.shape[1] // 2)[:TEXTS]
     return _claims(setup, made, PositionEffect(setup.target, ids, at, other, layer), made.spike.place.words, "marks")
 
 
@@ -42,7 +42,7 @@ def repetition_marks(setup: Setup, made: MadeSpike, prefix: int, token: int, rep
 def _claims(setup: Setup, made: MadeSpike, effect: PositionEffect, place: str, role: str) -> tuple[Claim, ...]:
     """What is left of the norm above a typical one without all marks, and without each."""
     layer = begins(made)
-    effect = replace(effect, without=tuple(made.context.scan.shared_dims))
+    effect = replace(effect, without=tuple(made.scan.shared_dims))
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
     marks = effect.marks(candidates)
     others, name = beside(setup, marks, (), layer, candidates)

@@ -81,7 +81,7 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = Survey.of(Setup.open(model, **opening))
     dims: list[int] = []
     for place in survey.spikes:
-        dims += dims_of(survey.context(place).scan)
+        dims += dims_of(survey.scan(place))
     return tuple(dict.fromkeys(dims))
 
 

@@ -58,10 +58,10 @@ class CausalSet:
         drop_sink_layer: Share of the spike's norm that is lost when the set is zeroed, at the layer that builds most of
             it.
         drop_last_layer: The same share at the last layer after which the norm stands out.
+        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
         drop_attention: Share of the attention to the place that is lost, over the heads of the sink after this layer.
             None if there are no such heads among the layers read.
         heads_lost: Share of these heads that lose at least half of that attention.
-        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
         claims: What is left of the spike along its direction: without the set, and without each of it.
@@ -71,9 +71,9 @@ class CausalSet:
     neurons: tuple[Neuron, ...]
     drop_sink_layer: float
     drop_last_layer: float
-    drop_attention: float | None
-    heads_lost: float | None
     control: float
+    drop_attention: float | None = None
+    heads_lost: float | None = None
     margin_norm: float | None = None
     margin_attention: float | None = None
     claims: tuple[Claim, ...] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from einops import reduce
@@ -16,13 +17,12 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Outcome, Search
-from sinkscope.results.parts import neurons_of
-from sinkscope.sinks.find.layer_scan import AS_BEFORE
+from sinkscope.results.parts import neurons_of, sites_of
+from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.components import Heads, Sites, silencing
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
@@ -70,46 +70,50 @@ class _SpikeSearch:
     """The search for the neurons that make a spike.
 
     Attributes:
-        context: The model, texts with the place, and their layer scan.
+        scan: The model at the places of the spike.
         heads: The heads after the sink layer that attend to the place.
         place: The words for the places.
+        seed: Seed of the random neurons.
         asked: Norms and projections `[what text layer]` with each set silenced that was asked about before.
     """
 
-    context: SinkContext
+    scan: LayerScan
     heads: Heads
     place: str
+    seed: int
     asked: dict[Sites, Tensor] = field(default_factory=dict)
 
     @property
     def ends(self) -> tuple[int, int]:
         """The sink layer, and the last layer after which the norm stands out."""
-        scan = self.context.scan
-        return self.context.layer, max(scan.spike_layers[-1], scan.stages[-1])
+        return self.scan.layer, max(self.scan.spike_layers[-1], self.scan.stages[-1])
 
     @property
     def search_so_far(self) -> Search:
         """How many sets were tried."""
         return Search("sets of neurons", len(self.asked))
 
+    def random(self, sites: Sites, excluded: Sites) -> list[Sites]:
+        """The sets that a set is held against, without some neurons."""
+        return random_sets(self.scan.target, sites, excluded, self.seed)
+
     def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
-        length = max(ATTENTION_LENGTH, self.context.up_to_place + ATTENTION_LENGTH // 2)
+        length = max(ATTENTION_LENGTH, self.scan.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
-        return self.context.trial(silencing(sets), length, texts, **reading)
+        return self.scan.trial(silencing(sets), length, texts, **reading)
 
     def ask(self, sets: Sequence[Sites], *others: Trial) -> list[Effects]:
         """Silence each set that was not asked about before, and run other trials in the same walk."""
-        context = self.context
+        scan = self.scan
         new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
         if not new and not others:
             return []
-        trial = context.trial(silencing(new), upto=self.ends[1], directions=context.directions)
-        first, *read = side_by_side(context.target, [trial, *others])
-        read_of_sets = [(first.intact_norms, first.intact_along), *zip(first.norms, first.along, strict=True)]
-        for sites, of_set in zip([(), *new], read_of_sets, strict=True):
-            self.asked[sites] = torch.stack(of_set).expand(-1, len(context.ids), -1)
+        trial = scan.trial(silencing(new), upto=self.ends[1], directions=scan.directions)
+        first, *read = side_by_side(scan.target, [trial, *others])
+        for sites, norms, along in zip([(), *new], first.norms, first.along, strict=True):
+            self.asked[sites] = torch.stack([norms, along]).expand(-1, len(scan.ids), -1)
         return read
 
     def read(self, sets: Sequence[Sites]) -> Float[Tensor, "what set text layer"]:
@@ -123,8 +127,8 @@ class _SpikeSearch:
         The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
         of the rise is gone.
         """
-        before = self.context.scan.norm_before
-        typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
+        before = self.scan.norm_before
+        typical = torch.tensor(self.scan.typical_norm)[list(layers)]
         norms = self.read(sets)[0][..., layers]
         intact = self.asked[()][0][:, layers]
         lowest = torch.maximum(SPIKE_RATIO * typical, torch.tensor(AS_BEFORE * before))
@@ -143,7 +147,7 @@ class _SpikeSearch:
         """The set and those of the other candidates that attention needs as well."""
 
         def remove(sets: list[Sites]) -> list[Removal]:
-            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets])])
+            (edited,) = side_by_side(self.scan.target, [self.attention_trial([chosen + some for some in sets])])
             return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
 
         return chosen + without_unneeded(others, remove)
@@ -156,31 +160,35 @@ class _SpikeSearch:
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
         """
-        sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.seed)]
+        sets = [chosen, *self.random(chosen, excluded)]
         trials: list[Trial] = []
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others]))
-            if len(self.context.ids) > 1:
+            if len(self.scan.ids) > 1:
                 trials.append(self.attention_trial([chosen], OTHER_TEXTS))
         read = self.ask(sets, *trials)
         lost = 1 - self.read(sets)[0] / self.asked[()][0]
         drops = lost.mean(1)[:, list(self.ends)]
-        control = float(drops[1:].max())
         here, last = drops[0].tolist()
-        found = CausalSet(neurons_of(chosen), here, last, None, None, control)
+        found = CausalSet(
+            neurons=neurons_of(chosen),
+            drop_sink_layer=here,
+            drop_last_layer=last,
+            control=float(drops[1:].max()),
+            margin_norm=margin_of(lost[0, :, self.scan.layer].numpy()),
+        )
         if read:
             attention = read[0].attention_drops(self.heads)
             of_heads = heads_lost(attention)
             if of_heads[0] < NEEDED <= of_heads[-1]:
                 return self.compared(self.grown(chosen, others), excluded)
-            layer, head = torch.tensor(self.heads).T
-            kept = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read]
-            in_texts = reduce(torch.cat(kept), "text pair -> text", "mean")
+            given = torch.cat([each.attention_from(self.heads)[:2] for each in read], 1)
+            in_texts = reduce(given[1] / given[0], "text pair -> text", "mean")
             found = replace(
                 found,
                 drop_attention=1 - float(in_texts.mean()),
                 heads_lost=of_heads[0],
-                control=max(control, float(attention[1 : len(sets)].mean(1).max())),
+                control=max(found.control, float(attention[1 : len(sets)].mean(1).max())),
                 margin_attention=margin_of(in_texts.numpy()),
                 readers=self.readers(chosen, read[0], in_texts),
             )
@@ -188,7 +196,7 @@ class _SpikeSearch:
             return None
         alone = [(site,) for site in chosen] if len(chosen) > 1 else []
         claims = self.claims([chosen], excluded, "makes") + self.claims(alone, chosen, "makes alone")
-        return replace(found, margin_norm=margin_of(lost[0, :, self.context.layer].numpy()), claims=claims)
+        return replace(found, claims=claims)
 
     def readers(self, chosen: Sites, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
         """The heads, if each loses half of its attention without a set.
@@ -201,14 +209,13 @@ class _SpikeSearch:
         drops = read.attention_drops(self.heads)
         if float(drops[0].min()) < NEEDED:
             return None
-        layer, head = torch.tensor(self.heads).T
-        intact, after = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
+        intact, after = read.attention_from(self.heads)[:2].mean(1)
         neurons = neurons_of(chosen)
         readers = readers_of(self.heads, intact, after, neurons, self.search_so_far)
         outcome = Outcome("attention", heads=readers.heads)
         contrasts = [INTACT, by_chance(neurons, 1 - drops[1:-1].mean(1))]
         claim = claim_of("carries", neurons, outcome, self.place, left, contrasts, self.search_so_far)
-        return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.context.ids)))
+        return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.scan.ids)))
 
     def claims(self, sets: Sequence[Sites], excluded: Sites, role: str) -> tuple[Claim, ...]:
         """What is left of the spike without each of some sets, beside random ones; all are asked about in one walk.
@@ -217,11 +224,9 @@ class _SpikeSearch:
         """
         if not sets:
             return ()
-        beside: list[list[Sites]] = []
-        for sites in sets:
-            beside.append([sites, *random_sets(self.context.target, sites, excluded, self.context.seed)])
-        layer = max(self.context.layer, *(site[0] for sites in sets for site in sites))
-        along = self.read([each for sites in beside for each in sites])[1] / self.asked[()][1]
+        beside = [[sites, *self.random(sites, excluded)] for sites in sets]
+        layer = max(self.scan.layer, *(site[0] for sites in sets for site in sites))
+        along = self.read(list(chain(*beside)))[1] / self.asked[()][1]
         claims: list[Claim] = []
         for sites, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
             neurons, outcome = neurons_of(sites), Outcome("spike", layers=(layer,))
@@ -231,16 +236,16 @@ class _SpikeSearch:
 
     def with_backups(self, candidates: dict[Site, Candidate]) -> Sites | None:
         """The set with neurons that bring the spike back while others are silent; these join the candidates."""
-        context, known = self.context, {*candidates}
-        here = self.smallest(tuple(candidates), context.layer)
+        scan, known = self.scan, {*candidates}
+        here = self.smallest(tuple(candidates), scan.layer)
         for _ in range(BACKUP_ROUNDS if here else 0):
             silent = (*(here or ()), *(site for site in candidates if site not in known))
-            with Ablate(sites=silent).on(context.target):
-                without = context.elsewhere(context.ids, context.at, self.ends[1])
+            with Ablate(sites=silent).on(scan.target):
+                without = scan.elsewhere(scan.ids, scan.at, self.ends[1])
                 returning: list[Candidate] = []
-                for stage in without.scan.stages:
-                    if stage > context.layer:
-                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES)
+                for stage in without.stages:
+                    if stage > scan.layer:
+                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES, self.seed)
             backups = {neuron.site: neuron for neuron in returning if neuron.site not in silent}
             if not backups:
                 break
@@ -255,8 +260,8 @@ class _SpikeSearch:
         candidates = {neuron.site: neuron for neuron in neurons}
         minimal = self.smallest(tuple(candidates), *self.ends)
         if minimal is None:
-            most = min(MORE_CANDIDATES, self.context.target.d_mlp // 2)
-            for neuron in stage_neurons(self.context, self.context.layer, most):
+            most = min(MORE_CANDIDATES, self.scan.target.d_mlp // 2)
+            for neuron in stage_neurons(self.scan, self.scan.layer, most, self.seed):
                 candidates.setdefault(neuron.site, neuron)
             minimal = self.smallest(tuple(candidates), *self.ends)
         tried = len(candidates)
@@ -270,26 +275,27 @@ class _SpikeSearch:
             return FoundSet(None, tuple(neurons), tried)
         added = tuple(candidates[site] for site in best.edit_sites if candidates[site] not in neurons)
         found = FoundSet(best, (*neurons, *added), tried)
-        adding = tuple(neuron.site for neuron in found.adding)
+        adding = sites_of(found.adding)
         claims = self.claims([(site,) for site in adding], adding, "adds")
         return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
 
 
-def causal_set(context: SinkContext, place: str, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
+def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
 
     Args:
-        context: The model at the places of the spike.
+        scan: The model at the places of the spike.
         place: The words for these places.
+        seed: Seed of the random neurons.
         heads: The heads that attend to them.
         top_k: Number of candidates of the sink layer.
 
     Returns:
         Nothing if no MLP makes the spike.
     """
-    if not context.scan.stages:
+    if not scan.stages:
         return FoundSet()
-    later = [head for head in heads if head[0] > context.layer]
-    return _SpikeSearch(context, later, place).search(verify_neurons(context, top_k))
+    later = [head for head in heads if head[0] > scan.layer]
+    return _SpikeSearch(scan, later, place, seed).search(verify_neurons(scan, top_k, seed))

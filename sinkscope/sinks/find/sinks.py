@@ -8,11 +8,12 @@ import torch
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
+from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.readers import HeadByHead
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
 from sinkscope.sinks.find.spikes import MadeSpike
-from sinkscope.sinks.find.survey import Survey, ordinary_position
+from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.removal.position_effect import PositionEffect
 

@@ -1,20 +1,15 @@
-"""What the steps of `find_sinks` share: where the sinks and the spikes are, and the model's layers at these places."""
+"""Where the sinks and the spikes are, and the model's layers at these places: what every measurement opens with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
-from sinkscope.results.parts import Parts
 from sinkscope.sinks.find.attention_received import (
     AttentionReceived,
     attention_of_all,
@@ -25,99 +20,6 @@ from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Heads
-from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.tokens import TokenRows
-
-
-def ordinary_position(norms: Float[Tensor, "text pos"], barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
-    """The position of each text that is not barred whose norm is nearest to the typical one of the text."""
-    distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
-    return distance.masked_fill(barred, torch.inf).argmin(1)
-
-
-@dataclass(frozen=True, eq=False)
-class SinkContext:
-    """The model, texts with a place in each, and their layer scan. Every step after the scan reads it.
-
-    Attributes:
-        target: The model.
-        ids: The texts.
-        scan: The layers, as these texts show them at the place.
-        seed: Seed of every random draw.
-        beside: The first token of typical text. None: this is it.
-    """
-
-    target: Target
-    ids: Int[Tensor, "row pos"]
-    scan: LayerScan
-    seed: int
-    beside: SinkContext | None = None
-
-    @cached_property
-    def at(self) -> Int[Tensor, " row"]:
-        """The place in each text."""
-        return torch.as_tensor(self.scan.at).expand(len(self.ids))
-
-    @property
-    def typical(self) -> SinkContext:
-        """The same model in typical text."""
-        return self.beside or self
-
-    @property
-    def layer(self) -> int:
-        """The sink layer of a model that has one."""
-        assert self.scan.sink_layer is not None
-        return self.scan.sink_layer
-
-    @property
-    def up_to_place(self) -> int:
-        """The number of tokens up to the last of the places."""
-        return int(self.at.max()) + 1
-
-    def trial(
-        self, edits: Sequence[Parts], length: int | None = None, texts: slice = slice(None), **reading: Any
-    ) -> Trial:
-        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
-
-        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
-        """
-        if length is None:
-            length = self.up_to_place
-            begins = self.ids[:, :length]
-            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
-                texts = slice(1)
-        return Trial(
-            self.ids[texts, :length],
-            edits,
-            at=self.at[texts],
-            without=self.scan.shared_dims,
-            entering=self.scan.entering.part(texts, length),
-            **reading,
-        )
-
-    @cached_property
-    def directions(self) -> Float[Tensor, "layer d_model"]:
-        """The direction of the spike after each layer: of the residual stream at the places, mean over texts."""
-        size = len(self.scan.layers)
-        spikes = torch.stack([self.scan.spike_after(layer) for layer in range(size)])
-        return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
-
-    def ordinary(self, layer: int, length: int) -> Int[Tensor, " row"]:
-        """The position of the beginning of each text whose norm after a layer is nearest to the typical one.
-
-        The first eighth of this beginning is left out, and so is the place.
-        """
-        positions = torch.arange(length).expand(len(self.ids), -1)
-        barred = (positions < length // 8) | (positions == self.at[:, None])
-        return ordinary_position(self.scan.norms[layer][:, :length], barred)
-
-    def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> SinkContext:
-        """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
-        if upto is None:
-            upto = len(self.scan.layers) - 1
-        scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
-        scan = replace(scan, beside=self.typical.scan)
-        return SinkContext(self.target, ids, scan, self.seed, self.typical)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +38,7 @@ class Survey:
         rate: The sink rate of position 0. None if not all layers were read.
     """
 
-    first: SinkContext
+    first: LayerScan
     received: AttentionReceived
     sinks: tuple[Place, ...]
     other_sinks: LeftOver
@@ -179,10 +81,9 @@ class Survey:
             in_longer = _sinks(more, (), decode)
             if in_longer[0] or more.learned_heads:
                 received, (sinks, other_sinks) = more, in_longer
-        first = SinkContext(setup.target, setup.ids, scan, setup.seed)
-        return cls(first, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
+        return cls(scan, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
 
-    def context(self, place: Place) -> SinkContext:
+    def scan(self, place: Place) -> LayerScan:
         """The model at a place of a spike."""
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first

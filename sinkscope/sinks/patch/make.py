@@ -27,7 +27,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import RepeatedToken
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.patch.evaluate import patch_eval, random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
@@ -276,12 +276,12 @@ def patch_make(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     most = repetition_limit(setup.target, max_repeats)
-    sinks, sink = find_sinks.on(setup), sink_neurons(setup)
+    sinks, made = find_sinks.on(setup), sink_spike(setup)
     setup.record(max_repeats=most)
-    if sink.made is None:
-        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {sink.instead}.")
-    if not sink.made.spike.place.is_first:
-        reason = f"the norm spike is at {sink.made.spike.place}, and this patch keeps the first token's value alone."
+    if made is None:
+        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {instead_of_spike(setup)}.")
+    if not made.spike.place.is_first:
+        reason = f"the norm spike is at {made.spike.place}, and this patch keeps the first token's value alone."
         return PatchMade(verdict="no-sink", reason=reason)
     try:
         patch = SinkPatch.from_result(sinks)
@@ -299,7 +299,7 @@ def patch_make(
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * slowest)
     perplexity = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).perplexity
-    proof = proof_of(setup, sink.made.context.scan, patch, words, count, perplexity)
+    proof = proof_of(setup, made.scan, patch, words, count, perplexity)
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
     return PatchMade(
@@ -338,16 +338,16 @@ def proof_of(
     one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows)[:, 1:].amax(1)
+    before = norms_at(scan, [f"blocks.{min(scan.stages)}.hook_resid_pre"], rows)[:, 1:].amax(1)
     typical = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
     typical[1:] = np.maximum(typical, SLACK * np.array(scan.spike_norm)[layers])[1:]  # no slack where the spike is made
     norms, attention = [], []
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
-            norms.append(norms_at(target, after, scan, rows)[:, 1:].amax(1))
+            norms.append(norms_at(scan, after, rows)[:, 1:].amax(1))
             attention.append(attention_to_first(target, rows)[layers[1:]])
         setup.progress("patches", len(norms), 3)
-    once = [norms_at(target, after, scan, ids)[:, -1] for ids in (one_copy, others)]
+    once = [norms_at(scan, after, ids)[:, -1] for ids in (one_copy, others)]
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,

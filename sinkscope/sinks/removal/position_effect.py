@@ -89,12 +89,10 @@ class PositionEffect:
             reading["places"] = self.places
         if not self.heads:  # later tokens do not change norms
             ids = ids[:, : max(int(torch.as_tensor(place).max()) for place in (at, source)) + 1]
-            edited = effects(self.target, ids, edits, upto=self.layer, **reading)
-            return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
+            return effects(self.target, ids, edits, upto=self.layer, **reading).norms[..., -1:].mean(1)
         behind = min(layer for layer, _ in self.heads)
         edited = effects(self.target, ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        layer, head = torch.tensor(self.heads).T
-        return torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head].mean(1)
+        return edited.attention_from(self.heads).mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:

@@ -20,7 +20,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
+from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.norm import norms_of_copies
 from sinkscope.sinks.repetition.sweep import Reading
 from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
@@ -97,18 +97,18 @@ def read_vocabulary(
     setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: str | Path | None
 ) -> AtlasReading:
     """The repetitions that every token needs at the layer of a spike."""
-    target, context, place = setup.target, made.context, made.spike.place
+    target, scan, place = setup.target, made.scan, made.spike.place
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    clusters = find_clusters(setup, sink_neurons(setup), ids, resume)
-    hold_layers(target, context.layer)
+    clusters = find_clusters(setup, made, ids, resume)
+    hold_layers(target, scan.layer)
 
     def work(tokens: list[int]) -> Columns:
-        needed = repeat_until_half(context, tokens, prefixes(setup, tokens), limit)
+        needed = repeat_until_half(scan, tokens, prefixes(setup, tokens), limit)
         return {"repeats": [token.repeats for token in needed.tokens]}
 
-    settings = {"layer": context.layer, "max_repeats": limit, "place": place.words}
+    settings = {"layer": scan.layer, "max_repeats": limit, "place": place.words}
     columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
     repeats = np.array(columns["repeats"], dtype=float)
     tried = np.flatnonzero(repeats != 1).tolist()
@@ -117,7 +117,7 @@ def read_vocabulary(
     claims: tuple[Claim, ...] = ()
     if compared:
         rows = [[first, *[token] * limit] for first, token in zip(prefixes(setup, compared), compared, strict=True)]
-        claims = (norms_of_copies(setup, context, torch.tensor(rows), 1, len(tried)),)
+        claims = (norms_of_copies(setup, scan, torch.tensor(rows), 1, len(tried)),)
     return AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),

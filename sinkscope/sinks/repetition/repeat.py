@@ -15,7 +15,7 @@ from sinkscope.results.claims import Claim
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -171,13 +171,14 @@ def repeat(
     if read == "probability":
         reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
         return Repeat(read=read, reading=reading)
-    sink = sink_neurons(setup)
+    made = sink_spike(setup)
     if read == "attention":
         reading = read_attention(setup, sweep, ids)
-    elif sink.made is None:
-        reading = NoReading(absence=sink.absence("there is no layer to read repetitions at"))
+    elif made is None:
+        why = "No MLP makes a norm spike, so there is no layer to read repetitions at"
+        reading = NoReading(absence=f"{why}; {instead_of_spike(setup)}.")
     elif every:
-        reading = read_vocabulary(setup, sink.made, sweep.max_repeats, sample, resume)
+        reading = read_vocabulary(setup, made, sweep.max_repeats, sample, resume)
     else:
-        reading = read_norms(setup, sink.made, sweep, ids, ablate)
-    return Repeat(read=read, sink_layer=sink.layer, reading=reading)
+        reading = read_norms(setup, made, sweep, ids, ablate)
+    return Repeat(read=read, sink_layer=None if made is None else made.scan.layer, reading=reading)

@@ -20,7 +20,6 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
-from sinkscope.models.target import Target
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
 from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
@@ -28,7 +27,6 @@ from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
 
 SEQUENCES = 4  # sequences per pass
@@ -207,16 +205,16 @@ def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind ca
 
 @torch.no_grad()
 def norms_at(
-    target: Target, sites: Sequence[str], scan: LayerScan, ids: TokenRows, size: int = SEQUENCES
+    scan: LayerScan, sites: Sequence[str], ids: TokenRows, size: int = SEQUENCES
 ) -> Float[Tensor, "row pos site"]:
     """Norms of the residual stream, as those of the spike: without the dimensions that are massive on all tokens."""
-    norms = trace(target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
+    norms = trace(scan.target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
     return torch.stack([norms[site] for site in sites], dim=2)
 
 
-def norms_at_sink(context: SinkContext, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
+def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
     """Norms after the sink layer, where each pass of so many sequences ends."""
-    return norms_at(context.target, [f"blocks.{context.layer}.hook_resid_post"], context.scan, ids, size)[..., 0]
+    return norms_at(scan, [f"blocks.{scan.layer}.hook_resid_post"], ids, size)[..., 0]
 
 
 def rounded(values: Tensor) -> np.ndarray:
