@@ -34,7 +34,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
-from sinkscope.sinks.tokens import TokenRows, first_tokens
+from sinkscope.sinks.tokens import TokenRows, sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
@@ -289,7 +289,9 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
-    words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
+    words = vocabulary(setup.target, tokens)
+    if not tokens:
+        words = sample_tokens(tokens_of_text(setup), count, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     made = sink_spike(setup)

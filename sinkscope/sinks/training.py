@@ -198,7 +198,7 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
         UnsupportedError: The head of the model is one of another task.
     """
     target = setup.target
-    words = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, setup.n_texts)
+    words = pick_tokens(setup, count=setup.n_texts)
     text = setup.ids[: len(words)]
     end = text.shape[1] - text.shape[1] // LATER
     copies = text.clone()

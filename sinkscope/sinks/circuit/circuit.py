@@ -30,7 +30,6 @@ from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike
 from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import key_bias, key_projection
-from sinkscope.sinks.tokens import prefixes
 from sinkscope.sinks.values import HeadValue, values_of, values_sentence
 
 TRACED = 4  # spikes whose marks are traced at most
@@ -215,7 +214,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         repeats = (word.repeats or 0) * 3 // 2
         if setup.target.max_positions is not None:
             repeats = min(repeats, setup.target.max_positions - 1)
-        claims += repetition_marks(setup, made[0], prefixes(setup, [word.id])[0], word.id, repeats)
+        claims += repetition_marks(setup, made[0], word.id, repeats)
     values, of_values = values_of(setup.target, Survey.of(setup))
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome, Search
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.removal.components import mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
+from sinkscope.sinks.tokens import prefixes, repeated
 
 TEXTS = 2  # pieces of typical text
 
@@ -31,9 +30,9 @@ def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:
     return _claims(setup, made, PositionEffect(setup.target, ids, at, other, layer), made.spike.place.words, "marks")
 
 
-def repetition_marks(setup: Setup, made: MadeSpike, prefix: int, token: int, repeats: int) -> tuple[Claim, ...]:
+def repetition_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) -> tuple[Claim, ...]:
     """What marks the last of many repetitions of a token."""
-    ids = torch.tensor([[prefix, *[token] * repeats]])
+    ids = repeated(prefixes(setup, [token]), [token], repeats)
     effect = PositionEffect(setup.target, ids, repeats, 1, begins(made))
     words = f"the last of {repeats} copies of {setup.tokenizer.decode([token])!r}"
     return _claims(setup, made, effect, words, "marks copies")

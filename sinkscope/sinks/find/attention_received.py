@@ -31,7 +31,7 @@ from sinkscope.sinks.find.places import (
 )
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
 from sinkscope.sinks.removal.components import Heads
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
@@ -180,7 +180,7 @@ class AttentionReceived:
             return []
         return [(layer, head) for layer, head in steady.nonzero().tolist()]
 
-    def readers(self, there: Bool[Tensor, "text pos"]) -> Heads:
+    def readers(self, there: Mask) -> Heads:
         """The (layer, head) pairs that attend to most of some places; empty if too few for a sink.
 
         Fewer heads are enough at a single position than at others, which may be a word that some heads prefer.

@@ -57,7 +57,7 @@ def find_sinks(
     width = setup.target.d_mlp
     if top_k > width:
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
+    words = pick_tokens(setup, tokens)
     first_tokens = prefixes(setup, words)
     limit = repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))

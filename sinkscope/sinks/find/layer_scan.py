@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -22,7 +22,7 @@ from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
 from sinkscope.results.parts import Parts
 from sinkscope.sinks.find.places import stands_out
 from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
 # tokens, as long as they belong to one cluster), and must not hide the one that is looked at.
@@ -64,7 +64,7 @@ class LayerReading:
     entering: LayerInput | None = None
 
 
-def ordinary_position(norms: Float[Tensor, "text pos"], barred: Bool[Tensor, "text pos"]) -> Int[Tensor, " text"]:
+def ordinary_position(norms: Float[Tensor, "text pos"], barred: Mask) -> Int[Tensor, " text"]:
     """The position of each text that is not barred whose norm is nearest to the typical one of the text."""
     distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
     return distance.masked_fill(barred, torch.inf).argmin(1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.models.target import KEPT_POSITIONS
 from sinkscope.results.notation import word_list
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 
 ENOUGH = 0.9  # least coverage and precision of words
 SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
@@ -32,6 +32,8 @@ FEW_PARTS, MOST_PARTS = 2, 4  # rules in one description, and if these and the s
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
 Decode = Callable[[list[int]], str]
+Cases = tuple[tuple[int, int], ...]
+"""Positions, as pairs of the number of a text and a position."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class LeftOver:
     tokens: tuple[TokenShare, ...] = ()
 
 
+def by_count(tokens: Int[Tensor, " case"]) -> list[tuple[int, int]]:
+    """Tokens with their number, the most common first."""
+    return sorted(Counter(tokens.tolist()).items(), key=lambda item: (-item[1], item[0]))
+
+
 @dataclass(frozen=True, eq=False)
 class Places:
     """A set of positions in texts.
@@ -61,22 +68,19 @@ class Places:
     """
 
     ids: Int[Tensor, "text pos"]
-    there: Bool[Tensor, "text pos"]
+    there: Mask
 
     def __len__(self) -> int:
         return int(self.there.sum())
 
-    def without(self, there: Bool[Tensor, "text pos"]) -> Places:
+    def without(self, there: Mask) -> Places:
         """The places without some."""
         return Places(self.ids, self.there & ~there)
 
     def common(self, decode: Decode) -> tuple[TokenShare, ...]:
         """The most common tokens at the places."""
-        tokens, counts = self.ids[self.there].unique(return_counts=True)
-        shares = []
-        for index in counts.argsort(descending=True, stable=True)[:COMMON].tolist():
-            shares.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / len(self)))
-        return tuple(shares)
+        most_common = by_count(self.ids[self.there])[:COMMON]
+        return tuple(TokenShare(decode([token]), count / len(self)) for token, count in most_common)
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,14 @@ class Rule:
         position: The only position. None: any.
         tokens: Ids of the tokens that may stand there. Empty: any.
         first: Whether only the first of these tokens in a text counts.
-        token: The token as text, if there is only one; else empty.
     """
 
     words: str
     position: int | None = None
     tokens: tuple[int, ...] = ()
     first: bool = False
-    token: str = ""
 
-    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    def means(self, ids: TokenRows) -> Mask:
         """The positions of some texts that the words mean."""
         fits = torch.ones_like(ids, dtype=torch.bool)
         if self.tokens:
@@ -121,20 +123,18 @@ class Place:
         coverage: Share of the whole set, of which this is a piece.
         precision: Share of the positions that the words mean which belong to it.
         share: Share of the texts that have such a position.
-        position: The first position of any text.
         common: The most common tokens.
     """
 
-    cases: tuple[tuple[int, int], ...]
+    cases: Cases
     rule: Rule | None
     coverage: float
     precision: float
     share: float
-    position: int
     common: tuple[TokenShare, ...]
 
     @classmethod
-    def of(cls, whole: Places, there: Bool[Tensor, "text pos"], rule: Rule | None, decode: Decode) -> Place:
+    def of(cls, whole: Places, there: Mask, rule: Rule | None, decode: Decode) -> Place:
         """A piece of a set of places."""
         piece = Places(whole.ids, there & whole.there)
         meant = piece.there if rule is None else rule.means(whole.ids)
@@ -144,7 +144,6 @@ class Place:
             coverage=len(piece) / len(whole),
             precision=int((meant & whole.there).sum()) / max(1, int(meant.sum())),
             share=float(piece.there.any(1).float().mean()),
-            position=int(piece.there.any(0).int().argmax()),
             common=piece.common(decode),
         )
 
@@ -157,16 +156,11 @@ class Place:
         return f"{len(self.cases):,} places without a common description (most often {tokens})"
 
     @property
-    def token(self) -> str:
-        """The token that always stands there; empty if there is no single one."""
-        return "" if self.rule is None else self.rule.token
-
-    @property
     def is_first(self) -> bool:
         """Whether it is the first token, of all texts or of some."""
         return not any(at for _, at in self.cases)
 
-    def there(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    def there(self, ids: TokenRows) -> Mask:
         """The positions as a mask of the texts that were surveyed, which may be cut off."""
         mask = torch.zeros_like(ids, dtype=torch.bool)
         text, at = torch.tensor(self.cases).T
@@ -174,7 +168,7 @@ class Place:
         mask[text[within], at[within]] = True
         return mask
 
-    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    def means(self, ids: TokenRows) -> Mask:
         """The positions of any texts that the words mean; none if there are no words."""
         if self.rule is None:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -184,25 +178,23 @@ class Place:
         return self.words
 
 
-def texts_with(place: Place, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
+def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
     """Numbers of some texts with a place, and its first position in each; those in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
     Args:
-        place: The place.
+        cases: The place.
         ids: The texts in which it was found, whole.
     """
     seen: Counter[int] = Counter()
-    known: set[tuple[int, int]] = set()
-    cases: list[tuple[int, int, int]] = []
-    for text, position in sorted(place.cases, key=lambda case: case[1]):
+    turns: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for text, position in sorted(cases, key=lambda case: case[1]):
         token = int(ids[text, position])
-        if (token, text) not in known:
-            known.add((token, text))
-            cases.append((seen[token], position, text))
+        if (token, text) not in turns:
+            turns[token, text] = (seen[token], position, text)
             seen[token] += 1
-    _, at, rows = torch.tensor(sorted(cases)).T
+    _, at, rows = torch.tensor(sorted(turns.values())).T
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
@@ -265,7 +257,7 @@ def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Plac
 
 
 def pieces(
-    places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool] = lambda _: True
+    places: Places, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
 ) -> tuple[tuple[Place, ...], LeftOver]:
     """The parts of a set of places, and what is left over: too few places, or such as do not hold.
 
@@ -293,7 +285,7 @@ def pieces(
     return tuple(found), LeftOver(len(rest), len(rest) / len(places), rest.common(decode))
 
 
-def _rules(places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool]) -> list[Rule]:
+def _rules(places: Places, decode: Decode, holds: Callable[[Mask], bool]) -> list[Rule]:
     """The words for the parts of a set of places."""
     precise: dict[Rule, Tensor] = {}  # with the places that they mean
     chosen: list[Rule] = []
@@ -325,55 +317,47 @@ def _simple(places: Places, decode: Decode) -> list[Rule]:
         rules.append(_at_position(ids, position, decode))
     for token in _tokens_behind(places):
         name = decode([token])
-        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
-        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
+        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,)))
+        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True))
     return rules
 
 
 def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
     """What may be said of the places by a list of tokens."""
     rules = []
-    seen = _tokens_behind(places)
-    precise = []
-    for token in seen:
+    seen = {token: repr(decode([token])) for token in _tokens_behind(places)}
+    precise: dict[int, str] = {}
+    for token, name in seen.items():
         if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
-            precise.append(token)
+            precise[token] = name
     if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
-        names = word_list([repr(decode([token])) for token in precise], COMMON)
+        names = word_list([*precise.values()], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
-        names = word_list([repr(decode([token])) for token in seen], COMMON)
+        names = word_list([*seen.values()], COMMON)
         rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen), first=True))
     return rules + _first_of_a_kind(places.ids, places.there)
 
 
 def _tokens_behind(places: Places) -> list[int]:
     """Tokens that stand at places after the first position, and not always at the same one; the most common first."""
-    there = places.there.clone()
-    there[:, 0] = False
-    seen, counts = places.ids[there].unique(return_counts=True)
-    tokens = []
-    for token in seen[counts.argsort(descending=True, stable=True)].tolist():
-        if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
-            tokens.append(token)
-    return tokens
+    behind = places.ids[:, 1:]
+    most_common = by_count(behind[places.there[:, 1:]])
+    return [token for token, _ in most_common if int((behind == token).any(0).sum()) > 1]
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
     """A position, with the token that always stands there."""
-    tokens = ids[:, position].unique()
-    token = ""
-    if len(tokens) == 1:
-        token = decode([int(tokens[0])])
+    tokens = ids[:, position].unique().tolist()
     words = f"position {position} (any token)"
     if position == 0:
         words = "the first token"
-    elif token:
-        words = f"{token!r} at position {position}"
-    return Rule(words, position=position, token=token)
+    elif len(tokens) == 1:
+        words = f"{decode(tokens)!r} at position {position}"
+    return Rule(words, position=position)
 
 
-def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:
+def _first_of_a_kind(ids: TokenRows, there: Mask) -> list[Rule]:
     """Some first tokens: of different tokens, those that are never a first token elsewhere."""
     texts = there[:, 0]
     others = ids[~texts, 0]

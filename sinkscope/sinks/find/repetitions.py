@@ -24,6 +24,7 @@ from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
 from sinkscope.sinks.removal.search import random_sites
 from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
+from sinkscope.sinks.tokens import repeated
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
 TIMES = 2  # copies that are looked at, of those that are needed
@@ -68,22 +69,23 @@ def repeat_until_half(
     if not target.resident:
         lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
     repeats: list[int | None] = [None] * len(tokens)
+    rows = repeated(prefixes, tokens, limit)
     half_of = scan.spike_norm[scan.layer]
     for length in lengths:
         waiting = [number for number, count in enumerate(repeats) if count is None]
-        ids = torch.tensor([[prefixes[number], *[tokens[number]] * length] for number in waiting])
+        ids = rows[waiting, : length + 1]
         norms = norms_at_sink(scan, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
         for number, row in zip(waiting, norms, strict=True):
             repeats[number] = repeats_until_half(row[1:], half_of)
         progress("repetitions", length, limit)
         if None not in repeats:
             break
-    rows = []
+    read = []
     for token, count in zip(tokens, repeats, strict=True):
-        rows.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
-    by_repetition = [row.repeats for row in rows if row.by_repetition]  # the others are sinks already
+        read.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
+    by_repetition = [token.repeats for token in read if token.by_repetition]  # the others are sinks already
     middle = float(median(by_repetition)) if by_repetition else None
-    return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit)
+    return RepeatsNeeded(tuple(read), middle, repeats.count(None), limit)
 
 
 @torch.no_grad()
@@ -109,7 +111,7 @@ def repetition_spike(
         return None
     token, before = found[0]
     copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
-    rows, *beside = beside_copies(setup, torch.tensor([[before, *[token.id] * copies]]), 1)
+    rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
     layer = max(scan.layer, *(site[0] for site in sites))
     reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
     drawn = [random_sites(scan.target, sites, sites, setup.seed, number) for number in range(RANDOM)]

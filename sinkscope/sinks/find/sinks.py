@@ -86,7 +86,7 @@ def _readers(
         if len(known.neurons) == 1:  # of several, each head may need another one
             return (known.readers,)
     received = survey.received
-    rows, at = texts_with(place, received.ids)
+    rows, at = texts_with(place.cases, received.ids)
     number = READER_TEXTS
     length = max(READER_LENGTH, int(at[:READER_TEXTS].max()) + READER_LENGTH // 3)
     if received.ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from jaxtyping import Bool
-from torch import Tensor
-
 from sinkscope.measure import Setup
 from sinkscope.sinks.find.attention_received import (
     AttentionReceived,
@@ -20,6 +17,7 @@ from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Heads
+from sinkscope.sinks.tokens import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +86,11 @@ class Survey:
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
         judged = self.received.places.ids.shape[1]  # behind that too few queries see a place to read its attention
-        early = replace(place, cases=tuple(case for case in place.cases if case[1] < judged) or place.cases)
-        rows, at = texts_with(early, self.norms.ids)
+        early = tuple(case for case in place.cases if case[1] < judged)
+        rows, at = texts_with(early or place.cases, self.norms.ids)
         return self.first.elsewhere(self.norms.ids[rows], at)
 
-    def spiking(self, place: Place) -> Bool[Tensor, "text pos"]:
+    def spiking(self, place: Place) -> Mask:
         """The positions of a spike in the texts in which sinks were looked for."""
         if self.norms is self.received:
             return place.there(self.received.ids)

@@ -31,7 +31,7 @@ from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.patch.evaluate import patch_eval, random_patch, under
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
-from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
+from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
 # Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated
@@ -331,8 +331,8 @@ def proof_of(
         perplexity: What `patch_eval` measures.
     """
     target = setup.target
-    starts = prefixes(setup, [word.id for word in words])
-    rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
+    ids = [word.id for word in words]
+    rows = repeated(prefixes(setup, ids), ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
     one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)

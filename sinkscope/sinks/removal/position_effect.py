@@ -23,7 +23,7 @@ from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, on
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.rows import KEY_BIAS, At
 from sinkscope.sinks.removal.search import Removal, smallest_set
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
@@ -51,7 +51,7 @@ class PositionEffect:
     other: At
     layer: int | None = None
     heads: Heads = ()
-    places: Bool[Tensor, "text pos"] | None = None
+    places: Mask | None = None
     without: tuple[int, ...] = ()
 
     def only(self, parts: Sequence[int]) -> PositionEffect:

@@ -21,7 +21,7 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 KEY_BIAS, POSITIONS = Component("key bias"), Component("position embedding")
@@ -53,7 +53,7 @@ class Trial:
     ids: TokenRows
     edits: Sequence[Parts]
     at: At = 0
-    places: Bool[Tensor, "text pos"] | None = None
+    places: Mask | None = None
     source: At = -1
     upto: int | None = None
     attention: bool = False

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import plotly.express as px
-import torch
 from jaxtyping import Float, Int
 
 from sinkscope.measure import Setup
@@ -23,7 +22,7 @@ from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.norm import norms_of_copies
 from sinkscope.sinks.repetition.sweep import Reading
-from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import prefixes, repeated, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens in one chunk
 COMPARED = 16  # tokens whose copies are compared with one copy and with other tokens
@@ -116,8 +115,8 @@ def read_vocabulary(
     compared = sample_tokens([ids[row] for row in some], COMPARED, seed_of(setup.seed, "tokens to compare"))
     claims: tuple[Claim, ...] = ()
     if compared:
-        rows = [[first, *[token] * limit] for first, token in zip(prefixes(setup, compared), compared, strict=True)]
-        claims = (norms_of_copies(setup, scan, torch.tensor(rows), 1, len(tried)),)
+        rows = repeated(prefixes(setup, compared), compared, limit)
+        claims = (norms_of_copies(setup, scan, rows, 1, len(tried)),)
     return AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),

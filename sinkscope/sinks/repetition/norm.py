@@ -45,7 +45,6 @@ class NormReading(Reading):
         conditions: "intact"; "set": the sink neurons are zeroed; "control": as many random neurons of the same layers.
         zeroed: The neurons that are zeroed under each condition, (layer, neuron) or (layer, expert, neuron).
         norms: Norm of the repeated token after n repetitions.
-        first_norms: Norm at position 0 in the same pass.
         repeats: First number of repetitions whose intact norm reaches half of the reference. NaN if never.
         reference: Norm of the spike in typical text, median over texts.
         typical: The 5 % quantile, the median and the 95 % quantile of norms at later positions of typical text.
@@ -56,7 +55,6 @@ class NormReading(Reading):
     conditions: tuple[str, ...]
     zeroed: tuple[Sites, ...]
     norms: Float[np.ndarray, "condition token n"]
-    first_norms: Float[np.ndarray, "condition token"]
     repeats: Float[np.ndarray, " token"]
     reference: float
     typical: Float[np.ndarray, " quantile"]
@@ -155,7 +153,6 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
         conditions=tuple(zeroed),
         zeroed=tuple(zeroed.values()),
         norms=rounded(table[:, :, before - 1 + sweep.counts]),
-        first_norms=rounded(table[:, :, 0]),
         repeats=repeats,
         reference=reference,
         typical=typical_quantiles(scan.typical.norms[scan.layer : scan.layer + 1])[:, 0].numpy(),
