@@ -74,7 +74,7 @@ def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
     ids = torch.randint(10, 90, (4, 64))
     ids[:, [5, 9]] = torch.tensor([3, 7])
     whole = Places(ids, torch.isin(ids, torch.tensor([3, 7])))
-    rows, at = texts_with(Place.of(whole, whole.there, None, decode), ids)
+    rows, at = texts_with(Place.of(whole, whole.there, None, decode).cases, ids)
     assert Counter(ids[rows, at].tolist()) == {3: 2, 7: 2}
 
 

@@ -17,8 +17,8 @@ TEXTS = 2  # pieces of typical text
 
 def begins(made: MadeSpike) -> int:
     """The layer after which a spike has begun."""
-    if made.found.sites:
-        return max(site[0] for site in made.found.sites)
+    if made.found.set:
+        return max(neuron.layer for neuron in made.found.set)
     return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
 
 

@@ -81,7 +81,7 @@ def find_sinks(
         scan, found = made[0].scan, made[0].found
         if scan.stages:
             repeats = repeat_until_half(scan, words, first_tokens, limit, setup.progress)
-            repetition = repetition_spike(setup, scan, repeats, first_tokens, found.sites)
+            repetition = repetition_spike(setup, scan, repeats, first_tokens, found.set)
 
     reported = published_for(setup.target.name)
     published = None

@@ -13,9 +13,9 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
-from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Heads, Sites, heads_of, one_by_one, silencing
+from sinkscope.sinks.removal.components import Heads, Neurons, heads_of, one_by_one
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 
 INTACT = Contrast("intact", 1.0)
@@ -70,7 +70,7 @@ def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Con
 
 
 def beside(
-    setup: Setup, parts: Parts, excluded: Sites, depth: int, components: Sequence[Component | Head]
+    setup: Setup, parts: Parts, excluded: Neurons, depth: int, components: Sequence[Component | Head]
 ) -> tuple[list[Parts], str]:
     """What the edit of some parts is held against: 20 edits of as many random neurons of the same layers, or heads.
 
@@ -86,10 +86,10 @@ def beside(
     Returns:
         The edits, and their name in a sentence if they are not random.
     """
-    neurons = [part for part in parts if isinstance(part, Neuron)]
+    neurons = tuple(part for part in parts if isinstance(part, Neuron))
     swapped = tuple(part for part in parts if isinstance(part, Component | Head))
     if neurons and not swapped:
-        return silencing(random_sets(setup.target, sites_of(neurons), excluded, setup.seed)), ""
+        return [*random_sets(setup.target, neurons, excluded, setup.seed)], ""
     barred: set[Part] = {*swapped}
     whole = {part.layer for part in swapped if isinstance(part, Component) and part.kind == "attention"}
     pool: list[Head] = []

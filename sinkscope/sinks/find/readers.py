@@ -11,10 +11,10 @@ import torch
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import POSITION, Component, Head, Part, Parts, neurons_of
+from sinkscope.results.parts import POSITION, Component, Head, Part, Parts
 from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Sites, one_by_one
+from sinkscope.sinks.removal.components import Neurons, one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 
@@ -39,14 +39,14 @@ class HeadByHead:
         setup: The model.
         place: The words for the place.
         effect: The attention of these heads, in some texts.
-        sites: The neurons that make the spike of the place; none if it has none, or components make it.
+        neurons: The neurons that make the spike of the place; none if it has none, or components make it.
         makers: Components that make the spike.
     """
 
     setup: Setup
     place: str
     effect: PositionEffect
-    sites: Sites = ()
+    neurons: Neurons = ()
     makers: Parts = ()
 
     def edit(self, parts: Parts) -> Parts:
@@ -60,12 +60,11 @@ class HeadByHead:
         components, or the position.
         """
         needs = [Need()] * len(self.effect.heads)
-        neurons = neurons_of(self.sites)
-        spike = neurons or self.makers
+        spike = self.neurons or self.makers
         if spike:
             sets: list[Parts] = [spike]
-            if len(neurons) > 1:
-                sets += [(neuron,) for neuron in neurons]
+            if len(self.neurons) > 1:
+                sets += one_by_one(self.neurons)
             lost = self.effect.lost([self.edit(parts) for parts in sets]) >= NEEDED
             for head in lost[0].nonzero().flatten().tolist():
                 alone = lost[1:, head].nonzero().flatten().tolist()
@@ -109,11 +108,11 @@ class HeadByHead:
             parts = tuple(effect.with_heads(swap, alone=True))
         others, name = [], ""
         if parts and POSITION not in parts:
-            others, name = beside(self.setup, parts, self.sites, self.effect.depth - 1, self.effect.components)
+            others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
         edits = [self.edit(parts), *others]
         intact, edited, *random = effect.values(edits)
         attention = float(intact.mean())
-        tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.sites))
+        tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
         if not parts:
             return readers_of(effect.heads, intact, intact, (), tried)
         contrasts = [INTACT]

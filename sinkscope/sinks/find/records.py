@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from sinkscope.results.claims import Claim, Search
 from sinkscope.results.parts import Component, Neuron, Parts, sites_of
 from sinkscope.sinks.find.places import Place
+from sinkscope.sinks.removal.components import Neurons, Sites
 
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
-Sites = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CausalSet:
         readers: The heads of the sink, if all of them lose at least half of that attention without the set.
     """
 
-    neurons: tuple[Neuron, ...]
+    neurons: Neurons
     drop_sink_layer: float
     drop_last_layer: float
     control: float

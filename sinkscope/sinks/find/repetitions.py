@@ -14,15 +14,14 @@ from torch import Tensor
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Outcome, Search
-from sinkscope.results.parts import neurons_of
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.sets import causal_set
-from sinkscope.sinks.removal.components import Sites, silencing
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
-from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
 from sinkscope.sinks.tokens import repeated
 
@@ -90,7 +89,7 @@ def repeat_until_half(
 
 @torch.no_grad()
 def repetition_spike(
-    setup: Setup, scan: LayerScan, needed: RepeatsNeeded, prefixes: Sequence[int], sites: Sites
+    setup: Setup, scan: LayerScan, needed: RepeatsNeeded, prefixes: Sequence[int], neurons: Neurons
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
@@ -101,7 +100,7 @@ def repetition_spike(
         scan: The model at the places of the spike.
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
-        sites: The neurons that make the spike.
+        neurons: The neurons that make the spike.
 
     Returns:
         None if no token reaches that by repetition.
@@ -112,10 +111,10 @@ def repetition_spike(
     token, before = found[0]
     copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
     rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
-    layer = max(scan.layer, *(site[0] for site in sites))
+    layer = max(scan.layer, *(neuron.layer for neuron in neurons))
     reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
-    drawn = [random_sites(scan.target, sites, sites, setup.seed, number) for number in range(RANDOM)]
-    trials = [Trial(rows, silencing([sites, *drawn] if sites else []), **reading)]
+    drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
+    trials = [Trial(rows, [neurons, *drawn] if neurons else [], **reading)]
     trials.append(Trial(torch.cat(beside), [], **reading))
     edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
     outcome, intact = Outcome("norm", layers=(layer,)), edited[0]
@@ -123,10 +122,10 @@ def repetition_spike(
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
     result = RepetitionSpike(token.token, copies, by_copies)
-    if not sites:
+    if not neurons:
         return result
     left = edited[1:] / intact
-    neurons, place = neurons_of(sites), f"the last of {copies} copies of {token.token!r}"
+    place = f"the last of {copies} copies of {token.token!r}"
     contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
     same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
     result = replace(result, same=same)

@@ -17,13 +17,13 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Outcome, Search
-from sinkscope.results.parts import neurons_of, sites_of
+from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
-from sinkscope.sinks.removal.components import Heads, Sites, silencing
+from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
@@ -35,7 +35,6 @@ BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
 ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
-Site = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,19 @@ class FoundSet:
     tried: int = 0
 
     @property
-    def sites(self) -> Sites:
-        """The neurons of the set in the form that interventions take."""
-        return () if self.minimal is None else self.minimal.edit_sites
+    def set(self) -> Neurons:
+        """The neurons of the set."""
+        return () if self.minimal is None else self.minimal.neurons
 
     @property
     def members(self) -> tuple[Candidate, ...]:
-        """The neurons of the set."""
-        return tuple(neuron for neuron in self.neurons if neuron.site in self.sites)
+        """The candidates of the set."""
+        return tuple(neuron for neuron in self.neurons if neuron.address in self.set)
 
     @property
     def adding(self) -> tuple[Candidate, ...]:
-        """Neurons that are causal alone and not in the set."""
-        return tuple(neuron for neuron in self.neurons if neuron.causal and neuron.site not in self.sites)
+        """Candidates that are causal alone and not in the set."""
+        return tuple(neuron for neuron in self.neurons if neuron.causal and neuron.address not in self.set)
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class _SpikeSearch:
     heads: Heads
     place: str
     seed: int
-    asked: dict[Sites, Tensor] = field(default_factory=dict)
+    asked: dict[Neurons, Tensor] = field(default_factory=dict)
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -93,35 +92,35 @@ class _SpikeSearch:
         """How many sets were tried."""
         return Search("sets of neurons", len(self.asked))
 
-    def random(self, sites: Sites, excluded: Sites) -> list[Sites]:
+    def random(self, neurons: Neurons, excluded: Neurons) -> list[Neurons]:
         """The sets that a set is held against, without some neurons."""
-        return random_sets(self.scan.target, sites, excluded, self.seed)
+        return random_sets(self.scan.target, neurons, excluded, self.seed)
 
-    def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
+    def attention_trial(self, sets: Sequence[Neurons], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
         length = max(ATTENTION_LENGTH, self.scan.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
-        return self.scan.trial(silencing(sets), length, texts, **reading)
+        return self.scan.trial(sets, length, texts, **reading)
 
-    def ask(self, sets: Sequence[Sites], *others: Trial) -> list[Effects]:
+    def ask(self, sets: Sequence[Neurons], *others: Trial) -> list[Effects]:
         """Silence each set that was not asked about before, and run other trials in the same walk."""
         scan = self.scan
-        new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
+        new = [neurons for neurons in dict.fromkeys(sets) if neurons not in self.asked]
         if not new and not others:
             return []
-        trial = scan.trial(silencing(new), upto=self.ends[1], directions=scan.directions)
+        trial = scan.trial(new, upto=self.ends[1], directions=scan.directions)
         first, *read = side_by_side(scan.target, [trial, *others])
-        for sites, norms, along in zip([(), *new], first.norms, first.along, strict=True):
-            self.asked[sites] = torch.stack([norms, along]).expand(-1, len(scan.ids), -1)
+        for neurons, norms, along in zip([(), *new], first.norms, first.along, strict=True):
+            self.asked[neurons] = torch.stack([norms, along]).expand(-1, len(scan.ids), -1)
         return read
 
-    def read(self, sets: Sequence[Sites]) -> Float[Tensor, "what set text layer"]:
+    def read(self, sets: Sequence[Neurons]) -> Float[Tensor, "what set text layer"]:
         """The norms and the projections with each set silenced."""
         self.ask(sets)
-        return torch.stack([self.asked[sites] for sites in sets], 1)
+        return torch.stack([self.asked[neurons] for neurons in sets], 1)
 
-    def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
+    def removals(self, sets: Sequence[Neurons], *layers: int) -> list[Removal]:
         """Whether each set takes the spike away at these layers.
 
         The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
@@ -139,20 +138,20 @@ class _SpikeSearch:
         drops = (1 - norms / intact)[..., -1].mean(1)
         return list(map(Removal, (share >= NEARLY_ALL).tolist(), drops.tolist()))
 
-    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
+    def smallest(self, neurons: Neurons, *layers: int) -> Neurons | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
-        return smallest_set(sites, lambda sets: self.removals(sets, *layers))
+        return smallest_set(neurons, lambda sets: self.removals(sets, *layers))
 
-    def grown(self, chosen: Sites, others: Sites) -> Sites:
+    def grown(self, chosen: Neurons, others: Neurons) -> Neurons:
         """The set and those of the other candidates that attention needs as well."""
 
-        def remove(sets: list[Sites]) -> list[Removal]:
+        def remove(sets: list[Neurons]) -> list[Removal]:
             (edited,) = side_by_side(self.scan.target, [self.attention_trial([chosen + some for some in sets])])
             return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
 
         return chosen + without_unneeded(others, remove)
 
-    def compared(self, chosen: Sites, excluded: Sites, others: Sites = ()) -> CausalSet | None:
+    def compared(self, chosen: Neurons, excluded: Neurons, others: Neurons = ()) -> CausalSet | None:
         """A set with its effects and controls; None if a random set has as large an effect.
 
         Args:
@@ -171,7 +170,7 @@ class _SpikeSearch:
         drops = lost.mean(1)[:, list(self.ends)]
         here, last = drops[0].tolist()
         found = CausalSet(
-            neurons=neurons_of(chosen),
+            neurons=chosen,
             drop_sink_layer=here,
             drop_last_layer=last,
             control=float(drops[1:].max()),
@@ -194,11 +193,11 @@ class _SpikeSearch:
             )
         if min(here, last) <= found.control:
             return None
-        alone = [(site,) for site in chosen] if len(chosen) > 1 else []
+        alone = [(one,) for one in chosen] if len(chosen) > 1 else []
         claims = self.claims([chosen], excluded, "makes") + self.claims(alone, chosen, "makes alone")
         return replace(found, claims=claims)
 
-    def readers(self, chosen: Sites, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
+    def readers(self, chosen: Neurons, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
         """The heads, if each loses half of its attention without a set.
 
         Args:
@@ -210,43 +209,42 @@ class _SpikeSearch:
         if float(drops[0].min()) < NEEDED:
             return None
         intact, after = read.attention_from(self.heads)[:2].mean(1)
-        neurons = neurons_of(chosen)
-        readers = readers_of(self.heads, intact, after, neurons, self.search_so_far)
+        readers = readers_of(self.heads, intact, after, chosen, self.search_so_far)
         outcome = Outcome("attention", heads=readers.heads)
-        contrasts = [INTACT, by_chance(neurons, 1 - drops[1:-1].mean(1))]
-        claim = claim_of("carries", neurons, outcome, self.place, left, contrasts, self.search_so_far)
+        contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
+        claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
         return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.scan.ids)))
 
-    def claims(self, sets: Sequence[Sites], excluded: Sites, role: str) -> tuple[Claim, ...]:
+    def claims(self, sets: Sequence[Neurons], excluded: Neurons, role: str) -> tuple[Claim, ...]:
         """What is left of the spike without each of some sets, beside random ones; all are asked about in one walk.
 
         It is read after the last of all neurons of these sets: before it, it says nothing about them.
         """
         if not sets:
             return ()
-        beside = [[sites, *self.random(sites, excluded)] for sites in sets]
-        layer = max(self.scan.layer, *(site[0] for sites in sets for site in sites))
+        beside = [[neurons, *self.random(neurons, excluded)] for neurons in sets]
+        layer = max(self.scan.layer, *(neuron.layer for neuron in chain(*sets)))
         along = self.read(list(chain(*beside)))[1] / self.asked[()][1]
+        outcome = Outcome("spike", layers=(layer,))
         claims: list[Claim] = []
-        for sites, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
-            neurons, outcome = neurons_of(sites), Outcome("spike", layers=(layer,))
+        for neurons, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
             contrasts = [INTACT, by_chance(neurons, left[1:].mean(1))]
             claims.append(claim_of(role, neurons, outcome, self.place, left[0], contrasts, self.search_so_far))
         return tuple(claims)
 
-    def with_backups(self, candidates: dict[Site, Candidate]) -> Sites | None:
+    def with_backups(self, candidates: dict[Neuron, Candidate]) -> Neurons | None:
         """The set with neurons that bring the spike back while others are silent; these join the candidates."""
         scan, known = self.scan, {*candidates}
         here = self.smallest(tuple(candidates), scan.layer)
         for _ in range(BACKUP_ROUNDS if here else 0):
-            silent = (*(here or ()), *(site for site in candidates if site not in known))
-            with Ablate(sites=silent).on(scan.target):
+            silent = (*(here or ()), *(neuron for neuron in candidates if neuron not in known))
+            with Ablate(sites=sites_of(silent)).on(scan.target):
                 without = scan.elsewhere(scan.ids, scan.at, self.ends[1])
                 returning: list[Candidate] = []
                 for stage in without.stages:
                     if stage > scan.layer:
                         returning += stage_neurons(without, stage, BACKUP_CANDIDATES, self.seed)
-            backups = {neuron.site: neuron for neuron in returning if neuron.site not in silent}
+            backups = {neuron.address: neuron for neuron in returning if neuron.address not in silent}
             if not backups:
                 break
             candidates |= backups
@@ -257,26 +255,26 @@ class _SpikeSearch:
 
     def search(self, neurons: Sequence[Candidate]) -> FoundSet:
         """The smallest set of these neurons and, if necessary, of further ones."""
-        candidates = {neuron.site: neuron for neuron in neurons}
+        candidates = {neuron.address: neuron for neuron in neurons}
         minimal = self.smallest(tuple(candidates), *self.ends)
         if minimal is None:
             most = min(MORE_CANDIDATES, self.scan.target.d_mlp // 2)
             for neuron in stage_neurons(self.scan, self.scan.layer, most, self.seed):
-                candidates.setdefault(neuron.site, neuron)
+                candidates.setdefault(neuron.address, neuron)
             minimal = self.smallest(tuple(candidates), *self.ends)
         tried = len(candidates)
         if minimal is None:
             minimal = self.with_backups(candidates)
         best = None
         if minimal is not None:
-            others = tuple(site for site in candidates if site not in minimal)
+            others = tuple(neuron for neuron in candidates if neuron not in minimal)
             best = self.compared(minimal, tuple(candidates), others)
         if best is None:
             return FoundSet(None, tuple(neurons), tried)
-        added = tuple(candidates[site] for site in best.edit_sites if candidates[site] not in neurons)
+        added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
         found = FoundSet(best, (*neurons, *added), tried)
-        adding = sites_of(found.adding)
-        claims = self.claims([(site,) for site in adding], adding, "adds")
+        adding = tuple(neuron.address for neuron in found.adding)
+        claims = self.claims([(neuron,) for neuron in adding], adding, "adds")
         return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
 
 

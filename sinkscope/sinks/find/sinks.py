@@ -96,8 +96,8 @@ def _readers(
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
     effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
-    sites, makers = (), ()
+    neurons, makers = (), ()
     for one in standing:
-        sites += one.found.sites or tuple(neuron.site for neuron in one.found.adding)
+        neurons += one.found.set or tuple(neuron.address for neuron in one.found.adding)
         makers += one.spike.makers
-    return HeadByHead(setup, place.words, effect, sites, makers).groups()
+    return HeadByHead(setup, place.words, effect, neurons, makers).groups()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from sinkscope.hooks.edit.quantize import down_projection, linear_modules
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.removal.components import Sites
-from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.removal.components import Neurons
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.tokens import TokenRows
 
 DRAWS = 3
@@ -40,18 +41,18 @@ class Sink:
     """
 
     places: tuple[Place, ...]
-    neurons: Sites
+    neurons: Neurons
     layers: tuple[int, ...]
 
     @classmethod
     def of(cls, found: FindSinks) -> Sink:
         """What `find_sinks` says."""
         places = [each.place for each in found.spikes or found.sinks if each.place is not None]
-        neurons: Sites = ()
+        neurons: Neurons = ()
         for spike in found.spikes:
             if spike.set is not None:
-                neurons += spike.set.edit_sites
-        layers = {stage.layer for stage in found.stages} | {site[0] for site in neurons}
+                neurons += spike.set.neurons
+        layers = {stage.layer for stage in found.stages} | {neuron.layer for neuron in neurons}
         return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
 
 
@@ -80,8 +81,9 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
         if places.any():
             compared[name] = kept("places", [one.nonzero().tolist() for one in (places, *random)])
     if sink.neurons and not experts:
-        drawn = [random_sites(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared[NEURONS] = kept("neurons", [sink.neurons, *drawn])
+        sets = [sink.neurons]
+        sets += [random_neurons(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
+        compared[NEURONS] = kept("neurons", map(sites_of, sets))
     layers = beside_layers(setup, sink.layers)
     if sink.layers and not experts:
         compared[PROJECTIONS] = kept("layers", [down_projections(target, one) for one in layers])
@@ -90,7 +92,7 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     return compared
 
 
-def kept(name: str, values: Sequence[Any]) -> Compared:
+def kept(name: str, values: Iterable[Any]) -> Compared:
     """Values of a field of `Quantize`."""
     return [{name: value} for value in values]
 

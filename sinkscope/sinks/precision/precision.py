@@ -16,7 +16,7 @@ from sinkscope.measure import Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search, percent_pair
 from sinkscope.results.notation import neuron_names, word_list
-from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of
+from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of, sites_of
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
@@ -274,7 +274,7 @@ def precision(
         rounded=tuple(rounded),
         costliest=costliest,
         place=word_list([place.words for place in sink.places]) if sink.places else "",
-        neurons=sink.neurons,
+        neurons=sites_of(sink.neurons),
         layers=sink.layers,
     )
 

@@ -13,14 +13,14 @@ from jaxtyping import Float
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
-from sinkscope.results.parts import neurons_of, sites_of
+from sinkscope.results.parts import sites_of
 from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.removal.components import Sites
-from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import (
     Reading,
     Sweep,
@@ -126,14 +126,16 @@ def norms_of_copies(setup: Setup, scan: LayerScan, rows: TokenRows, before: int,
 
 def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, ablate: bool) -> NormReading:
     """The norms of repeated tokens at the layer of a spike."""
-    scan, before, sites = made.scan, len(sweep.before), sites_of(made.neurons)
+    scan, before = made.scan, len(sweep.before)
+    neurons = tuple(neuron.address for neuron in made.neurons)
     reference, outcome = scan.spike_norm[scan.layer], Outcome("norm", (scan.layer,))
     zeroed: dict[str, Sites] = {"intact": ()}
-    if ablate and sites:
-        zeroed |= {"set": sites, "control": random_sites(setup.target, sites, sites, setup.seed)}
+    if ablate and neurons:
+        control = random_neurons(setup.target, neurons, neurons, setup.seed)
+        zeroed |= {"set": sites_of(neurons), "control": sites_of(control)}
     norms = []
-    for neurons in zeroed.values():
-        with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
+    for sites in zeroed.values():
+        with Ablate(sites=sites).on(setup.target) if sites else nullcontext():
             norms.append(norms_at_sink(scan, ids))
         setup.progress("repetitions", len(norms), len(zeroed))
     table = torch.stack(norms)  # condition token pos
@@ -146,7 +148,7 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
         claims.append(norms_of_copies(setup, scan, ids[rows], before, len(tried)))
     if len(zeroed) > 1 and len(reached):
         left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-        claims.append(claim_of(neurons_of(zeroed["set"]), claims[0].place, outcome, left, len(tried)))
+        claims.append(claim_of(neurons, claims[0].place, outcome, left, len(tried)))
     return NormReading(
         sweep=sweep,
         place=made.spike.place.words,
