@@ -14,15 +14,15 @@ from torch.nn import functional
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.patch.evaluate import random_patch, under
+from sinkscope.sinks.patch.patches import chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.probability import chosen_patch
 from sinkscope.sinks.repetition.sweep import claim_of, norms_at_sink
 from sinkscope.sinks.tokens import TokenRows
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 
 from sinkscope.errors import RefusedError, SinkscopeError
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
@@ -28,7 +29,8 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
-from sinkscope.sinks.patch.evaluate import patch_eval, random_patch, under
+from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
 from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, repetition_limit

@@ -20,7 +20,7 @@ from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neu
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import held_out
+from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.precision.exact import (
     DRAWS,
     LAYERS,

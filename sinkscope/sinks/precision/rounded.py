@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.models.target import Target
-from sinkscope.sinks.patch.evaluate import logits_of
+from sinkscope.sinks.held_out import logits_of
 from sinkscope.sinks.precision.exact import Exact
 from sinkscope.sinks.tokens import TokenRows
 

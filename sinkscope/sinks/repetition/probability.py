@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
 from sinkscope.hooks.trace.run import trace
@@ -24,8 +21,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
+from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
@@ -123,7 +119,7 @@ def read_probabilities(
     setup: Setup,
     sweep: Sweep,
     rows: TokenRows,
-    patch: SinkPatch | str | os.PathLike[str] | None,
+    patch: PatchArgument,
     answer_after: Sequence[int] | None,
     new_tokens: int | None,
 ) -> ProbabilityReading:
@@ -189,14 +185,6 @@ def read_probabilities(
         answers=tuple(answers),
         claims=tuple(claims),
     )
-
-
-def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
-    """The given patch, or that of `find_sinks`; None if there is none for this model."""
-    if patch is not None:
-        return read_patch_argument(patch)
-    with suppress(SinkscopeError):
-        return SinkPatch.from_result(find_sinks.on(setup))
 
 
 def stopped_after(is_token: Bool[Tensor, " n"]) -> float:
