@@ -323,15 +323,14 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if not bool(fires.any()):
         return result
     marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
-    every_head = torch.eye(bench.means[..., 0].numel()).bool().view(-1, *bench.means.shape[:2])
-    every_layer = torch.eye(len(bench.means)).bool()[..., None].expand(-1, -1, bench.means.shape[1])
-    lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]))
-    layer_drop = lost[:, 1 : 1 + len(every_layer)]
-    drop = lost[:, 1 + len(every_layer) :].unflatten(1, bench.means.shape[:2])
-    for number in range(len(every_layer)):
-        if not setup.target.has_attention(number):
-            layer_drop[:, number] = torch.nan
-            drop[:, number] = torch.nan
+    layers, heads_of_layer, _ = bench.means.shape
+    every_layer = torch.eye(layers)[..., None].expand(-1, -1, heads_of_layer)
+    every_head = torch.eye(layers * heads_of_layer).unflatten(1, (layers, heads_of_layer))
+    lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]).bool())
+    layer_drop, drop = lost[:, 1 : 1 + layers], lost[:, 1 + layers :].unflatten(1, (layers, heads_of_layer))
+    without_heads = [number for number in range(layers) if not setup.target.has_attention(number)]
+    layer_drop[:, without_heads] = torch.nan
+    drop[:, without_heads] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(lost[:, 0].median()), **drops)
     medians = _medians(layer_drop.numpy())

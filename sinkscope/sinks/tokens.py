@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,14 +49,6 @@ def single_token(tokenizer: Any, string: str) -> int:
         raise SinkscopeError(f"{string!r} is unknown to the tokenizer; {remedy}")
     parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
     raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); {remedy}")
-
-
-def known_token(tokenizer: Any, string: str) -> int | None:
-    """The id of a string that is a single token other than the unknown one, else None."""
-    try:
-        return single_token(tokenizer, string)
-    except SinkscopeError:
-        return None
 
 
 def pick_tokens(setup: Setup, strings: Sequence[str] | None = None, count: int = WORDS) -> list[int]:
@@ -117,7 +110,10 @@ def words_to_repeat(
     before = set(encode(setup, prefix))
     if tokens:
         return pick_tokens(setup, tokens)
-    known = {string: known_token(setup.tokenizer, string) for string in paper}
+    known: dict[str, int | None] = dict.fromkeys(paper)
+    for string in paper:
+        with suppress(SinkscopeError):
+            known[string] = single_token(setup.tokenizer, string)
     drawn = pick_tokens(setup, count=WORDS + len(before) + 2 * len(paper))
     spare = [t for t in drawn if t not in known.values() and t not in before]
     if not paper:

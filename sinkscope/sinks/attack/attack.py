@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -92,7 +92,11 @@ class ClusterAttack(Result):
     @property
     def best(self) -> tuple[int, int] | None:
         """Context and length of the cluster attack with most successful positions; None if none was tried."""
-        return best_of(self.positions)
+        tried = np.nan_to_num(self.positions[0, :, :, 0], nan=-1.0)
+        if tried.max(initial=-1.0) < 0:
+            return None
+        context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
+        return context, length
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -211,7 +215,7 @@ def attack(
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
     size = int(target.config.vocab_size)
     pools = make_pools(clusters or {}, size, left_out)
-    largest = max(map(len, pools.values()), default=0)
+    largest = max(map(len, pools), default=0)
     if 0 < largest < lengths[0] and sequences:
         raise SinkscopeError(
             f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
@@ -221,7 +225,7 @@ def attack(
         sequences = 0
     patches = attack_patches(setup) if sequences else {NONE: None}
     table = np.full((len(COLUMNS), len(patches), len(contexts), len(lengths), len(SOURCES)), np.nan)
-    claims: tuple[Claim, ...] = ()
+    attempts = None
     if sequences and made is not None:
         hold_layers(target, made.scan.layer)
         everyone = make_pools({-1: ordinary}, size, left_out)
@@ -229,10 +233,7 @@ def attack(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             attempts.fill(table)
-        best = best_of(table[0])
-        if best is not None:
-            claims = attempts.claims(best)
-    return ClusterAttack(
+    result = ClusterAttack(
         sink_layer=None if made is None else made.scan.layer,
         clusters=found,
         absence=absence,
@@ -240,15 +241,8 @@ def attack(
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        attacked=claims,
         **dict(zip(COLUMNS, table, strict=True)),
     )
-
-
-def best_of(positions: Cells) -> tuple[int, int] | None:
-    """Context and length of the cluster attack with most successful positions; None if none was tried."""
-    tried = np.nan_to_num(positions[0, :, :, 0], nan=-1.0)
-    if tried.max(initial=-1.0) < 0:
-        return None
-    context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
-    return context, length
+    if attempts is None or result.best is None:
+        return result
+    return replace(result, attacked=attempts.claims(result.best))

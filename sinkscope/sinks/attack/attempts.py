@@ -19,11 +19,11 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens, neurons_of
-from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
+from sinkscope.sinks.attack.sequences import drawn_sequences
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of, norms_at_sink
+from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
 from sinkscope.sinks.tokens import TokenRows
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
@@ -75,7 +75,7 @@ class Attempts:
     scan: LayerScan
     leads: Mapping[str, tuple[int, ...]]
     patches: Mapping[str, SinkPatch | None]
-    pools: tuple[Pools, Pools]
+    pools: tuple[Sequence[Tensor], Sequence[Tensor]]
     lengths: Sequence[int]
     sequences: int
     shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
@@ -150,14 +150,14 @@ class Attempts:
         single = self.spikes(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
-        claims = [claim_of((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
+        claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
             neurons = neurons_of(site.numbers for site in patch.checked_sites)
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
             for words, left in (("Listing 1", listing), ("the patch", patched)):
                 outcome = Outcome(f"spikes under {words}", unit="cases")
-                claims.append(claim_of(neurons, place, outcome, torch.stack([left, intact, control])))
+                claims.append(claim_of_cases(neurons, place, outcome, torch.stack([left, intact, control])))
         return tuple(claims)
 
 

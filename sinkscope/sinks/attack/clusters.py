@@ -19,7 +19,7 @@ from sinkscope.results.parts import Head
 from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
-from sinkscope.sinks.repetition.sweep import claim_of
+from sinkscope.sinks.repetition.sweep import claim_of_cases
 from sinkscope.sinks.tokens import TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
@@ -91,7 +91,7 @@ class TokenClusters:
         for head in self.heads:
             values = np.stack([self.best, self.background, self.other])[:, self.head == head]
             claims.append(
-                claim_of(
+                claim_of_cases(
                     (Head(0, head),),
                     f"the tokens that {head_name(0, head)} serves",
                     Outcome(f"activation of {neuron_name(*self.neuron)}"),

@@ -17,10 +17,6 @@ CHAT = "A chat between a user and an assistant.\nUser: "  # used before the atta
 MARK = "\u2021"  # stands for what the user says
 
 
-Pools = dict[int, Tensor]
-"""Tokens to draw from, by the head that serves them."""
-
-
 def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
     """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty.
 
@@ -43,13 +39,13 @@ def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ..
     return contexts
 
 
-def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> Pools:
+def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> list[Tensor]:
     """The clusters as tensors, without the tokens of `left_out`. Clusters of fewer than two tokens are dropped.
 
     Raises:
         SinkscopeError: A token does not exist in the model.
     """
-    pools = {}
+    pools = []
     for head, tokens in clusters.items():
         ids = sorted({int(token) for token in tokens} - left_out)
         for token in ids:
@@ -59,17 +55,17 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
                     f"from 0 to {vocabulary - 1}"
                 )
         if len(ids) > 1:
-            pools[int(head)] = torch.tensor(ids)
+            pools.append(torch.tensor(ids))
     return pools
 
 
-def drawn_sequences(pools: Pools, length: int, count: int, seed: int) -> TokenRows:
+def drawn_sequences(pools: Sequence[Tensor], length: int, count: int, seed: int) -> TokenRows:
     """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
 
     No rows if no cluster has `length` tokens.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"draw {seed} {length}".encode()))
-    large = [pool for pool in pools.values() if len(pool) >= length]
+    large = [pool for pool in pools if len(pool) >= length]
     if not large:
         return torch.zeros(0, length, dtype=torch.long)
     rows = []

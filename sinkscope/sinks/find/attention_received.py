@@ -71,13 +71,15 @@ class AttentionReceived:
     attending: Bool[Tensor, " layer"]
 
     @classmethod
-    def unread(cls, target: Target, ids: TokenRows, depth: int) -> AttentionReceived:
-        """Nothing yet, for so many layers."""
+    def unread(cls, target: Target, ids: TokenRows) -> AttentionReceived:
+        """Nothing yet."""
         texts, length = ids.shape
+        depth = target.n_layers
+        received = torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES))
         return cls(
             ids,
-            received=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
-            lasting=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
+            received=received,
+            lasting=received.clone(),
             learned=torch.zeros(depth, target.n_heads, texts),
             norms=torch.zeros(depth, texts, length),
             windows=[None] * depth,
@@ -224,7 +226,7 @@ def attention_received(
         progress: Called after each batch.
         batch: Number of texts that run together.
     """
-    received = AttentionReceived.unread(target, ids, target.n_layers)
+    received = AttentionReceived.unread(target, ids)
     for start in range(0, len(ids), batch):
         texts = slice(start, min(start + batch, len(ids)))
         with received.listening(target, texts, without):

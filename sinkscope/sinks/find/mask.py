@@ -96,7 +96,7 @@ def dims_of(scan: LayerScan) -> list[int]:
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:
     """The sinks of a row without padding."""
-    received = AttentionReceived.unread(target, ids, target.n_layers)
+    received = AttentionReceived.unread(target, ids)
     with received.listening(target, slice(None)):
         target.forward(ids, upto=target.n_layers - 1)
     if not bool(received.norms.isfinite().all()):

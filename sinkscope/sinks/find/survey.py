@@ -126,7 +126,7 @@ def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode)
 def _scanned(setup: Setup, whole: bool) -> tuple[LayerScan, AttentionReceived]:
     """The layers of typical text and, unless all of them are read, its attention in the same pass."""
     target = setup.target
-    received = AttentionReceived.unread(target, setup.ids, target.n_layers)
+    received = AttentionReceived.unread(target, setup.ids)
     listening = nullcontext()
     if not whole:
         listening = received.listening(target, slice(None))

@@ -32,7 +32,7 @@ from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
+from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at
 from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
@@ -169,7 +169,7 @@ class PatchMade(Result):
         if not failing.any():
             return (copies,)
         left = stands_out[[PATCHED, INTACT, RANDOM]][:, failing]
-        return copies, claim_of(neurons_of(self.sites), copies.place, outcome, left)
+        return copies, claim_of_cases(neurons_of(self.sites), copies.place, outcome, left)
 
     def conclusion(self) -> str:
         """Whether there is a patch, and its effect on repeated words beside a random patch."""

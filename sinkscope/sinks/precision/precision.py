@@ -122,9 +122,14 @@ class Precision(Result):
     @property
     def claims(self) -> tuple[Claim, ...]:
         """What is left of each cost while something stays exact; none of what no random ones stand beside."""
-        return tuple(self.claim_of(one, one.random) for one in self.rounded if one.random is not None)
+        return tuple(map(self.claim_of, self.compared))
 
-    def claim_of(self, one: Kept, random: float) -> Claim:
+    @property
+    def compared(self) -> list[Kept]:
+        """What random ones stand beside."""
+        return [one for one in self.rounded if one.random is not None]
+
+    def claim_of(self, one: Kept) -> Claim:
         """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         return Claim(
             role="protects",
@@ -134,7 +139,7 @@ class Precision(Result):
             value=min(1.0, 1 - one.regained),
             contrasts=(
                 Contrast("intact", 1.0, 1, "nothing exact"),
-                Contrast("random", 1 - random, DRAWS, "random ones"),
+                Contrast("random", 1 - (one.random or 0.0), DRAWS, "random ones"),
             ),
             draws=self.settings.get("pieces", 1),
             search=self.tried(one.scheme),
@@ -158,17 +163,14 @@ class Precision(Result):
 
     def best(self, scheme: str) -> Kept | None:
         """Of what regains at least half, beyond random ones, what takes the fewest bits; None if nothing does."""
-        worth = []
-        for one in self.rounded:
-            if one.scheme == scheme and one.random is not None and self.claim_of(one, one.random).verdict == "needed":
-                worth.append(one)
+        worth = [one for one in self.compared if one.scheme == scheme and self.claim_of(one).verdict == "needed"]
         return min(worth, key=lambda one: one.bits, default=None)
 
     def conclusion(self) -> str:
         """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
         cost = self.largest
         best = self.best(cost.scheme)
-        if best is None or best.random is None:
+        if best is None:
             return (
                 f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats; nothing kept unrounded recovers half beyond "
                 f"random ones ({self.tried(cost.scheme)})."
@@ -178,7 +180,7 @@ class Precision(Result):
             name = neuron_names(self.neurons, 2)
         elif best.kept in (LAYERS, COSTLIEST):
             name = f"layer {word_list(self.layers_of(best), 2)}"
-        regained, random = percent_pair(best.regained, best.random)
+        regained, random = percent_pair(best.regained, best.random or 0.0)
         return (
             f"Keeping {name} unrounded recovers {regained} of what rounding {WORDS[cost.scheme]} costs, {cost.kl:.2g} "
             f"nats (random ones: {random})."

@@ -106,8 +106,6 @@ class PositionEffect:
 
     def necessity(self, edits: Sequence[Parts]) -> list[float]:
         """The share of the effect that is lost under each edit."""
-        if not edits:
-            return []
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 

@@ -25,7 +25,7 @@ from sinkscope.sinks.repetition.sweep import (
     Reading,
     Sweep,
     beside_copies,
-    claim_of,
+    claim_of_cases,
     claim_of_copies,
     norms_at_sink,
     rounded,
@@ -148,7 +148,7 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
         claims.append(norms_of_copies(setup, scan, ids[rows], before, len(tried)))
     if len(zeroed) > 1 and len(reached):
         left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-        claims.append(claim_of(neurons, claims[0].place, outcome, left, len(tried)))
+        claims.append(claim_of_cases(neurons, claims[0].place, outcome, left, len(tried)))
     return NormReading(
         sweep=sweep,
         place=made.spike.place.words,

@@ -22,7 +22,7 @@ from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_cases, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
 CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
@@ -173,7 +173,7 @@ def read_probabilities(
     neurons: tuple[tuple[int, ...], ...] = ()
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
-        claims.append(claim_of(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
+        claims.append(claim_of_cases(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
     setup.record(patch=neurons)
     return ProbabilityReading(
         sweep=sweep,
