@@ -34,7 +34,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
-from sinkscope.sinks.tokens import TokenRows, sample_tokens, tokens_of_text, vocabulary
+from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
@@ -154,13 +154,13 @@ class MarkingHeads(Result):
     neurons: tuple[str, ...] = ()
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
-    activation: Float[np.ndarray, " token"] | None = None
+    activation: PerToken | None = None
     all_drop: float | None = None
     layer_drop: Float[np.ndarray, "token layer"] | None = None
     drop: Float[np.ndarray, "token layer head"] | None = None
     serves: Bool[np.ndarray, "token head"] | None = None
-    set_drop: Float[np.ndarray, " token"] | None = None
-    control_drop: Float[np.ndarray, " token"] | None = None
+    set_drop: PerToken | None = None
+    control_drop: PerToken | None = None
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -184,7 +184,7 @@ class MarkingHeads(Result):
                 claims.insert(0, self._claim(heads, self.set_drop, control, search))
         return tuple(claims)
 
-    def _claim(self, subject: Any, drop: Float[np.ndarray, " token"], control: Contrast, search: Search) -> Claim:
+    def _claim(self, subject: Any, drop: PerToken, control: Contrast, search: Search) -> Claim:
         drop = drop[np.isfinite(drop)].astype(np.float64)  # as a saved result has it
         left = max(0.0, 1 - float(np.median(drop)))
         contrasts = (Contrast("intact", 1.0), control)

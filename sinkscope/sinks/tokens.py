@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -22,6 +23,8 @@ MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
 
 TokenRows = Int[Tensor, "row pos"]
 """Sequences of token ids."""
+PerToken = Float[np.ndarray, " token"]
+"""A number for each of some tokens."""
 Mask = Bool[Tensor, "text pos"]
 """Some positions of texts."""
 

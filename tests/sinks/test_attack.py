@@ -22,8 +22,7 @@ from refusals import refused
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
-from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
+from sinkscope.sinks.attack.attempts import PATCHES, SOURCES, drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_spike
 
 pytestmark = pytest.mark.few_texts

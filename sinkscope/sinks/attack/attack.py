@@ -23,9 +23,18 @@ from sinkscope.results.claims import Claim
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.attempts import COLUMNS, NONE, PATCHES, SOURCES, WHERE, Attempts, attack_patches
+from sinkscope.sinks.attack.attempts import (
+    COLUMNS,
+    NONE,
+    PATCHES,
+    SOURCES,
+    WHERE,
+    Attempts,
+    attack_contexts,
+    attack_patches,
+    make_pools,
+)
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
-from sinkscope.sinks.attack.sequences import attack_contexts, make_pools
 from sinkscope.sinks.chunks import hold_layers
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.tokens import vocabulary

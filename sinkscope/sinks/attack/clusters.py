@@ -20,7 +20,7 @@ from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
 from sinkscope.sinks.repetition.sweep import claim_of_cases
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import PerToken, TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
 ROWS = 2048  # rows per pass; a token takes one more row than there are heads
@@ -68,10 +68,10 @@ class TokenClusters:
     neuron: tuple[int, ...]
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
-    head: Float[np.ndarray, " token"]
-    best: Float[np.ndarray, " token"]
-    background: Float[np.ndarray, " token"]
-    other: Float[np.ndarray, " token"]
+    head: PerToken
+    best: PerToken
+    background: PerToken
+    other: PerToken
 
     @property
     def heads(self) -> list[int]:

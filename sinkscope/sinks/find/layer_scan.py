@@ -37,6 +37,12 @@ SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
 
+Norms = Float[Tensor, "layer row pos"]
+"""Norm of every position after each layer."""
+PerText = Int[Tensor, " row"]
+"""A position of each text."""
+
+
 @dataclass(frozen=True)
 class LayerReading:
     """What text shows at one layer. Norms are L2; the place is one position of each row, such as the first token's.
@@ -88,7 +94,7 @@ class LayerScan:
 
     target: Target
     ids: TokenRows
-    at: Int[Tensor, " row"]
+    at: PerText
     layers: list[LayerReading]
     beside: LayerScan | None = None
 
@@ -100,12 +106,12 @@ class LayerScan:
         return replace(self.beside, layers=self.beside.layers[: len(self.layers)])
 
     @cached_property
-    def whole_norms(self) -> Float[Tensor, "layer row pos"]:
+    def whole_norms(self) -> Norms:
         """Norm of every position after each layer."""
         return torch.stack([layer.norms for layer in self.layers])
 
     @cached_property
-    def mlp_norms(self) -> Float[Tensor, "layer row pos"]:
+    def mlp_norms(self) -> Norms:
         """Norm of what each layer's MLP adds to the residual stream."""
         return torch.stack([layer.mlp_norms for layer in self.layers])
 
@@ -122,17 +128,17 @@ class LayerScan:
         return list(dict.fromkeys(massive))
 
     @cached_property
-    def norms(self) -> Float[Tensor, "layer row pos"]:
+    def norms(self) -> Norms:
         """Norm of every position after each layer, without shared dimensions."""
         if self.shared_dims:
             return torch.stack([layer.other_norms for layer in self.layers])
         return self.whole_norms
 
-    def at_place(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "layer row"]:
+    def at_place(self, norms: Norms) -> Float[Tensor, "layer row"]:
         """Norms at the place of each row."""
         return norms[:, torch.arange(norms.shape[1]), self.at]
 
-    def middle(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
+    def middle(self, norms: Norms) -> Float[Tensor, " layer"]:
         """Norm at the place, median over rows."""
         return self.at_place(norms).median(1).values
 
@@ -303,7 +309,7 @@ class LayerScan:
         spikes = torch.stack([self.spike_after(layer) for layer in range(len(self.layers))])
         return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
 
-    def ordinary(self, layer: int, length: int) -> Int[Tensor, " row"]:
+    def ordinary(self, layer: int, length: int) -> PerText:
         """The position of the beginning of each text whose norm after a layer is nearest to the typical one.
 
         The first eighth of this beginning is left out, and so is the place.
@@ -312,7 +318,7 @@ class LayerScan:
         barred = (positions < length // 8) | (positions == self.at[:, None])
         return ordinary_position(self.norms[layer][:, :length], barred)
 
-    def elsewhere(self, ids: TokenRows, at: Int[Tensor, " row"], upto: int | None = None) -> LayerScan:
+    def elsewhere(self, ids: TokenRows, at: PerText, upto: int | None = None) -> LayerScan:
         """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
         if upto is None:
             upto = len(self.layers) - 1
@@ -320,7 +326,7 @@ class LayerScan:
         return replace(scan, beside=self.beside or self)
 
 
-def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
+def typical_quantiles(norms: Norms) -> Float[Tensor, "quantile layer"]:
     """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
     return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
 
@@ -354,7 +360,7 @@ def scan_layers(
     whole: bool,
     upto: int | None = None,
     progress: Progress = silent,
-    at: Int[Tensor, " row"] | int = 0,
+    at: PerText | int = 0,
 ) -> LayerScan:
     """Run `ids` upward, layer by layer, and stop once the norm at the place has stayed flat (unless `whole`).
 

@@ -1,4 +1,4 @@
-"""What may stay exact while a model is rounded: the sink's places, neurons and layers, and random ones beside them."""
+"""Texts read by a rounded model, and what may stay exact: the sink's places, neurons and layers, or random ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from sinkscope.hooks.edit.quantize import down_projection, linear_modules
+from sinkscope.hooks.edit.quantize import Quantize, down_projection, linear_modules
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.held_out import logits_of
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.tokens import TokenRows
@@ -113,3 +116,53 @@ def down_projections(target: Target, layers: Sequence[int]) -> list[str]:
     """Names of the down projections of some layers."""
     modules = [down_projection(target, layer) for layer in layers]
     return [one.name for one in linear_modules(target) if one.module in modules]
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """What a rounded model makes of some texts.
+
+    Attributes:
+        kl: Mean divergence of its next tokens from those of the exact model, in nats.
+        numbers: How many numbers were rounded.
+    """
+
+    kl: Float[Tensor, " text"]
+    numbers: int
+
+    def left(self, nothing: Rounded) -> float:
+        """Share of the divergence with nothing exact that is left; all of it where rounding costs nothing."""
+        return float(self.kl.mean() / nothing.kl.mean()) if float(nothing.kl.mean()) > 0 else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts, and what the exact model says of each next token.
+
+    Attributes:
+        target: The whole model.
+        ids: The texts.
+        logs: Logarithms of probabilities.
+    """
+
+    target: Target
+    ids: TokenRows
+    logs: Float[Tensor, "text pos vocab"]
+
+    @classmethod
+    def of(cls, target: Target, ids: TokenRows) -> Texts:
+        """Read the texts without rounding."""
+        return cls(target, ids, logits_of(target, ids).log_softmax(-1))
+
+    def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
+        """Read them rounded.
+
+        Args:
+            scheme: Fields of `Quantize` that say what is rounded.
+            exact: What stays exact.
+        """
+        with Quantize(**scheme, **exact).on(self.target) as run:
+            logits = logits_of(self.target, self.ids)
+        logs = logits.log_softmax(-1)
+        kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]
+        return Rounded(kl.mean(1).cpu(), sum(event.data["numbers"] for event in run.events))

@@ -27,12 +27,13 @@ from sinkscope.sinks.precision.exact import (
     NEURONS,
     PLACES,
     PROJECTIONS,
+    Rounded,
     Sink,
+    Texts,
     beside_layers,
     comparisons,
     kept,
 )
-from sinkscope.sinks.precision.rounded import Rounded, Texts
 
 ACTIVATIONS = "activations"
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import plotly.express as px
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
@@ -22,7 +22,7 @@ from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.norm import norms_of_copies
 from sinkscope.sinks.repetition.sweep import Reading
-from sinkscope.sinks.tokens import prefixes, repeated, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import PerToken, prefixes, repeated, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens in one chunk
 COMPARED = 16  # tokens whose copies are compared with one copy and with other tokens
@@ -45,8 +45,8 @@ class AtlasReading(Reading):
 
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
-    repeats: Float[np.ndarray, " token"]
-    head: Float[np.ndarray, " token"]
+    repeats: PerToken
+    head: PerToken
     max_repeats: int
     place: str = "the first token"
 

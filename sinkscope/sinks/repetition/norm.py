@@ -30,7 +30,7 @@ from sinkscope.sinks.repetition.sweep import (
     norms_at_sink,
     rounded,
 )
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import PerToken, TokenRows
 
 AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
@@ -55,7 +55,7 @@ class NormReading(Reading):
     conditions: tuple[str, ...]
     zeroed: tuple[Sites, ...]
     norms: Float[np.ndarray, "condition token n"]
-    repeats: Float[np.ndarray, " token"]
+    repeats: PerToken
     reference: float
     typical: Float[np.ndarray, " quantile"]
 
