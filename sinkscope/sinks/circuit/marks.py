@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome, Search
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
@@ -48,9 +50,7 @@ def _claims(setup: Setup, made: MadeSpike, effect: PositionEffect, place: str, r
     if not marks or not others:
         return ()
     subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
-    values = effect.values([*subjects, *others])
-    whole = float((values[0] - effect.typical).mean())
-    left = (1 - (values[0] - values[1:]).mean(1) / whole).clamp(min=0)
+    left = (1 - torch.tensor(effect.necessity([*subjects, *others]))).clamp(min=0)
     claims: list[Claim] = []
     for subject, kept in zip(subjects, left, strict=False):
         claim = Claim(

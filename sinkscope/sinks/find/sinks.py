@@ -107,19 +107,6 @@ def _readers(
     return HeadByHead(setup, place.words, effect, neurons, makers).groups()
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a head needs.
-
-    Attributes:
-        parts: The parts; empty if nothing was found.
-        by_spike: Whether they are what makes the spike of the place.
-    """
-
-    parts: Parts = ()
-    by_spike: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class HeadByHead:
     """What each head that attends to a place needs.
@@ -144,56 +131,56 @@ class HeadByHead:
             return tuple(self.effect.written)
         return parts
 
-    def needs(self) -> list[Need]:
-        """What each head needs: the one neuron of the spike without which it loses the place, or all; or else
-        components, or the position.
+    @property
+    def made(self) -> set[Part]:
+        """What makes the spike of the place; with a head, its layer's attention does."""
+        makers: set[Part] = {*self.neurons, *self.makers}
+        return makers | {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
+
+    def needs(self) -> list[Parts]:
+        """What each head needs, nothing if nothing was found: the one neuron of the spike without which it loses the
+        place, or all; or else components, or the position.
         """
-        needs = [Need()] * len(self.effect.heads)
+        needs: list[Parts] = [()] * len(self.effect.heads)
         spike = self.neurons or self.makers
         if spike:
-            sets: list[Parts] = [spike]
-            if len(self.neurons) > 1:
-                sets += one_by_one(self.neurons)
+            sets = [spike, *one_by_one(self.neurons if len(self.neurons) > 1 else ())]
             lost = self.effect.lost([self.edit(parts) for parts in sets]) >= NEEDED
             for head in lost[0].nonzero().flatten().tolist():
                 alone = lost[1:, head].nonzero().flatten().tolist()
-                needs[head] = Need(sets[1 + alone[0]] if len(alone) == 1 else spike, by_spike=True)
-        others = [head for head, need in enumerate(needs) if not need.parts]
+                needs[head] = sets[1 + alone[0]] if len(alone) == 1 else spike
+        others = [head for head, need in enumerate(needs) if not need]
         if others:
             for head, need in zip(others, self._needs_of_components(others), strict=True):
                 needs[head] = need
         return needs
 
-    def _needs_of_components(self, heads: Sequence[int]) -> list[Need]:
+    def _needs_of_components(self, heads: Sequence[int]) -> list[Parts]:
         """What each of some heads needs that do not need the spike: components, or the position."""
         effect, components = self.effect.only(heads), self.effect.components
         lost = effect.lost([*one_by_one(components), self.edit((POSITION,))])
-        needed = effect.needed(components, lost[:-1]).T.tolist()
-        made: set[Part] = {*self.makers}
-        made |= {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
-        needs = [Need()] * len(heads)
-        for number in range(len(heads)):
-            found = tuple(compress(components, needed[number]))
-            if found:
-                needs[number] = Need(found, by_spike=not made.isdisjoint(found))
-            elif float(lost[-1, number]) < NEEDED:
-                needs[number] = Need((POSITION,))
+        needs: list[Parts] = []
+        for needed, all_lost in zip(effect.needed(components, lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
+            found = tuple(compress(components, needed))
+            if not found and all_lost < NEEDED:
+                found = (POSITION,)
+            needs.append(found)
         return needs
 
     def groups(self) -> tuple[Readers, ...]:
         """The heads by what they need, the largest group first."""
-        by_need: dict[Need, list[int]] = {}
+        by_need: dict[Parts, list[int]] = {}
         for head, need in enumerate(self.needs()):
             by_need.setdefault(need, []).append(head)
         by_size = sorted(by_need.items(), key=lambda group: -len(group[1]))
         return tuple(self._group(need, numbers) for need, numbers in by_size)
 
-    def _group(self, need: Need, numbers: Sequence[int]) -> Readers:
+    def _group(self, parts: Parts, numbers: Sequence[int]) -> Readers:
         """The heads that need the same parts, without these and under the controls of that."""
         effect = self.effect.only(numbers)
-        parts = need.parts
         swap = tuple(part for part in parts if isinstance(part, Component | Head))
-        if not need.by_spike and swap and POSITION not in parts:
+        by_spike = not self.made.isdisjoint(parts)
+        if not by_spike and swap and POSITION not in parts:
             parts = tuple(effect.with_heads(swap, alone=True))
         others, name = [], ""
         if parts and POSITION not in parts:
@@ -225,4 +212,4 @@ class HeadByHead:
             search=tried,
             margin=margin_of((edited / intact).numpy()) if len(effect.ids) > 1 else None,
         )
-        return replace(readers, by_spike=need.by_spike, claim=claim)
+        return replace(readers, by_spike=by_spike, claim=claim)
