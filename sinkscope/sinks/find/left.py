@@ -70,7 +70,7 @@ def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Con
 
 
 def beside(
-    setup: Setup, parts: Parts, excluded: Neurons, depth: int, components: Sequence[Component | Head]
+    setup: Setup, parts: Parts, excluded: Neurons, depth: int, components: Sequence[Part]
 ) -> tuple[list[Parts], str]:
     """What the edit of some parts is held against: 20 edits of as many random neurons of the same layers, or heads.
 
@@ -87,8 +87,8 @@ def beside(
         The edits, and their name in a sentence if they are not random.
     """
     neurons = tuple(part for part in parts if isinstance(part, Neuron))
-    swapped = tuple(part for part in parts if isinstance(part, Component | Head))
-    if neurons and not swapped:
+    swapped = tuple(part for part in parts if not isinstance(part, Neuron))
+    if not swapped:
         return [*random_sets(setup.target, neurons, excluded, setup.seed)], ""
     barred: set[Part] = {*swapped}
     whole = {part.layer for part in swapped if isinstance(part, Component) and part.kind == "attention"}

@@ -178,15 +178,15 @@ class HeadByHead:
     def _group(self, parts: Parts, numbers: Sequence[int]) -> Readers:
         """The heads that need the same parts, without these and under the controls of that."""
         effect = self.effect.only(numbers)
-        swap = tuple(part for part in parts if isinstance(part, Component | Head))
         by_spike = not self.made.isdisjoint(parts)
-        if not by_spike and swap and POSITION not in parts:
-            parts = tuple(effect.with_heads(swap, alone=True))
+        if not by_spike:
+            parts = effect.with_heads(parts, alone=True)
         others, name = [], ""
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
         edits = [self.edit(parts), *others]
-        intact, edited, *random = effect.values(edits)
+        values = effect.values(edits)
+        intact, edited = values[:2]
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
         if not parts:
@@ -196,8 +196,8 @@ class HeadByHead:
             typical, given = (effect.values(edits, reverse=True).mean(1) / attention).tolist()
             contrasts = [Contrast("other", typical, 1, "an ordinary position")]
             contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
-        elif random:
-            contrasts.append(by_chance(parts, torch.stack(random).mean(1) / attention, name))
+        elif others:
+            contrasts.append(by_chance(parts, values[2:].mean(1) / attention, name))
         readers = readers_of(effect.heads, intact, edited, parts, tried)
         if len(contrasts) < 2:
             return readers

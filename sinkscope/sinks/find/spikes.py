@@ -144,8 +144,8 @@ def spike_maker(scan: LayerScan, place: str, neurons: Sequence[Candidate]) -> tu
         without=scan.shared_dims,
         directions=scan.directions,
     )
-    intact, *along = edited.along[..., layer]
-    kept = (torch.stack(along) / intact).clamp(min=0)
+    along = edited.along[..., layer]
+    kept = (along[1:] / along[0]).clamp(min=0)
     left = kept.mean(1)
     best = most = int(left.argmin())
     least = float(left[:count].min())

@@ -40,8 +40,8 @@ class Effects:
 
     def drops(self, layer: int) -> Float[Tensor, " edit"]:
         """Share of the norm after a layer that each edit takes away, mean over texts."""
-        intact, *edited = self.norms[..., layer]
-        return (1 - torch.stack(edited) / intact).mean(1)
+        norms = self.norms[..., layer]
+        return (1 - norms[1:] / norms[0]).mean(1)
 
     def attention_from(self, heads: Heads) -> Float[Tensor, "state text pair"]:
         """The attention to the position from (layer, head) pairs."""
@@ -50,8 +50,8 @@ class Effects:
 
     def attention_drops(self, heads: Heads) -> Float[Tensor, "edit pair"]:
         """Share of the attention to the position that each (layer, head) pair loses, in all texts together."""
-        intact, *edited = self.attention_from(heads).mean(1)
-        return 1 - torch.stack(edited) / intact
+        attention = self.attention_from(heads).mean(1)
+        return 1 - attention[1:] / attention[0]
 
 
 def heads_lost(attention_drops: Float[Tensor, "edit pair"]) -> list[float]:
