@@ -23,7 +23,6 @@ from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import in_words, neurons_of
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import held_out, logits_of
@@ -99,10 +98,6 @@ class PatchEvaluation(Result):
             "two_errors": 2 * self.errors / self.perplexity[0],
         }
         return long_table(columns, patch=self.patches)
-
-    def numbers(self) -> list[Number]:
-        """The perplexity under the patch as a share of that without one."""
-        return numbers_of(self.claims)
 
 
 def draw(result: PatchEvaluation) -> go.Figure:

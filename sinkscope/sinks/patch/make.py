@@ -22,7 +22,6 @@ from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.notation import count_of, neuron_names, short_sentence
 from sinkscope.results.parts import neurons_of
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
@@ -202,10 +201,6 @@ class PatchMade(Result):
         if self.proof is None:
             return []
         return long_table(dict(zip(CONDITIONS, self.proof.norms[:, :, 0], strict=True)), token=self.proof.words)
-
-    def numbers(self) -> list[Number]:
-        """The words whose norm stands out, and those of them under the patch, beside their controls."""
-        return numbers_of(self.claims)
 
 
 def draw(result: PatchMade) -> go.Figure:

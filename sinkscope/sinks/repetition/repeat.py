@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
 from sinkscope.results.claims import Claim
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
@@ -80,10 +79,6 @@ class Repeat(Result):
     def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""
         return self.reading.rows()
-
-    def numbers(self) -> list[Number]:
-        """What is there after the copies, and with neurons edited; each beside its nearest control."""
-        return numbers_of(self.claims)
 
 
 def draw(result: Repeat) -> go.Figure:
