@@ -83,7 +83,7 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
     claims: list[Claim] = []
     ids = survey.received.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    barred = (positions == 0) | (positions >= survey.received.places.ids.shape[1])  # the last ones are not judged
+    barred = (positions == 0) | (positions >= survey.received.judged.shape[1])  # the last ones are not judged
     for place in survey.sinks:
         barred = barred | place.there(ids)
     for place in survey.sinks:

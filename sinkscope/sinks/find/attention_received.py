@@ -26,7 +26,6 @@ from sinkscope.sinks.find.places import (
     PLACE_SHARE,
     POSITION_SHARE,
     SINK_HEADS,
-    Places,
     sink_places,
 )
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
@@ -170,10 +169,15 @@ class AttentionReceived:
         """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
         return float((self.received[self.attending][..., 0] > RATE_EPS).float().mean())
 
+    @property
+    def judged(self) -> TokenRows:
+        """The texts, up to the last position to which attention is judged."""
+        return self.ids[:, : self.received.shape[-1]]
+
     @cached_property
-    def places(self) -> Places:
-        """The positions that enough heads attend to."""
-        return sink_places(self.above[self.attending], self.ids)
+    def places(self) -> Mask:
+        """The positions of these that enough heads attend to."""
+        return sink_places(self.above[self.attending], self.judged)
 
     def _in_most(self, above: Bool[Tensor, "layer head case"], share: float) -> Heads:
         """The (layer, head) pairs that attend in most cases; none if they are too small a share for a sink."""

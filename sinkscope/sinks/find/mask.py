@@ -101,9 +101,9 @@ def _of_row(target: Target, ids: TokenRows) -> Mask:
         target.forward(ids, upto=target.n_layers - 1)
     if not bool(received.norms.isfinite().all()):
         raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
-    there = spike_places(received.norms, ids).there
+    there = spike_places(received.norms)
     if not bool(there.any()) and ids.shape[1] >= LEAST_TYPICAL:  # massive dimensions may hide a spike
-        there = spike_places(scan_layers(target, ids, whole=True).norms, ids).there
+        there = spike_places(scan_layers(target, ids, whole=True).norms)
     end = max(0, ids.shape[1] - LATER_QUERIES)
-    there[:, :end] |= received.places.there[:, :end]
+    there[:, :end] |= received.places[:, :end]
     return there

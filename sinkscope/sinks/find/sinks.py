@@ -51,7 +51,7 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
     attention, rates = received.learned, (received.learned > RATE_EPS).float()
     spike, groups, window = None, (), None
     if place is not None:
-        there = place.there(received.places.ids)
+        there = place.there(received.judged)
         texts = there.any(1)
         attention = received.given(there)[:, :, texts]
         rates = (received.above & there)[:, :, texts].sum(-1) / there[texts].sum(1)

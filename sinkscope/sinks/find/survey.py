@@ -69,7 +69,7 @@ class Survey:
         if whole:
             received, rate = attention_of_all(setup, without)
         norms, lengths, decode = received, (received.ids.shape[1],), setup.tokenizer.decode
-        spikes, other_spikes = pieces(spike_places(norms.norms, norms.ids), decode)
+        spikes, other_spikes = pieces(norms.ids, spike_places(norms.norms), decode)
         sinks, other_sinks = _sinks(received, spikes, decode)
         if len(scan.layers) == setup.target.n_layers and not sinks and not received.learned_heads:
             longer = long_texts(setup)  # they may show a sink that short ones do not
@@ -85,7 +85,7 @@ class Survey:
         """The model at a place of a spike."""
         if place.is_first and place.rule is not None and not place.rule.tokens:
             return self.first
-        judged = self.received.places.ids.shape[1]  # behind that too few queries see a place to read its attention
+        judged = self.received.judged.shape[1]  # behind that too few queries see a place to read its attention
         early = tuple(case for case in place.cases if case[1] < judged)
         rows, at = texts_with(early or place.cases, self.norms.ids)
         return self.first.elsewhere(self.norms.ids[rows], at)
@@ -98,7 +98,7 @@ class Survey:
 
     def readers(self, place: Place) -> Heads:
         """The heads that attend to a place of a spike."""
-        attended = self.received.places.there
+        attended = self.received.places
         return self.received.readers(attended & self.spiking(place)[:, : attended.shape[1]])
 
     def stands_at(self, spike: Place, place: Place) -> bool:
@@ -109,17 +109,17 @@ class Survey:
 
 def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode) -> tuple[tuple[Place, ...], LeftOver]:
     """The places that heads attend to, those with most heads first; that of a spike in these texts is one place."""
-    attended = received.places
+    ids, attended = received.judged, received.places
     found: list[Place] = []
     for spike in spikes:
-        there = spike.there(attended.ids)
-        share = float(attended.there[there].float().mean()) if bool(there.any()) else 0.0
-        if share >= MOST_TEXTS and received.readers(there & attended.there):
-            found.append(Place.of(attended, there, spike.rule, decode))
-            attended = attended.without(there)
-    further, left = pieces(attended, decode, lambda there: bool(received.readers(there)))
-    left = replace(left, share=left.count / max(1, len(received.places)))
-    found = sorted([*found, *further], key=lambda place: -len(received.readers(place.there(attended.ids))))
+        there = spike.there(ids)
+        share = float(attended[there].float().mean()) if bool(there.any()) else 0.0
+        if share >= MOST_TEXTS and received.readers(there & attended):
+            found.append(Place.of(ids, attended, there, spike.rule, decode))
+            attended = attended & ~there
+    further, left = pieces(ids, attended, decode, lambda there: bool(received.readers(there)))
+    left = replace(left, share=left.count / max(1, int(received.places.sum())))
+    found = sorted([*found, *further], key=lambda place: -len(received.readers(place.there(ids))))
     return tuple(found), left
 
 
