@@ -43,7 +43,7 @@ def repetition_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) ->
 def _claims(setup: Setup, made: MadeSpike, effect: PositionEffect, place: str, role: str) -> tuple[Claim, ...]:
     """What is left of the norm above a typical one without all marks, and without each."""
     layer = begins(made)
-    effect = replace(effect, without=tuple(made.scan.shared_dims))
+    effect = replace(effect, without=made.scan.shared_dims)
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
     marks = effect.marks(candidates)
     others, name = beside(setup, marks, (), layer, candidates)

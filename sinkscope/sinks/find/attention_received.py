@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -88,7 +88,7 @@ class AttentionReceived:
     # --- reading ---
 
     @contextmanager
-    def listening(self, target: Target, texts: slice, without: tuple[int, ...] = ()) -> Iterator[None]:
+    def listening(self, target: Target, texts: slice, without: Sequence[int] = ()) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
         depth = len(self.windows)
 
@@ -213,7 +213,7 @@ def attention_received(
     target: Target,
     ids: TokenRows,
     *,
-    without: tuple[int, ...] = (),
+    without: Sequence[int] = (),
     progress: Progress = silent,
     batch: int = 8,
 ) -> AttentionReceived:
@@ -239,7 +239,7 @@ def attention_received(
     return received
 
 
-def attention_of_all(setup: Setup, without: tuple[int, ...] = ()) -> tuple[AttentionReceived, SinkRate | None]:
+def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[AttentionReceived, SinkRate | None]:
     """Attention and norms in all layers over many short texts, as the sink rate is defined.
 
     If the context is too short for these texts, the typical text is used, and there is no rate.

@@ -92,10 +92,6 @@ class _SpikeSearch:
         """How many sets were tried."""
         return Search("sets of neurons", len(self.asked))
 
-    def random(self, neurons: Neurons, excluded: Neurons) -> list[Neurons]:
-        """The sets that a set is held against, without some neurons."""
-        return random_sets(self.scan.target, neurons, excluded, self.seed)
-
     def attention_trial(self, sets: Sequence[Neurons], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
         length = max(ATTENTION_LENGTH, self.scan.up_to_place + ATTENTION_LENGTH // 2)
@@ -159,7 +155,7 @@ class _SpikeSearch:
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
         """
-        sets = [chosen, *self.random(chosen, excluded)]
+        sets = [chosen, *random_sets(self.scan.target, chosen, excluded, self.seed)]
         trials: list[Trial] = []
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others]))
@@ -222,7 +218,9 @@ class _SpikeSearch:
         """
         if not sets:
             return ()
-        beside = [[neurons, *self.random(neurons, excluded)] for neurons in sets]
+        beside: list[list[Neurons]] = []
+        for neurons in sets:
+            beside.append([neurons, *random_sets(self.scan.target, neurons, excluded, self.seed)])
         layer = max(self.scan.layer, *(neuron.layer for neuron in chain(*sets)))
         along = self.read(list(chain(*beside)))[1] / self.asked[()][1]
         outcome = Outcome("spike", layers=(layer,))

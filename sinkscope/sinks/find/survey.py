@@ -64,8 +64,7 @@ class Survey:
     @classmethod
     def _made(cls, setup: Setup, whole: bool) -> Survey:
         scan, received = _scanned(setup, whole)
-        without = tuple(scan.shared_dims)
-        rate, longer = None, None
+        without, rate, longer = scan.shared_dims, None, None
         if whole:
             received, rate = attention_of_all(setup, without)
         norms, lengths, decode = received, (received.ids.shape[1],), setup.tokenizer.decode

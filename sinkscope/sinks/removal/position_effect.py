@@ -51,7 +51,7 @@ class PositionEffect:
     layer: int | None = None
     heads: Heads = ()
     places: Mask | None = None
-    without: tuple[int, ...] = ()
+    without: Sequence[int] = ()
 
     def only(self, parts: Sequence[int]) -> PositionEffect:
         """The same with some of the heads."""
