@@ -323,12 +323,12 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if not bool(fires.any()):
         return result
     marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
-    layers, heads_of_layer, _ = bench.means.shape
-    every_layer = torch.eye(layers)[..., None].expand(-1, -1, heads_of_layer)
-    every_head = torch.eye(layers * heads_of_layer).unflatten(1, (layers, heads_of_layer))
+    n_layers, n_heads, _ = bench.means.shape
+    every_layer = torch.eye(n_layers)[..., None].expand(-1, -1, n_heads)
+    every_head = torch.eye(n_layers * n_heads).unflatten(1, (n_layers, n_heads))
     lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]).bool())
-    layer_drop, drop = lost[:, 1 : 1 + layers], lost[:, 1 + layers :].unflatten(1, (layers, heads_of_layer))
-    without_heads = [number for number in range(layers) if not setup.target.has_attention(number)]
+    layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, (n_layers, n_heads))
+    without_heads = [number for number in range(n_layers) if not setup.target.has_attention(number)]
     layer_drop[:, without_heads] = torch.nan
     drop[:, without_heads] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}

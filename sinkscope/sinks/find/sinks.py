@@ -144,7 +144,9 @@ class HeadByHead:
         needs: list[Parts] = [()] * len(self.effect.heads)
         spike = self.neurons or self.makers
         if spike:
-            sets = [spike, *one_by_one(self.neurons if len(self.neurons) > 1 else ())]
+            sets: list[Parts] = [spike]
+            if len(self.neurons) > 1:
+                sets += one_by_one(self.neurons)
             lost = self.effect.lost([self.edit(parts) for parts in sets]) >= NEEDED
             for head in lost[0].nonzero().flatten().tolist():
                 alone = lost[1:, head].nonzero().flatten().tolist()
