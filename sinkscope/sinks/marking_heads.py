@@ -23,7 +23,7 @@ from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.models.hooks import Hook, beside
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
@@ -385,8 +385,7 @@ class _Marks:
         edits[:, 0] = heads
         for token, others in enumerate(~heads):
             for chosen in edits[token, 1:]:
-                order = torch.randperm(int(others.sum()), generator=generator)
-                chosen[others.nonzero().flatten()[order[: size[token]]]] = True
+                chosen[some_of(others.nonzero().flatten().tolist(), int(size[token]), generator)] = True
         lost = 1 - self.kept_in(layer, edits)
         control = torch.where((n_heads - size >= size) & (size > 0), lost[:, 1:].amax(1), torch.nan)
         return {

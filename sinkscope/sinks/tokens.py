@@ -15,6 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
+from sinkscope.models.draws import some_of
 from sinkscope.models.target import Target
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
@@ -78,8 +79,7 @@ def tokens_of_text(setup: Setup) -> list[int]:
 
 def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
     """Some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [ids[i] for i in order[:count]]
+    return some_of(ids, count, torch.Generator().manual_seed(seed))
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:

@@ -210,8 +210,7 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
     logits = target.forward(rows, unembed=True).logits
     if logits.ndim < rows.ndim + 1:
         raise UnsupportedError(f"{target.name} has no head that gives logits of tokens")
-    attending = list(filter(target.has_attention, range(target.n_layers)))
-    attention = total[:, 0, attending].mean(1) / (rows.shape[1] - end)
+    attention = total[:, 0, target.attending].mean(1) / (rows.shape[1] - end)
     predicted = logits[:, end // 2 - 1 : end - 1].float().cpu()
     loss = cross_entropy(predicted.mT, rows[:, end // 2 : end], reduction="none").mean(1)
     return torch.cat([attention, loss]).unflatten(0, (4, -1)).mean(1)

@@ -139,7 +139,7 @@ class Attempts:
         tail = self.setup.ids[:1, -TAIL:].expand(len(rows), -1)
         ids = torch.cat([joined(lead, rows), tail], dim=1)
         end = ids.shape[1] - TAIL
-        layers = [number for number in range(self.scan.layer + 1, target.n_layers) if target.has_attention(number)]
+        layers = [layer for layer in target.attending if layer > self.scan.layer]
         keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
         received = attention_from(target, ids, keys, end, ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
@@ -101,8 +100,7 @@ def beside(
         generator = draws(setup.seed, f"heads beside {swapped}")
         edits: list[Parts] = []
         for _ in range(CONTROL_DRAWS):
-            drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
-            edits.append(tuple(pool[index] for index in drawn))
+            edits.append(tuple(some_of(pool, size, generator)))
         return edits, ""
     barred |= {Component("attention", part.layer) for part in swapped if isinstance(part, Head)}
     return one_by_one([one for one in components if one not in barred]), OTHER_PARTS

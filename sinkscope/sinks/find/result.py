@@ -173,7 +173,9 @@ class FindSinks(Result):
         attention = [f"{sentences.statement(sink)}." for sink in self.sinks]
         if not self.sinks:
             attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]
-        lines.append(" ".join(attention + sentences.sink_rate(self.sink_rate)))
+        if self.sink_rate is not None:
+            attention.append(sentences.sink_rate(self.sink_rate))
+        lines.append(" ".join(attention))
         lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
         lines += sentences.left_over(self.other_sinks, "that heads attend to")
         repeats = sentences.repeats(self.repeats, self.spike, self.repetition)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-import torch
-
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.edit.sites import NeuronSite, groups_of
 from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import Setup
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.sinks.find.find import find_sinks
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
@@ -47,8 +45,8 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
         with setup.target.loaded(group.layer):
             view = neutral_view(setup.target, group.layer, setup.ids)
         generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")
-        order = torch.randperm(setup.target.width(group.layer, group.expert), generator=generator).tolist()
-        others = [neuron for neuron in order if neuron not in group.neurons]
+        width = setup.target.width(group.layer, group.expert)
+        others = [neuron for neuron in some_of(range(width), width, generator) if neuron not in group.neurons]
         for neuron in others[: len(group.neurons)]:
             flat = flat_number(setup.target, group.layer, group.expert, neuron)
             value = neutral_up(view, flat)

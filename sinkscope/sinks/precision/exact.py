@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.quantize import Quantize, down_projection, linear_modules
 from sinkscope.measure import Setup
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.places import Place
@@ -103,12 +103,11 @@ def kept(name: str, values: Iterable[Any]) -> Compared:
 def beside_layers(setup: Setup, layers: Sequence[int]) -> list[Sequence[int]]:
     """Some layers, and as many others in several draws; only the layers if there are not enough others."""
     generator = draws(setup.seed, f"layers beside {list(layers)}")
-    others = torch.tensor([layer for layer in range(setup.n_layers) if layer not in layers], dtype=torch.long)
+    others = [layer for layer in range(setup.n_layers) if layer not in layers]
     beside: list[Sequence[int]] = [layers]
     if len(others) >= len(layers):
         for _ in range(DRAWS):
-            order = torch.randperm(len(others), generator=generator)
-            beside.append(others[order[: len(layers)]].tolist())
+            beside.append(some_of(others, len(layers), generator))
     return beside
 
 

@@ -114,7 +114,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
     begin = ids.shape[1] - TAIL
     received = attention_from(target, ids, keys, begin) / seen.sum(1)[:, :, None]
-    attending = list(filter(target.has_attention, range(target.n_layers)))
+    attending = target.attending
     attention = torch.full_like(received, torch.nan)
     attention[:, :, attending] = received[:, :, attending]
     layer = next((one for one in attending if made is None or one > made.scan.layer), attending[-1])
