@@ -25,7 +25,7 @@ from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurem
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.hooks import Hook, beside
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.results.result import lost_without
@@ -163,7 +163,7 @@ class MarkingHeads(Result):
     control_drop: PerToken | None = None
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What is left of the mark without each token's heads, and without the heads of one layer."""
         if self.layer_drop is None:
             return ()

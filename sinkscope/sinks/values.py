@@ -16,7 +16,7 @@ from torch import Tensor
 from sinkscope.hooks.trace.run import trace
 from sinkscope.models.grouped_heads import output_weights, per_query_head
 from sinkscope.models.target import Target
-from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.parts import VALUE
 from sinkscope.sinks.find.layer_scan import ordinary_position
@@ -70,7 +70,7 @@ class HeadValue:
         return "mixed"
 
 
-def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tuple[Claim, ...]]:
+def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Claims]:
     """What each head that attends to a place writes by the value there, and a claim about the heads of each kind.
 
     Args:

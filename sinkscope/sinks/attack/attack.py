@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, ScanPart, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
-from sinkscope.results.claims import Claim
+from sinkscope.results.claims import Claims
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
@@ -35,7 +34,7 @@ from sinkscope.sinks.attack.attempts import (
     make_pools,
 )
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
-from sinkscope.sinks.chunks import hold_layers
+from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.tokens import vocabulary
 
@@ -96,7 +95,7 @@ class ClusterAttack(Result):
     attention: Cells
     uniform: Cells
     divergence: Cells
-    attacked: tuple[Claim, ...] = ()
+    attacked: Claims = ()
 
     @property
     def best(self) -> tuple[int, int] | None:
@@ -108,7 +107,7 @@ class ClusterAttack(Result):
         return context, length
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What the heads of the clusters do, what the attack does, and what patches leave of that."""
         return (*(self.clusters.claims if self.clusters is not None else ()), *self.attacked)
 
@@ -181,7 +180,7 @@ def attack(
     lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 200,
     prefix: str | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
+    resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 

@@ -19,7 +19,7 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.text.chat import chat_text
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import chosen_patch, random_patch
@@ -145,7 +145,7 @@ class Attempts:
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
         return float(received.mean()), float(uniform)
 
-    def claims(self, best: tuple[int, int]) -> tuple[Claim, ...]:
+    def claims(self, best: tuple[int, int]) -> Claims:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
         (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
         place = f"{WHERE[where]}, {length} tokens"

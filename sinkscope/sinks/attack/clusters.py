@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
 from sinkscope.sinks.repetition.sweep import claim_of_cases
@@ -85,7 +84,7 @@ class TokenClusters:
         return float((self.background >= FIRES).mean())
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What each head does to the activation at its tokens, beside no head and another one."""
         claims = []
         for head in self.heads:
@@ -120,9 +119,7 @@ class TokenClusters:
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(
-    setup: Setup, made: MadeSpike | None, ids: list[int], resume: str | Path | None
-) -> TokenClusters | None:
+def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: Resume) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most.
 
     None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.

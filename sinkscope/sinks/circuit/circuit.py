@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Search
+from sinkscope.results.claims import Claim, Claims, Search
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import POSITION
 from sinkscope.results.result import lost_without
@@ -66,7 +66,7 @@ class Circuit(Result):
         "verdict": "needed, sufficient, not shown or undecided, against every contrast",
     }
 
-    claims: tuple[Claim, ...]
+    claims: Claims
     spikes: tuple[Spike, ...]
     sinks: tuple[Sink, ...]
     most_attended: Search

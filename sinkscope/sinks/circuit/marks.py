@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sinkscope.measure import Setup
-from sinkscope.results.claims import Claim, Outcome, Search
+from sinkscope.results.claims import Claim, Claims, Outcome, Search
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.removal.components import mixing, writers
@@ -24,7 +24,7 @@ def begins(made: MadeSpike) -> int:
     return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
 
 
-def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:
+def marks_of(setup: Setup, made: MadeSpike) -> Claims:
     """What the spike of a place needs before the MLP of the layer in which it begins."""
     scan, layer = made.scan, begins(made)
     ids, at = scan.ids[:TEXTS], scan.at[:TEXTS]
@@ -32,7 +32,7 @@ def marks_of(setup: Setup, made: MadeSpike) -> tuple[Claim, ...]:
     return _claims(setup, made, PositionEffect(setup.target, ids, at, other, layer), made.spike.place.words, "marks")
 
 
-def repetition_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) -> tuple[Claim, ...]:
+def repetition_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) -> Claims:
     """What marks the last of many repetitions of a token."""
     ids = repeated(prefixes(setup, [token]), [token], repeats)
     effect = PositionEffect(setup.target, ids, repeats, 1, begins(made))
@@ -40,7 +40,7 @@ def repetition_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) ->
     return _claims(setup, made, effect, words, "marks copies")
 
 
-def _claims(setup: Setup, made: MadeSpike, effect: PositionEffect, place: str, role: str) -> tuple[Claim, ...]:
+def _claims(setup: Setup, made: MadeSpike, effect: PositionEffect, place: str, role: str) -> Claims:
     """What is left of the norm above a typical one without all marks, and without each."""
     layer = begins(made)
     effect = replace(effect, without=made.scan.shared_dims)

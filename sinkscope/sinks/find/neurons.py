@@ -16,7 +16,7 @@ from sinkscope.hooks.trace.layer_view import (
 from sinkscope.models.draws import draws
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.records import Candidate
+from sinkscope.sinks.find.records import Candidate, Candidates
 from sinkscope.sinks.removal.components import one_by_one
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
@@ -25,7 +25,7 @@ CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the 
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 
 
-def verify_neurons(scan: LayerScan, top_k: int, seed: int) -> tuple[Candidate, ...]:
+def verify_neurons(scan: LayerScan, top_k: int, seed: int) -> Candidates:
     """Candidate neurons of the spike, and the effect of zeroing each after the sink layer.
 
     Args:
@@ -44,7 +44,7 @@ def verify_neurons(scan: LayerScan, top_k: int, seed: int) -> tuple[Candidate, .
 
 
 @torch.no_grad()
-def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int = 0) -> tuple[Candidate, ...]:
+def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int = 0) -> Candidates:
     """The neurons of a layer that write most at the place, and the effect of zeroing each, beside random ones.
 
     If an ablation is active, these are the neurons that write most under it.

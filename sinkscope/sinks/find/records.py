@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinkscope.results.claims import Claim, Search
+from sinkscope.results.claims import Claim, Claims, Search
 from sinkscope.results.parts import Component, Neuron, Parts, sites_of
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.removal.components import Neurons, Sites
 
+PerLayer = tuple[float | None, ...]
+"""A number for each layer; None where it was not read."""
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 
@@ -49,6 +51,9 @@ class Candidate(Neuron):
         return Neuron(self.layer, self.expert, self.neuron)
 
 
+Candidates = tuple[Candidate, ...]
+
+
 @dataclass(frozen=True)
 class CausalSet:
     """Neurons that together make a spike, and the effect of zeroing all of them.
@@ -76,7 +81,7 @@ class CausalSet:
     heads_lost: float | None = None
     margin_norm: float | None = None
     margin_attention: float | None = None
-    claims: tuple[Claim, ...] = ()
+    claims: Claims = ()
     readers: Readers | None = None
 
     @property
@@ -115,7 +120,7 @@ class Spike:
     maker: Parts
     by_mlp: bool
     set: CausalSet | None
-    claims: tuple[Claim, ...]
+    claims: Claims
     search: Search
     margin: float | None = None
 
@@ -172,7 +177,7 @@ class Sink:
 
     place: Place | None
     rate: float
-    layer_rates: tuple[float | None, ...]
+    layer_rates: PerLayer
     n_heads: int
     readers: int
     attention: float
@@ -236,7 +241,7 @@ class RepetitionSpike:
     by_copies: Claim
     same: Claim | None = None
     set: CausalSet | None = None
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Candidates = ()
 
     @property
     def other_neurons(self) -> bool:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Claims, Outcome, Search
 from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import SPIKE_RATIO
-from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
+from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
@@ -45,7 +45,7 @@ class FoundSet:
     """
 
     minimal: CausalSet | None = None
-    neurons: tuple[Candidate, ...] = ()
+    neurons: Candidates = ()
     tried: int = 0
 
     @property
@@ -54,12 +54,12 @@ class FoundSet:
         return () if self.minimal is None else self.minimal.neurons
 
     @property
-    def members(self) -> tuple[Candidate, ...]:
+    def members(self) -> Candidates:
         """The candidates of the set."""
         return tuple(neuron for neuron in self.neurons if neuron.address in self.set)
 
     @property
-    def adding(self) -> tuple[Candidate, ...]:
+    def adding(self) -> Candidates:
         """Candidates that are causal alone and not in the set."""
         return tuple(neuron for neuron in self.neurons if neuron.causal and neuron.address not in self.set)
 
@@ -211,7 +211,7 @@ class _SpikeSearch:
         claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
         return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.scan.ids)))
 
-    def claims(self, sets: Sequence[Neurons], excluded: Neurons, role: str) -> tuple[Claim, ...]:
+    def claims(self, sets: Sequence[Neurons], excluded: Neurons, role: str) -> Claims:
         """What is left of the spike without each of some sets, beside random ones; all are asked about in one walk.
 
         It is read after the last of all neurons of these sets: before it, it says nothing about them.

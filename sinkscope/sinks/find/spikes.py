@@ -14,7 +14,7 @@ from sinkscope.results.parts import Part, Parts, in_words
 from sinkscope.sinks.find.layer_scan import STEP_SHARE, LayerScan
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.places import Place, stands_out
-from sinkscope.sinks.find.records import Candidate, Spike
+from sinkscope.sinks.find.records import Candidate, Candidates, Spike
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
@@ -40,7 +40,7 @@ class MadeSpike:
     spike: Spike
 
     @property
-    def neurons(self) -> tuple[Candidate, ...]:
+    def neurons(self) -> Candidates:
         """The neurons that every measurement edits or reads: the smallest set, or else those that are causal alone."""
         return self.found.members or self.found.adding
 

@@ -21,12 +21,13 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.parts import in_words, neurons_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.tokens import TokenRows
 
 PIECES = 8  # in one pass
@@ -69,10 +70,10 @@ class PatchEvaluation(Result):
     patches: tuple[str, ...] = ("none", "patch", "random patch")
     perplexity: Float[np.ndarray, " patch"]
     errors: Float[np.ndarray, " patch"]
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: Sites
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """The perplexity under the patch, beside none and a random patch; 1 is that without a patch."""
         _, patched, random = (self.perplexity / self.perplexity[0]).tolist()
         contrasts = (Contrast("intact", 1.0), Contrast("random", random))

@@ -19,7 +19,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Output, Result, ScanPart, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of, neuron_names, short_sentence
 from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import figure_of, long_table
@@ -30,6 +30,7 @@ from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.patches import random_patch
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at
 from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, repetition_limit
@@ -140,7 +141,7 @@ class PatchMade(Result):
 
     verdict: Verdict
     reason: str
-    sites: tuple[tuple[int, ...], ...] = ()
+    sites: Sites = ()
     calibrated: tuple[float, ...] = ()
     proof: PatchProof | None = None
 
@@ -157,7 +158,7 @@ class PatchMade(Result):
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What copies do beside one copy and other tokens, and what is left of it under the patch."""
         proof = self.proof
         if proof is None:

@@ -14,7 +14,7 @@ from pydantic import Field
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Result, ScanPart, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search, percent_pair
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search, percent_pair
 from sinkscope.results.notation import neuron_names, word_list
 from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of, sites_of
 from sinkscope.results.result import Number
@@ -34,6 +34,7 @@ from sinkscope.sinks.precision.exact import (
     comparisons,
     kept,
 )
+from sinkscope.sinks.removal.components import Sites
 
 ACTIVATIONS = "activations"
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
@@ -101,7 +102,7 @@ class Precision(Result):
     rounded: tuple[Kept, ...]
     costliest: dict[str, tuple[int, ...]]
     place: str
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: Sites
     layers: tuple[int, ...]
 
     @property
@@ -121,7 +122,7 @@ class Precision(Result):
         return Search("things", len(kept), most.regained, most.kept)
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What is left of each cost while something stays exact; none of what no random ones stand beside."""
         return tuple(map(self.claim_of, self.compared))
 

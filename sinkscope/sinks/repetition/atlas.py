@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ from jaxtyping import Int
 
 from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
-from sinkscope.results.claims import Claim
+from sinkscope.results.claims import Claims
 from sinkscope.results.notation import head_name
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.repetitions import repeat_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.norm import norms_of_copies
@@ -92,9 +91,7 @@ class AtlasReading(Reading):
         return fig.update_yaxes(title_text="tokens")
 
 
-def read_vocabulary(
-    setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: str | Path | None
-) -> AtlasReading:
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> AtlasReading:
     """The repetitions that every token needs at the layer of a spike."""
     target, scan, place = setup.target, made.scan, made.spike.place
     ids = vocabulary(target, None)
@@ -113,7 +110,7 @@ def read_vocabulary(
     tried = np.flatnonzero(repeats != 1).tolist()
     some = np.flatnonzero(repeats > 1).tolist() or tried
     compared = sample_tokens([ids[row] for row in some], COMPARED, seed_of(setup.seed, "tokens to compare"))
-    claims: tuple[Claim, ...] = ()
+    claims: Claims = ()
     if compared:
         rows = repeated(prefixes(setup, compared), compared, limit)
         claims = (norms_of_copies(setup, scan, rows, 1, len(tried)),)

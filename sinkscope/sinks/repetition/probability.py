@@ -22,6 +22,7 @@ from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_cases, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
@@ -70,7 +71,7 @@ class ProbabilityReading(Reading):
 
     sweep: Sweep
     conditions: tuple[str, ...]
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: Sites
     probability: Float[np.ndarray, "condition token n"]
     left: Float[np.ndarray, "condition token"]
     uniform: float
@@ -170,7 +171,7 @@ def read_probabilities(
         last.append(follows["logits"][range(len(rows)), sweep.ids])
     outcome = Outcome("probability of the token", unit="cases")
     claims = [claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))]
-    neurons: tuple[tuple[int, ...], ...] = ()
+    neurons: Sites = ()
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
         claims.append(claim_of_cases(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))

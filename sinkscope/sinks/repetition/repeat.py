@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, ScanPart, Setup, measurement
-from sinkscope.results.claims import Claim
+from sinkscope.results.claims import Claims
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
+from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
@@ -68,7 +68,7 @@ class Repeat(Result):
         return self.reading.conclusion()
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """The claims of the reading."""
         return self.reading.claims
 
@@ -129,7 +129,7 @@ def repeat(
     answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
     new_tokens: Natural | None = None,
     sample: Natural | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
+    resume: Resume = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
 

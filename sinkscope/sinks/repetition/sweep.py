@@ -20,7 +20,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
+from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search, percent_pair
 from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
@@ -74,7 +74,7 @@ class Reading:
         claims: What copies do, beside one copy and other tokens; then what neurons do after the copies.
     """
 
-    claims: tuple[Claim, ...] = ()
+    claims: Claims = ()
 
     def conclusion(self) -> str:
         """The finding."""
