@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -12,6 +15,10 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.tokens import TokenRows
 
+Pieces = Annotated[int, Field(ge=2)]
+"""Number of pieces of held-out text; of one alone there would be no error."""
+Length = Annotated[int, Field(ge=8)]
+"""Tokens of a piece."""
 NEUTRAL_CHARACTERS = 8 * 4 * PIECE  # of the text that neutral values are taken from
 
 

@@ -22,7 +22,7 @@ from sinkscope.models.text.chat import chat_text
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens, neurons_of
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.patch.patches import chosen_patch, random_patch
+from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
 from sinkscope.sinks.tokens import TokenRows
@@ -40,12 +40,12 @@ MARK = "\u2021"  # stands for what the user says
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
 
 
-def attack_patches(setup: Setup) -> dict[str, SinkPatch | None]:
+def attack_patches(setup: Setup) -> Patches:
     """No patch, and all others if the model is in memory and has causal neurons.
 
     Where an MLP has no up factor, Listing 1 holds the whole neuron.
     """
-    patches: dict[str, SinkPatch | None] = {NONE: None}
+    patches: Patches = {NONE: None}
     patch = chosen_patch(setup, None) if setup.target.resident else None
     if patch is not None:
         whole = SinkPatch(sites=patch.sites)
@@ -77,7 +77,7 @@ class Attempts:
     setup: Setup
     scan: LayerScan
     leads: Mapping[str, tuple[int, ...]]
-    patches: Mapping[str, SinkPatch | None]
+    patches: Patches
     pools: tuple[Sequence[Tensor], Sequence[Tensor]]
     lengths: Sequence[int]
     sequences: int

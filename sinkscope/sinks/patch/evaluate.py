@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 import torch
 from einops import rearrange
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,7 +24,7 @@ from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.parts import in_words, neurons_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.held_out import held_out, logits_of
+from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.tokens import TokenRows
@@ -122,8 +121,8 @@ def patch_eval(
     setup: Setup,
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
-    pieces: Annotated[int, Field(ge=2)] = 32,
-    length: Annotated[int, Field(ge=8)] = 256,
+    pieces: Pieces = 32,
+    length: Length = 256,
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 

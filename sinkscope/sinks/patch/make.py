@@ -28,6 +28,7 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Sites
@@ -254,8 +255,8 @@ def patch_make(
     *,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
-    pieces: Annotated[int, Field(ge=2)] = 32,
-    length: Annotated[int, Field(ge=8)] = 256,
+    pieces: Pieces = 32,
+    length: Length = 256,
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 

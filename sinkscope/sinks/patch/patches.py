@@ -15,6 +15,8 @@ from sinkscope.sinks.find.find import find_sinks
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
+Patches = dict[str, SinkPatch | None]
+"""Patches by their names; None stands for the model without one."""
 
 
 def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import plotly.express as px
 import plotly.graph_objects as go
-from pydantic import Field
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Result, ScanPart, Setup, measurement
@@ -20,7 +19,7 @@ from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neu
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.held_out import held_out
+from sinkscope.sinks.held_out import Length, Pieces, held_out
 from sinkscope.sinks.precision.exact import (
     DRAWS,
     LAYERS,
@@ -233,8 +232,8 @@ def precision(
     setup: Setup,
     *,
     schemes: Sequence[Scheme] = ("a8-tensor", "a8-token", "kv8", "kv4"),
-    pieces: Annotated[int, Field(ge=2)] = 16,
-    length: Annotated[int, Field(ge=8)] = 64,
+    pieces: Pieces = 16,
+    length: Length = 64,
 ) -> Precision:
     """Measure what rounding costs, and what is regained by keeping the sink's places, neurons or layers exact.
 

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
@@ -21,7 +20,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
+from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_cases, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
@@ -144,7 +143,7 @@ def read_probabilities(
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
     check_length(target, around, len(before) + max(after), new_tokens, "give smaller --answer-after or --new-tokens")
-    edits: dict[str, SinkPatch | None] = {INTACT: None}
+    edits: Patches = {INTACT: None}
     edit = chosen_patch(setup, patch)
     if edit is not None:
         edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
