@@ -23,8 +23,8 @@ from sinkscope.sinks.find.records import (
 from sinkscope.sinks.find.result import FindSinks
 
 BOS = TokenShare("<s>", 1.0)
-FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0, token="<s>"), 0.8, 1.0, 1.0, 0, (BOS,))
-STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,), token="."), 0.2, 1.0, 0.5, 9, ())
+FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, 1.0, (BOS,))
+STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,)), 0.2, 1.0, 0.5, ())
 
 NEURONS = (
     Candidate(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01, -0.2),

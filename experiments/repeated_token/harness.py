@@ -17,8 +17,10 @@ from torch import Tensor
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Intervention, SinkPatch
+from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Setup
-from sinkscope.sinks.patch.evaluate import errors_of, random_patch, under
+from sinkscope.sinks.patch.evaluate import errors_of
+from sinkscope.sinks.patch.patches import random_patch
 
 SHOTS_SEED = 1234  # seed of the examples before a question; the harness's default
 BATCH = 8  # questions per pass

@@ -64,7 +64,7 @@ def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
     Raises:
         SinkscopeError: The list is empty, or names a layer that the model does not have or that does not attend.
     """
-    attending = list(filter(target.has_attention, range(target.n_layers)))
+    attending = target.attending
     if layers is None:
         wanted = attending
     else:

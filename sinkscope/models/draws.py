@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
 
 
 def seed_of(seed: int, purpose: str) -> int:
@@ -20,3 +24,9 @@ def seed_of(seed: int, purpose: str) -> int:
 def draws(seed: int, purpose: str) -> torch.Generator:
     """The random numbers of one draw; the arguments are those of `seed_of`."""
     return torch.Generator().manual_seed(seed_of(seed, purpose))
+
+
+def some_of(items: Sequence[Item], count: int, generator: torch.Generator) -> list[Item]:
+    """So many items in random order; all of them if there are fewer."""
+    order = torch.randperm(len(items), generator=generator).tolist()
+    return [items[number] for number in order[:count]]

@@ -214,6 +214,9 @@ class Claim:
         return f"{outcome[:1].upper()}{outcome[1:]} ({self.place}): {self.phrase()}."
 
 
+Claims = tuple[Claim, ...]
+
+
 def percent_pair(share: float, control: float) -> tuple[str, str]:
     """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
     texts = ("", "")

@@ -123,8 +123,8 @@ class Result(Envelope):
         return []
 
     def numbers(self) -> list[Number]:
-        """The numbers and words by which two models are compared; a subclass overrides it."""
-        return []
+        """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""
+        return numbers_of(getattr(self, "claims", ()))
 
     def headline(self) -> Number | None:
         """The number that stands on a sink card beside the conclusion: the first one that differs from its control."""

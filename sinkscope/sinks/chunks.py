@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.measure import Setup
+from sinkscope.measure import Option, Setup
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 
+Resume = Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")]
+"""The folder that keeps finished chunks."""
 Columns = dict[str, list[Any]]
 """What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
 
@@ -31,7 +33,7 @@ def in_chunks(
     setup: Setup,
     work: Callable[[list[int]], Columns],
     items: Sequence[int],
-    resume: str | Path | None,
+    resume: Resume,
     *,
     what: str,
     size: int,

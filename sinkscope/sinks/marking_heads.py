@@ -23,18 +23,18 @@ from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.models.hooks import Hook, beside
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
-from sinkscope.sinks.tokens import TokenRows, first_tokens
+from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
@@ -154,16 +154,16 @@ class MarkingHeads(Result):
     neurons: tuple[str, ...] = ()
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
-    activation: Float[np.ndarray, " token"] | None = None
+    activation: PerToken | None = None
     all_drop: float | None = None
     layer_drop: Float[np.ndarray, "token layer"] | None = None
     drop: Float[np.ndarray, "token layer head"] | None = None
     serves: Bool[np.ndarray, "token head"] | None = None
-    set_drop: Float[np.ndarray, " token"] | None = None
-    control_drop: Float[np.ndarray, " token"] | None = None
+    set_drop: PerToken | None = None
+    control_drop: PerToken | None = None
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What is left of the mark without each token's heads, and without the heads of one layer."""
         if self.layer_drop is None:
             return ()
@@ -184,7 +184,7 @@ class MarkingHeads(Result):
                 claims.insert(0, self._claim(heads, self.set_drop, control, search))
         return tuple(claims)
 
-    def _claim(self, subject: Any, drop: Float[np.ndarray, " token"], control: Contrast, search: Search) -> Claim:
+    def _claim(self, subject: Any, drop: PerToken, control: Contrast, search: Search) -> Claim:
         drop = drop[np.isfinite(drop)].astype(np.float64)  # as a saved result has it
         left = max(0.0, 1 - float(np.median(drop)))
         contrasts = (Contrast("intact", 1.0), control)
@@ -286,21 +286,24 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
-    words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
+    words = vocabulary(setup.target, tokens)
+    if not tokens:
+        words = sample_tokens(tokens_of_text(setup), count, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
-    sink = sink_neurons(setup)
-    if sink.made is None:
-        return MarkingHeads(sink_layer=None, absence=sink.absence("a mark cannot be read"))
-    most = max([neuron.contribution_norm for neuron in sink.neurons], default=0.0)
-    large = [neuron for neuron in sink.neurons if neuron.contribution_norm >= NEEDED * most]
-    layer = min([neuron.layer for neuron in large], default=sink.made.context.layer)
-    neurons = [neuron for neuron in sink.neurons if neuron.layer == layer]
-    context, place = sink.made.context, sink.made.spike.place
+    made = sink_spike(setup)
+    if made is None:
+        absence = f"No MLP makes a norm spike, so a mark cannot be read; {instead_of_spike(setup)}."
+        return MarkingHeads(sink_layer=None, absence=absence)
+    scan, place = made.scan, made.spike.place
+    most = max([neuron.contribution_norm for neuron in made.neurons], default=0.0)
+    large = [neuron for neuron in made.neurons if neuron.contribution_norm >= NEEDED * most]
+    layer = min([neuron.layer for neuron in large], default=scan.layer)
+    neurons = [neuron for neuron in made.neurons if neuron.layer == layer]
     bench = Replacement.of(setup, layer, neurons, place)
-    spiking = context.ids[:, : context.up_to_place]
-    typical = bench.written(spiking, context.at)
-    ids, at, words_for = spiking[:count], context.at[:count], place.words
+    spiking = scan.ids[:, : scan.up_to_place]
+    typical = bench.written(spiking, scan.at)
+    ids, at, words_for = spiking[:count], scan.at[:count], place.words
     if place.is_first or tokens:
         ids, at, words_for = torch.tensor(words)[:, None], torch.zeros(len(words), dtype=torch.long), FIRST
     intact = bench.written(ids, at)
@@ -317,15 +320,14 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if not bool(fires.any()):
         return result
     marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
-    every_head = torch.eye(bench.means[..., 0].numel()).bool().view(-1, *bench.means.shape[:2])
-    every_layer = torch.eye(len(bench.means)).bool()[..., None].expand(-1, -1, bench.means.shape[1])
-    lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]))
-    layer_drop = lost[:, 1 : 1 + len(every_layer)]
-    drop = lost[:, 1 + len(every_layer) :].unflatten(1, bench.means.shape[:2])
-    for number in range(len(every_layer)):
-        if not setup.target.has_attention(number):
-            layer_drop[:, number] = torch.nan
-            drop[:, number] = torch.nan
+    n_layers, n_heads, _ = bench.means.shape
+    every_layer = torch.eye(n_layers)[..., None].expand(-1, -1, n_heads)
+    every_head = torch.eye(n_layers * n_heads).unflatten(1, (n_layers, n_heads))
+    lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]).bool())
+    layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, (n_layers, n_heads))
+    without_heads = [number for number in range(n_layers) if not setup.target.has_attention(number)]
+    layer_drop[:, without_heads] = torch.nan
+    drop[:, without_heads] = torch.nan
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(lost[:, 0].median()), **drops)
     medians = _medians(layer_drop.numpy())
@@ -380,8 +382,7 @@ class _Marks:
         edits[:, 0] = heads
         for token, others in enumerate(~heads):
             for chosen in edits[token, 1:]:
-                order = torch.randperm(int(others.sum()), generator=generator)
-                chosen[others.nonzero().flatten()[order[: size[token]]]] = True
+                chosen[some_of(others.nonzero().flatten().tolist(), int(size[token]), generator)] = True
         lost = 1 - self.kept_in(layer, edits)
         control = torch.where((n_heads - size >= size) & (size > 0), lost[:, 1:].amax(1), torch.nan)
         return {

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
+from sinkscope.models.draws import some_of
 from sinkscope.models.target import Target
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
@@ -21,6 +24,10 @@ MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
 
 TokenRows = Int[Tensor, "row pos"]
 """Sequences of token ids."""
+PerToken = Float[np.ndarray, " token"]
+"""A number for each of some tokens."""
+Mask = Bool[Tensor, "text pos"]
+"""Some positions of texts."""
 
 
 def single_token(tokenizer: Any, string: str) -> int:
@@ -48,56 +55,31 @@ def single_token(tokenizer: Any, string: str) -> int:
     raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); {remedy}")
 
 
-def known_token(tokenizer: Any, string: str) -> int | None:
-    """The id of a string that is a single token other than the unknown one, else None."""
-    try:
-        return single_token(tokenizer, string)
-    except SinkscopeError:
-        return None
-
-
-def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = WORDS) -> list[int]:
+def pick_tokens(setup: Setup, strings: Sequence[str] | None = None, count: int = WORDS) -> list[int]:
     """Ids of the strings. Without strings, `count` words of the text, drawn with the seed.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        ids: Typical text `[row pos]`. Nothing is drawn from the first column.
+        setup: The model and its text.
         strings: The strings to repeat.
-        seed: Seed of the draw.
         count: How many to draw.
     """
+    tokenizer = setup.tokenizer
     if strings:
         return [single_token(tokenizer, s) for s in strings]
-    special = set(tokenizer.all_special_ids)
-    ordinary = [i for i in ids[:, 1:].unique().tolist() if i not in special]
+    ordinary = tokens_of_text(setup)
     words = [i for i in ordinary if len(tokenizer.decode([i]).strip()) > 2]
-    return sample_tokens(words or ordinary, count, seed)
+    return sample_tokens(words or ordinary, count, setup.seed)
+
+
+def tokens_of_text(setup: Setup) -> list[int]:
+    """The different tokens of the text, without special ones and the first of each piece."""
+    special = set(setup.tokenizer.all_special_ids)
+    return [token for token in setup.ids[:, 1:].unique().tolist() if token not in special]
 
 
 def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
     """Some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [ids[i] for i in order[:count]]
-
-
-def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Sequence[str] | None = None) -> list[int]:
-    """Distinct tokens to put first: the strings, or else tokens of the text, then of the vocabulary.
-
-    Args:
-        target: The model, for its tokenizer and the size of its vocabulary.
-        ids: Typical text `[row pos]`. Nothing is drawn from the first column.
-        count: Maximum number of tokens.
-        seed: Seed of the draw.
-        strings: The strings to put first instead.
-    """
-    every = vocabulary(target, strings)
-    if strings:
-        return every
-    special = set(target.tokenizer.all_special_ids)
-    in_text = [i for i in ids[:, 1:].unique().tolist() if i not in special]
-    others = sorted(set(every) - special - set(in_text))
-    in_order = sample_tokens(in_text, count, seed)
-    return in_order + sample_tokens(others, count - len(in_order), seed)
+    return some_of(ids, count, torch.Generator().manual_seed(seed))
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
@@ -128,12 +110,14 @@ def words_to_repeat(
     Raises:
         SinkscopeError: A requested string is not a single token, or the text has too few words for replacements.
     """
-    tokenizer = setup.tokenizer
     before = set(encode(setup, prefix))
     if tokens:
-        return pick_tokens(tokenizer, setup.ids, tokens, setup.seed)
-    known = {string: known_token(tokenizer, string) for string in paper}
-    drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, WORDS + len(before) + 2 * len(paper))
+        return pick_tokens(setup, tokens)
+    known: dict[str, int | None] = dict.fromkeys(paper)
+    for string in paper:
+        with suppress(SinkscopeError):
+            known[string] = single_token(setup.tokenizer, string)
+    drawn = pick_tokens(setup, count=WORDS + len(before) + 2 * len(paper))
     spare = [t for t in drawn if t not in known.values() and t not in before]
     if not paper:
         return (spare or drawn)[:WORDS]
@@ -166,6 +150,11 @@ def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
         others = setup.ids[setup.ids != token].tolist()
         befores.append([*others, token][0])
     return befores
+
+
+def repeated(befores: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
+    """A row for each token: what stands before it, and so many copies."""
+    return torch.tensor([[before, *[token] * count] for before, token in zip(befores, tokens, strict=True)])
 
 
 def unknown_share(setup: Setup) -> float:

@@ -163,21 +163,21 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         controls.
     """
     survey = Survey.of(setup)
-    context = survey.first
+    scan = survey.first
     numbers: dict[str, float] = {}
     if survey.rate is not None:
         numbers["sink_rate"] = survey.rate.value
     if survey.spikes:
-        context = survey.context(survey.spikes[0])
-    dims = dims_of(context.scan)
+        scan = survey.scan(survey.spikes[0])
+    dims = dims_of(scan)
     if dims:
         numbers |= {"spike_dim": dims[0], "spike_dims": len(dims)}
-    if context.scan.sink_layer is not None:
-        neuron = largest_writer(context, context.layer)
+    if scan.sink_layer is not None:
+        neuron = largest_writer(scan, scan.layer)
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert
-    numbers["spike_ratio"] = float(context.scan.ratios.max())
+    numbers["spike_ratio"] = float(scan.ratios.max())
     names = "repeat_attention", "text_attention", "repeat_loss", "text_loss"
     return numbers | dict(zip(names, read_copies(setup).tolist(), strict=True))
 
@@ -198,7 +198,7 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
         UnsupportedError: The head of the model is one of another task.
     """
     target = setup.target
-    words = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, setup.n_texts)
+    words = pick_tokens(setup, count=setup.n_texts)
     text = setup.ids[: len(words)]
     end = text.shape[1] - text.shape[1] // LATER
     copies = text.clone()
@@ -210,8 +210,7 @@ def read_copies(setup: Setup) -> Float[Tensor, " number"]:
     logits = target.forward(rows, unembed=True).logits
     if logits.ndim < rows.ndim + 1:
         raise UnsupportedError(f"{target.name} has no head that gives logits of tokens")
-    attending = list(filter(target.has_attention, range(target.n_layers)))
-    attention = total[:, 0, attending].mean(1) / (rows.shape[1] - end)
+    attention = total[:, 0, target.attending].mean(1) / (rows.shape[1] - end)
     predicted = logits[:, end // 2 - 1 : end - 1].float().cpu()
     loss = cross_entropy(predicted.mT, rows[:, end // 2 : end], reduction="none").mean(1)
     return torch.cat([attention, loss]).unflatten(0, (4, -1)).mean(1)

@@ -16,11 +16,12 @@ from torch import Tensor
 from sinkscope.hooks.trace.run import trace
 from sinkscope.models.grouped_heads import output_weights, per_query_head
 from sinkscope.models.target import Target
-from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.parts import VALUE
+from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
-from sinkscope.sinks.find.survey import Survey, ordinary_position
+from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.call import Attention
@@ -69,7 +70,7 @@ class HeadValue:
         return "mixed"
 
 
-def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tuple[Claim, ...]]:
+def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Claims]:
     """What each head that attends to a place writes by the value there, and a claim about the heads of each kind.
 
     Args:
@@ -82,7 +83,7 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], tu
     claims: list[Claim] = []
     ids = survey.received.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    barred = (positions == 0) | (positions >= survey.received.places.ids.shape[1])  # the last ones are not judged
+    barred = (positions == 0) | (positions >= survey.received.judged.shape[1])  # the last ones are not judged
     for place in survey.sinks:
         barred = barred | place.there(ids)
     for place in survey.sinks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from organisms import organism, tiny_model
 from raw_kit import attention
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Setup
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.find.attention_received import attention_received
@@ -61,12 +63,13 @@ def test_typical_text_is_long_enough_for_the_sink_rate_and_files_replace_it(tmp_
 
 def test_drawn_words_are_distinct_ordinary_tokens_of_the_text():
     o = organism("llama", 0)
-    ids = text_rows(o.tokenizer, typical_text(), 4, 32, o.tokenizer.bos_token_id)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer)
+    ids = setup.ids
 
     @settings(max_examples=20, deadline=None)
     @given(st.integers(0, 2**31))
     def check(seed):
-        words = pick_tokens(o.tokenizer, ids, None, seed, count=3)
+        words = pick_tokens(replace(setup, seed=seed), count=3)
         assert len(set(words)) == len(words) and set(words) <= set(ids[:, 1:].flatten().tolist())
         assert not set(words) & set(o.tokenizer.all_special_ids)
 

@@ -77,8 +77,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             else:
                 expert_views(other.sub(layer, "experts"), expert).down[neuron] = 0
         for at in (0, 5):
-            found = effects(target, IDS, [neurons_of(edit)], at=at, upto=layer)
-            kept, intact = found.norms[0, :, layer], found.intact_norms[:, layer]
+            intact, kept = effects(target, IDS, [neurons_of(edit)], at=at, upto=layer).norms[..., layer]
             assert_close(kept, after(other, layer)[:, at].norm(dim=-1), rtol=1e-4, atol=1e-4)
             assert (kept - intact).abs().max() > 1e-3
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from sinkscope.hooks.trace.layer_view import view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.parts import neurons_of, sites_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.neurons import verify_neurons
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.removal.search import random_sets
 
 pytestmark = pytest.mark.few_texts
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.few_texts
 shared_sink = cache(make_shared_sink)  # no test changes it
 
 
-def at_layer(target: Target, ids: Tensor, layer: int) -> SinkContext:
+def at_layer(target: Target, ids: Tensor, layer: int) -> LayerScan:
     """The first token, with this layer as the sink layer, whatever a scan of these texts says."""
 
     class Scan(LayerScan):
         sink_layer = layer
 
     scan = scan_layers(target, ids, whole=True)
-    return SinkContext(target, ids, Scan(scan.n_layers, scan.layers), 0)
+    return Scan(target, ids, scan.at, scan.layers)
 
 
-def context_of(shared: SharedSink) -> SinkContext:
+def scan_of(shared: SharedSink) -> LayerScan:
     """The organism's own layer is the sink layer, whatever a scan of these texts says."""
     return at_layer(target_of(shared.organism.model), shared.organism.natural(), shared.sink[0])
 
@@ -61,7 +61,7 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
     o = organism("qwen3", 2, kind="spread")
     part, idle = o.truth.neurons[-1], (o.truth.sink_layer, max(site[-1] for site in o.truth.neurons) - 1)
     assert idle not in o.truth.neurons
-    sets = [*[(idle,)] * 19, (part,)]
+    sets = [neurons_of([site]) for site in [*[idle] * 19, part]]
     monkeypatch.setattr("sinkscope.sinks.find.sets.random_sets", lambda *_: sets)
     found = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8)).minimal
     ids = o.natural(4, 40)
@@ -75,7 +75,8 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
 def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers():
     target = target_of(organism("llama", 0).model)
     layers, candidates = (0, 1, 1), [(1, neuron) for neuron in range(target.d_mlp - 3)]
-    sets = random_sets(target, ((0, 5), (1, 1), (1, 2)), tuple(candidates), 0)
+    chosen = neurons_of([(0, 5), (1, 1), (1, 2)])
+    sets = [sites_of(drawn) for drawn in random_sets(target, chosen, neurons_of(candidates), 0)]
     assert len(sets) == 20 and len(set(sets)) > 10
     for drawn in sets:
         assert tuple(layer for layer, _ in drawn) == layers and len(set(drawn)) == 3
@@ -86,7 +87,7 @@ def test_no_candidate_is_drawn_as_a_control_of_candidates(monkeypatch):
     """So many draws that each neuron comes."""
     monkeypatch.setattr("sinkscope.sinks.find.neurons.CONTROL_DRAWS", 1500)
     shared = shared_sink("llama")
-    verified = verify_neurons(context_of(shared), 2)
+    verified = verify_neurons(scan_of(shared), 2, seed=0)
     assert [neuron.site for neuron in verified if neuron.causal] == [shared.sink]
     assert verified[0].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
 
@@ -96,10 +97,10 @@ def test_neutral_values_are_those_of_later_positions(family):
     """Half of the positions of these texts are first tokens, where sink neurons are on: they would move the median."""
     o = organism(family, 3)
     target, ids, layer = target_of(o.model), o.natural(5, 2), o.truth.sink_layer
-    context = at_layer(target, ids, layer)
+    scan = at_layer(target, ids, layer)
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0
-    for neuron in verify_neurons(context, 6):
+    for neuron in verify_neurons(scan, 6, seed=0):
         values = everywhere.post[:, neuron.neuron + (neuron.expert or 0) * target.d_mlp]
         if everywhere.routing is not None:
             weights = everywhere.routing[:, neuron.expert]
@@ -113,7 +114,7 @@ def test_neutral_values_are_those_of_later_positions(family):
 def test_a_cause_takes_a_tenth_of_the_norm():
     """Random neurons write nothing here, so the bystander takes more than they do, and yet too little."""
     shared = make_shared_sink("llama", aside=0.3, support=0.0)
-    sink, bystander = verify_neurons(context_of(shared), 2)
+    sink, bystander = verify_neurons(scan_of(shared), 2, seed=0)
     assert bystander.site == shared.bystander
     assert bystander.control_drop < 0.001 < bystander.ablation_drop == pytest.approx(shared.bystander_drop, abs=0.005)
     assert sink.causal and not bystander.causal
@@ -122,9 +123,9 @@ def test_a_cause_takes_a_tenth_of_the_norm():
 def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage():
     """The layer after the sink layer stands in for the sink layer, so that the shared sink is an earlier stage."""
     shared = shared_sink("llama")
-    context = context_of(shared)
-    assert context.scan.stages == [shared.sink[0]]
-    verified = verify_neurons(at_layer(context.target, context.ids, shared.sink[0] + 1), 2)
+    scan = scan_of(shared)
+    assert scan.stages == [shared.sink[0]]
+    verified = verify_neurons(at_layer(scan.target, scan.ids, shared.sink[0] + 1), 2, seed=0)
     earlier = [neuron for neuron in verified if neuron.layer == shared.sink[0]]
     assert {neuron.site for neuron in earlier} == {shared.sink, shared.bystander}
     assert [neuron.control_drop for neuron in earlier] == pytest.approx([shared.helper_drop] * 2, abs=0.02)

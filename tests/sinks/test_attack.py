@@ -22,9 +22,8 @@ from refusals import refused
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import PATCHES, SOURCES
-from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.attack.attempts import PATCHES, SOURCES, drawn_sequences, make_pools
+from sinkscope.sinks.find.spikes import sink_spike
 
 pytestmark = pytest.mark.few_texts
 
@@ -63,7 +62,7 @@ def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     found, layer = attack_on(o, tmp_path), o.truth.sink_layer
     assert layer is not None and found.contexts == ("BOS", "no BOS")
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
-    rows = drawn_sequences({-1: torch.tensor(ordinary)}, 8, 24, 0)
+    rows = drawn_sequences([torch.tensor(ordinary)], 8, 24, 0)
     first = norms(o.model, o.natural()[:, :1])[layer].median()
     share = norms(o.model, rows)[layer, :, 1:] / first
     hits, place = (share >= 0.5).double(), (0, 1, 0, RANDOM)
@@ -124,7 +123,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     fair = high.sum(1, keepdim=True) / torch.arange(9, 25)
     assert found.uniform[0, *place] == pytest.approx(float(fair.mean()), rel=1e-4)
 
-    neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
+    neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_spike(setup).neurons}
 
     def held(post):
         for neuron, value in neutral.items():
@@ -139,7 +138,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     assert found.divergence[0, *place] == pytest.approx(float(divergence), rel=1e-2)
 
 
-def pools_of(sizes: list[int]) -> dict[int, torch.Tensor]:
+def pools_of(sizes: list[int]) -> list[torch.Tensor]:
     ids = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(1)).split(sizes)
     return make_pools({head: part.tolist() for head, part in enumerate(ids)}, sum(sizes), set())
 
@@ -154,7 +153,7 @@ def pools_of(sizes: list[int]) -> dict[int, torch.Tensor]:
 def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count, seed):
     pools = pools_of(sizes)
     drawn = drawn_sequences(pools, length, count, seed)
-    large = [set(pool.tolist()) for pool in pools.values() if len(pool) >= length]
+    large = [set(pool.tolist()) for pool in pools if len(pool) >= length]
     assert len(drawn) == (count if large else 0)
     for number, row in enumerate(drawn.tolist()):
         assert len(set(row)) == length and set(row) <= large[number % len(large)]

@@ -17,7 +17,7 @@ from sinkscope.measure import Setup
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import TokenClusters, head_activations
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.marking_heads import Replacement
 
 pytestmark = pytest.mark.few_texts
@@ -61,9 +61,9 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
 def test_one_batch_of_heads_equals_a_plain_pass_for_each(family):
     o = organism(family, 2)
     setup = Setup.open(o.model, tokenizer=o.tokenizer)
-    sink = sink_neurons(setup)
+    sink = sink_spike(setup)
     neuron, heads, tokens = sink.neurons[0], setup.n_heads, [1, 17]
-    model = Replacement.of(setup, neuron.layer, [neuron], sink.made.spike.place)
+    model = Replacement.of(setup, neuron.layer, [neuron], sink.spike.place)
     mixed = part(blocks(o.model)[0], "self_attn.o_proj", "attention.dense", "attn.c_proj")
     seen: list[torch.Tensor] = []
 

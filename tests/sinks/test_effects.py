@@ -28,10 +28,8 @@ def _long_way(model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_drop_is_the_mean_over_texts():
-    norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
-    no_attention = torch.zeros(2, 2, 1)
-    intact = torch.tensor([[10.0, 2], [10, 30]])
-    edited = Effects(norms, norms, no_attention[None], intact, intact, no_attention)
+    norms = torch.tensor([[[10.0, 2.0], [10.0, 30.0]], [[5.0, 1.0], [8.0, 3.0]]])
+    edited = Effects(norms, norms, torch.zeros(2, 2, 2, 1))
     assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
     assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 
@@ -44,8 +42,8 @@ def test_a_swapped_token_embedding_is_another_token(family):
     other = ids.clone()
     other[:, 0] = ids[:, 4]
     length, received = _long_way(o.model, other)
-    assert_close(edited.norms[0], length, rtol=1e-4, atol=1e-4)
-    assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert_close(edited.norms[1], length, rtol=1e-4, atol=1e-4)
+    assert_close(edited.attention[1], received, rtol=1e-4, atol=1e-5)
 
 
 def test_position_embeddings_are_those_of_other_position_ids():
@@ -55,7 +53,7 @@ def test_position_embeddings_are_those_of_other_position_ids():
     places = torch.tensor([[6, *range(1, 9)]])
     with torch.no_grad():
         hidden = o.model(ids, position_ids=places, output_hidden_states=True).hidden_states[1:-1]
-    assert_close(edited.norms[0, 0, :-1], torch.stack(hidden)[:, 0, 0].norm(dim=-1), rtol=1e-4, atol=1e-4)
+    assert_close(edited.norms[1, 0, :-1], torch.stack(hidden)[:, 0, 0].norm(dim=-1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_key_bias_taken_away_is_a_bias_of_zero():
@@ -70,8 +68,8 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero():
         for layer in bare.model.layers:
             layer.self_attn.k_proj.bias.zero_()
     received = _long_way(bare, ids)[1]
-    assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
+    assert_close(edited.attention[1], received, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(edited.attention[0], received, atol=1e-3)
 
 
 def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
@@ -83,7 +81,7 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
     assert_close(whole.norms, parts.norms)
     assert_close(whole.attention, parts.attention)
-    assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
+    assert (effects(target, ids, []).norms[0] > whole.norms[0]).all(), "dimensions were left out"
 
 
 @pytest.mark.parametrize(
@@ -100,24 +98,23 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
     neurons = neurons_of(o.truth.neurons)
     edits = [neurons, (), (component,), (*neurons, component)]
     whole = effects(target, ids, edits, attention=True)
-    for number, edit in enumerate(edits[:2]):
+    for number, edit in enumerate(edits[:2], 1):
         with zeroed(o.model, sites_of(edit)):
             length, received = _long_way(o.model, ids)
         assert_close(whole.norms[number], length, rtol=1e-4, atol=1e-4)
         assert_close(whole.attention[number], received, rtol=1e-4, atol=1e-5)
-    assert_close(whole.intact_norms, whole.norms[1], rtol=1e-4, atol=1e-4)
-    assert_close(whole.intact_attention, whole.attention[1], rtol=1e-4, atol=1e-5)
+    assert_close(whole.norms[0], whole.norms[2], rtol=1e-4, atol=1e-4)
+    assert_close(whole.attention[0], whole.attention[2], rtol=1e-4, atol=1e-5)
     if streamed:
         target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
     entering = scan_layers(target, ids, whole=True).entering
     layer = o.truth.neurons[0][0]
     for chosen, behind in ((edits, layer + 1), (edits[2:3], last), (edits[1:2], last)):
         parts = effects(target, ids, chosen, attention=True, behind=behind, entering=entering)
-        numbers = [edits.index(edit) for edit in chosen]
-        ran = ~parts.intact_norms[0].isnan()
+        numbers = [0, *(1 + edits.index(edit) for edit in chosen)]
+        ran = ~parts.norms[0, 0].isnan()
         assert ran[behind:].all()
         assert_close(parts.norms[..., ran], whole.norms[numbers][..., ran], rtol=1e-5, atol=1e-5)
-        assert_close(parts.intact_norms[..., ran], whole.intact_norms[..., ran], rtol=1e-5, atol=1e-5)
         assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
@@ -190,4 +187,4 @@ def test_what_an_edit_of_several_parts_writes_comes_from_the_intact_text():
     first, later = Component("attention", 0), Component("attention", 1)  # which reads what the first one writes
     edited = effects(target, ids, [(first, later)], source=5)
     with swapped(o.model, ids, later, 0, 5), swapped(o.model, ids, first, 0, 5):
-        assert_close(edited.norms[0], norms(o.model, ids)[:, :, 0].T, rtol=1e-4, atol=1e-4)
+        assert_close(edited.norms[1], norms(o.model, ids)[:, :, 0].T, rtol=1e-4, atol=1e-4)

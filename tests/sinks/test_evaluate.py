@@ -13,17 +13,12 @@ from organisms import Organism, organism
 from experiments.repeated_token.harness import evaluate_tasks
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.patch.evaluate import (
-    PatchEvaluation,
-    errors_of,
-    held_out,
-    losses,
-    patch_eval,
-    random_patch,
-    under,
-)
+from sinkscope.sinks.held_out import held_out
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, errors_of, losses, patch_eval
+from sinkscope.sinks.patch.patches import random_patch
 
 
 def loud(o: Organism) -> SinkPatch:

@@ -15,6 +15,7 @@ from organisms.plan import LEAST_LAYERS
 from organisms.planted_places import places
 from raw_kit import attention, zeroed
 
+from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.find.find import find_sinks
@@ -117,10 +118,15 @@ def reading(first: float, written: float = 0.0, typically_written: float = 0.0) 
     return LayerReading(norms, norms, [], first * spike, mlp_norms, 1.0, written * spike, sample)
 
 
+def three_tokens() -> tuple[Target, torch.Tensor, torch.Tensor]:
+    """A model, a text of three tokens, and its first position: the layers are made by hand."""
+    return target_of(organism("llama", 0).model), torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+
+
 def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text():
     """Layers 2 and 3 write a tenth of the spike's size; layer 2 writes half of that on typical text, too."""
     layers = [reading(2.0), reading(50.0, 50.0), reading(50.0, 5.0, 2.5), reading(50.0, 5.0, 0.5)]
-    scan = LayerScan(4, layers)
+    scan = LayerScan(*three_tokens(), layers)
     assert scan.stages == [1, 3] and scan.sink_layer == 1
 
 
@@ -130,9 +136,9 @@ def test_spike_dims_need_both_of_sun_et_als_conditions():
 
     first, ones = torch.tensor([250.0, 150.0, -900.0, 99.0, 0.1, 201.0]), torch.ones(1, 3)
     layer = LayerReading(ones, ones, [], first, ones, 0.2, first, first[None])
-    assert Scan(1, [layer]).massive_activations == [2, 0, 5]  # > 100 and > 1000 * 0.2, largest first
+    assert Scan(*three_tokens(), [layer]).massive_activations == [2, 0, 5]  # > 100 and > 1000 * 0.2, largest first
     small = replace(layer, residual=first / 10, hidden=0.02)  # 1000 x the median, but below 100
-    assert Scan(1, [small]).massive_activations == []
+    assert Scan(*three_tokens(), [small]).massive_activations == []
 
 
 @pytest.mark.parametrize("needed", [{3}, {2, 5}, {0, 4, 9}, set(range(12)), {1, 40}])

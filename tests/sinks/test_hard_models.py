@@ -66,8 +66,11 @@ def carried(sink: Sink | None) -> str | None:
 def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth = h.truth
-    spikes = [spike for spike in result.spikes if spike.place.token == "" or spike.place.is_first]
-    spike = spikes[0] if spikes else None
+    spike = None
+    for each in reversed(result.spikes):
+        rule = each.place.rule
+        if rule is None or len(rule.tokens) != 1 or each.place.is_first:
+            spike = each
     sink = result.sink
     places = [str(each.place) for each in (*result.sinks, *result.spikes) if each.place is not None]
     pairs = {

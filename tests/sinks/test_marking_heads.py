@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.sinks import marking_heads as module
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.marking_heads import MarkingHeads, Replacement, heads
 
 pytestmark = pytest.mark.few_texts
@@ -79,8 +79,8 @@ def test_replacement_equals_an_edited_pass_over_the_text(at, monkeypatch, tmp_pa
     o = organism("llama", 3)
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path, 8))
     ids, sink = setup.ids, o.truth.sink_layer
-    found = sink_neurons(setup)
-    bench = Replacement.of(setup, sink, found.neurons, found.made.spike.place)
+    found = sink_spike(setup)
+    bench = Replacement.of(setup, sink, found.neurons, found.spike.place)
     z = trace(o.model, ids, ["blocks.0.attn.hook_z"])["blocks.0.attn.hook_z"]
     means = z[:, 1:].flatten(0, 1).mean(0)
     assert_close(bench.means[0], means)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sinkscope.sinks.find.places import (
     Place,
-    Places,
     Rule,
     pieces,
     sink_places,
@@ -44,7 +43,7 @@ def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
 
 
 def said(ids: Tensor, there: Tensor) -> str | None:
-    found, _ = pieces(Places(ids, there), decode)
+    found, _ = pieces(ids, there, decode)
     return " and ".join(place.words for place in found) or None
 
 
@@ -73,8 +72,8 @@ def test_of_several_special_tokens_the_one_that_is_a_sink_is_named():
 def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
     ids = torch.randint(10, 90, (4, 64))
     ids[:, [5, 9]] = torch.tensor([3, 7])
-    whole = Places(ids, torch.isin(ids, torch.tensor([3, 7])))
-    rows, at = texts_with(Place.of(whole, whole.there, None, decode), ids)
+    whole = torch.isin(ids, torch.tensor([3, 7]))
+    rows, at = texts_with(Place.of(ids, whole, whole, None, decode).cases, ids)
     assert Counter(ids[rows, at].tolist()) == {3: 2, 7: 2}
 
 
@@ -83,7 +82,7 @@ def test_the_first_token_of_some_texts_is_told_by_its_kind():
     ids[:, 0] = torch.arange(TEXTS) % 12 + 10
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, 0] = ids[:, 0] < 15
-    ((description,), _) = pieces(Places(ids, there), decode)
+    ((description,), _) = pieces(ids, there, decode)
     assert description.words == "some first tokens" and description.share == pytest.approx(5 / 12, abs=0.05)
     other = torch.tensor([[14, 10, 10], [20, 14, 14]])
     assert description.means(other).tolist() == [[True, False, False], [False, False, False]]
@@ -92,12 +91,12 @@ def test_the_first_token_of_some_texts_is_told_by_its_kind():
 def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
     ids = texts()
     there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
-    ((place,), left) = pieces(Places(ids, there), decode)
+    ((place,), left) = pieces(ids, there, decode)
     counts = Counter(ids[there].tolist())
     shares = [count / int(there.sum()) for _, count in counts.most_common(3)]
     assert place.rule is None and place.there(ids).equal(there) and left.count == 0
     assert [each.share for each in place.common] == shares and "without a common description" in place.words
-    nothing, left = pieces(Places(ids, there), decode, lambda _: False)
+    nothing, left = pieces(ids, there, decode, lambda _: False)
     assert not nothing and (left.count, left.share) == (int(there.sum()), 1.0)
 
 
@@ -105,10 +104,10 @@ def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_
     ids = texts()[:4]
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[[0, 1, 2], [5, 9, 20]] = True
-    ((place,), left) = pieces(Places(ids, there), decode)
+    ((place,), left) = pieces(ids, there, decode)
     assert place.rule is None and place.there(ids).equal(there) and left.count == 0
     there[0, 5] = False
-    found, left = pieces(Places(ids, there), decode)
+    found, left = pieces(ids, there, decode)
     assert found == () and left.count == 2
 
 
@@ -117,7 +116,7 @@ def test_what_the_words_leave_out_is_a_piece_of_its_own():
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, 0] = True
     there[:24, 1:3] = torch.rand(24, 2, generator=torch.Generator().manual_seed(0)) < 0.5
-    (first, rest), left = pieces(Places(ids, there), decode)
+    (first, rest), left = pieces(ids, there, decode)
     assert first.words == "the first token" and rest.rule is None and left.count == 0
     assert (first.there(ids) ^ rest.there(ids)).equal(there) and first.coverage + rest.coverage == pytest.approx(1)
 
@@ -129,7 +128,7 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     generator = torch.Generator().manual_seed(seed)
     there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
     there[:, 0] |= bool(seed % 2)
-    found, left = pieces(Places(ids, there), decode)
+    found, left = pieces(ids, there, decode)
     covered = torch.zeros_like(there)
     for place in found:
         covered |= place.there(ids)
@@ -157,35 +156,34 @@ def test_two_heads_of_a_hundred_make_a_sink_at_a_position_and_not_at_a_word():
     ids = put(texts(), COMMA, 1)
     above = attended(100)
     above[1, :2, :, 0] = True
-    assert sink_places(above, ids).there.nonzero()[:, 1].unique().tolist() == [0]
+    assert sink_places(above, ids).nonzero()[:, 1].unique().tolist() == [0]
     above = attended(100)
     above[1, :2] = ids == COMMA
-    assert len(sink_places(above, ids)) == 0
+    assert not sink_places(above, ids).any()
     above[1, :5] = ids == COMMA
-    assert sink_places(above, ids).there.equal(ids == COMMA)
+    assert sink_places(above, ids).equal(ids == COMMA)
 
 
 def test_different_heads_in_each_text_make_no_sink_at_a_position():
     ids, above = texts(), attended(200)
     for text in range(TEXTS):
         above[text % 5, torch.tensor([text % 40, (text + 7) % 40]), text, 0] = True
-    assert len(sink_places(above, ids)) == 0
+    assert not sink_places(above, ids).any()
 
 
 def test_a_head_that_fails_in_some_texts_does_not_hide_the_sink():
     ids, above = texts(), attended(40)
     above[0, :2, :, 0] = True
     above[0, 0, ::4, 0] = False
-    assert bool(sink_places(above, ids).there[:, 0].all())
+    assert bool(sink_places(above, ids)[:, 0].all())
 
 
 def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
-    ids = texts()
     norms = 1 + 0.2 * torch.rand(3, TEXTS, LENGTH, generator=torch.Generator().manual_seed(0))
     norms[1] *= 100
     norms[1, :, 4] *= 2.5
     norms[2, :, 5] *= 4
-    assert spike_places(norms, ids).there.nonzero()[:, 1].unique().tolist() == [5]
-    assert len(spike_places(norms[:2], ids)) == 0
+    assert spike_places(norms).nonzero()[:, 1].unique().tolist() == [5]
+    assert not spike_places(norms[:2]).any()
     norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
-    assert len(spike_places(norms[:1], ids)) == 0
+    assert not spike_places(norms[:1]).any()

@@ -72,7 +72,7 @@ def test_the_planted_neurons_are_the_answer(result):
 
 def test_the_numbers_are_those_by_hand(result, folder):
     from sinkscope.measure import Setup
-    from sinkscope.sinks.patch.evaluate import held_out
+    from sinkscope.sinks.held_out import held_out
 
     o = planted(2)
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=folder / "words.txt")

@@ -71,7 +71,7 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     for count in (marked - 1, marked):
         alone = norms_of(llama, llama.repeated(count, sweep.ids[0])[0].tolist())
         assert (alone[-1] >= alone[0] / 2) == (count == marked)
-    assert norm.norms[0, 1].max() < 0.1 * norm.first_norms[0, 0]
+    assert norm.norms[0, 1].max() < 0.1 * norm.reference
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     (claim,) = result.claims
     assert claim.verdict == "sufficient" and f"half after {marked} (median, 1 of 2 tokens)" in result.conclusion()
@@ -104,7 +104,6 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
     for condition, sites in enumerate(norm.zeroed):
         with zeroed(two.model, sites):
             expected = norms(two.model, rows)[layer]
-        assert norm.first_norms[condition] == pytest.approx(expected[:, 0].numpy(), rel=2e-3)
         assert norm.norms[condition] == pytest.approx(expected[:, sweep.counts].numpy(), rel=2e-3)
     _, claim = result.claims
     left, chance = 1 - norm.lost[1:].mean(1)

@@ -27,7 +27,6 @@ from sinkscope.models.draws import draws
 from sinkscope.models.text import typical_text
 from sinkscope.results.result import Result
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
 from sinkscope.sinks.reproduce.reproduce import Compared, Reproduction
 
@@ -294,7 +293,7 @@ def test_a_massive_activation_exceeds_100_and_1000_times_the_median_of_its_layer
         residual = torch.zeros_like(scan.layers[0].residual)
         residual[:4] = torch.tensor(values).float()
         layers.append(replace(scan.layers[0], residual=residual, hidden=hidden))
-    first = SinkContext(setup.target, setup.ids, replace(scan, layers=layers), 0)
+    first = replace(scan, layers=layers)
 
     def found(quantity: str, value: Any) -> Any:
         return PROTOCOLS[quantity](setup, first, Published("m", quantity, value, "s"))

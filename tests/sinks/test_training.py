@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -134,7 +135,9 @@ def by_hand(m, ids):
             rates.append((layer[:, :, :, 0].mean(2) > 0.3).float().mean())
     profile = norms(model, ids[:4])
     first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
-    words = pick_tokens(m.tokenizer, ids[:4], None, 0, 4)  # drawn with the seed
+    words = pick_tokens(
+        replace(Setup.open(m.model, tokenizer=m.tokenizer), ids=ids[:4]), count=4
+    )  # drawn with the seed
     numbers = {"sink_rate": float(torch.stack(rates).mean()), "spike_ratio": float((first / typical).max())}
     for name in ("repeat", "text"):
         attention, loss = [], []

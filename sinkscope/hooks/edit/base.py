@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -332,3 +332,8 @@ class Composed(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Never called: `parts` are entered one by one."""
         raise NotImplementedError
+
+
+def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
+    """A `with` block in which the edit acts; without an edit, nothing does."""
+    return nullcontext() if edit is None else edit.on(target)

@@ -224,6 +224,11 @@ class Parts:
         """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
         return self.has_part(layer, "attn" if self.adapter.o is None else "o")
 
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend with a softmax."""
+        return list(filter(self.has_attention, range(self.n_layers)))
+
     def has_neurons(self, layer: int) -> bool:
         """Whether a layer has an MLP, dense or a mixture."""
         return self.is_mixture(layer) or self.has_part(layer, "down")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -19,15 +18,24 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
-from sinkscope.results.claims import Claim
+from sinkscope.results.claims import Claims
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.attempts import COLUMNS, NONE, PATCHES, SOURCES, WHERE, Attempts, attack_patches
+from sinkscope.sinks.attack.attempts import (
+    COLUMNS,
+    NONE,
+    PATCHES,
+    SOURCES,
+    WHERE,
+    Attempts,
+    attack_contexts,
+    attack_patches,
+    make_pools,
+)
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
-from sinkscope.sinks.attack.sequences import attack_contexts, make_pools
-from sinkscope.sinks.chunks import hold_layers
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.chunks import Resume, hold_layers
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.tokens import vocabulary
 
 Cells = Float[np.ndarray, "patch context length source"]
@@ -87,15 +95,19 @@ class ClusterAttack(Result):
     attention: Cells
     uniform: Cells
     divergence: Cells
-    attacked: tuple[Claim, ...] = ()
+    attacked: Claims = ()
 
     @property
     def best(self) -> tuple[int, int] | None:
         """Context and length of the cluster attack with most successful positions; None if none was tried."""
-        return best_of(self.positions)
+        tried = np.nan_to_num(self.positions[0, :, :, 0], nan=-1.0)
+        if tried.max(initial=-1.0) < 0:
+            return None
+        context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
+        return context, length
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What the heads of the clusters do, what the attack does, and what patches leave of that."""
         return (*(self.clusters.claims if self.clusters is not None else ()), *self.attacked)
 
@@ -165,7 +177,7 @@ def attack(
     lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 200,
     prefix: str | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
+    resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
@@ -195,20 +207,20 @@ def attack(
     before = max(map(len, contexts.values()))
     remedy = "give a smaller --length"
     check_length(target, f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
-    sink = sink_neurons(setup)
+    made = sink_spike(setup)
     absence = None
-    if sink.made is None:
-        absence = sink.absence("there are no sink neurons to attack")
-    elif not sink.made.spike.place.is_first:
-        absence = f"MLPs make a norm spike at {sink.made.spike.place}, and an attack is about tokens that stand first."
+    if made is None:
+        absence = f"No MLP makes a norm spike, so there are no sink neurons to attack; {instead_of_spike(setup)}."
+    elif not made.spike.place.is_first:
+        absence = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
     ordinary = vocabulary(target, tokens)
-    found = find_clusters(setup, sink, ordinary, resume) if clusters is None else None
+    found = find_clusters(setup, made, ordinary, resume) if clusters is None else None
     if found is not None:
         clusters = {head: found.tokens_of(head) for head in found.heads}
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
     size = int(target.config.vocab_size)
     pools = make_pools(clusters or {}, size, left_out)
-    largest = max(map(len, pools.values()), default=0)
+    largest = max(map(len, pools), default=0)
     if 0 < largest < lengths[0] and sequences:
         raise SinkscopeError(
             f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
@@ -218,34 +230,24 @@ def attack(
         sequences = 0
     patches = attack_patches(setup) if sequences else {NONE: None}
     table = np.full((len(COLUMNS), len(patches), len(contexts), len(lengths), len(SOURCES)), np.nan)
-    claims: tuple[Claim, ...] = ()
-    if sequences and sink.made is not None:
-        hold_layers(target, sink.made.context.layer)
+    attempts = None
+    if sequences and made is not None:
+        hold_layers(target, made.scan.layer)
         everyone = make_pools({-1: ordinary}, size, left_out)
-        attempts = Attempts(setup, sink.made.context, contexts, patches, (pools, everyone), lengths, sequences)
+        attempts = Attempts(setup, made.scan, contexts, patches, (pools, everyone), lengths, sequences)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             attempts.fill(table)
-        best = best_of(table[0])
-        if best is not None:
-            claims = attempts.claims(best)
-    return ClusterAttack(
-        sink_layer=sink.layer,
+    result = ClusterAttack(
+        sink_layer=None if made is None else made.scan.layer,
         clusters=found,
         absence=absence,
         patches=tuple(patches),
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        attacked=claims,
         **dict(zip(COLUMNS, table, strict=True)),
     )
-
-
-def best_of(positions: Cells) -> tuple[int, int] | None:
-    """Context and length of the cluster attack with most successful positions; None if none was tried."""
-    tried = np.nan_to_num(positions[0, :, :, 0], nan=-1.0)
-    if tried.max(initial=-1.0) < 0:
-        return None
-    context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
-    return context, length
+    if attempts is None or result.best is None:
+        return result
+    return replace(result, attacked=attempts.claims(result.best))

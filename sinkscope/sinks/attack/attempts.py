@@ -1,7 +1,8 @@
-"""What sequences and patches do: spikes, attention to them, and the next token (Yona et al. 2025, 5.1 to 5.3)."""
+"""Sequences of an attack, and what they and patches do: spikes, attention, the next token (Yona et al., 5.1-5.3)."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,18 +13,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.models.text.chat import chat_text
+from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens, neurons_of
-from sinkscope.sinks.attack.sequences import Pools, drawn_sequences
-from sinkscope.sinks.find.survey import SinkContext
-from sinkscope.sinks.patch.evaluate import random_patch, under
+from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.probability import chosen_patch
-from sinkscope.sinks.repetition.sweep import claim_of, norms_at_sink
+from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
 from sinkscope.sinks.tokens import TokenRows
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
@@ -34,15 +35,17 @@ COLUMNS = ("positions", "errors", "most", "attention", "uniform", "divergence")
 WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}
 PATCHED = 16  # sequences of each kind that are run under patches
 TAIL = 16  # tokens of text after an attack, whose attention is read
+CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
+MARK = "\u2021"  # stands for what the user says
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
 
 
-def attack_patches(setup: Setup) -> dict[str, SinkPatch | None]:
+def attack_patches(setup: Setup) -> Patches:
     """No patch, and all others if the model is in memory and has causal neurons.
 
     Where an MLP has no up factor, Listing 1 holds the whole neuron.
     """
-    patches: dict[str, SinkPatch | None] = {NONE: None}
+    patches: Patches = {NONE: None}
     patch = chosen_patch(setup, None) if setup.target.resident else None
     if patch is not None:
         whole = SinkPatch(sites=patch.sites)
@@ -62,7 +65,7 @@ class Attempts:
 
     Attributes:
         setup: The model and its text.
-        context: The model at the place of its spike.
+        scan: The model at the place of its spike.
         leads: What stands before, by name.
         patches: The patches, by name.
         pools: The clusters, and all tokens.
@@ -72,10 +75,10 @@ class Attempts:
     """
 
     setup: Setup
-    context: SinkContext
+    scan: LayerScan
     leads: Mapping[str, tuple[int, ...]]
-    patches: Mapping[str, SinkPatch | None]
-    pools: tuple[Pools, Pools]
+    patches: Patches
+    pools: tuple[Sequence[Tensor], Sequence[Tensor]]
     lengths: Sequence[int]
     sequences: int
     shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
@@ -117,8 +120,8 @@ class Attempts:
 
     def spikes(self, lead: Sequence[int], rows: TokenRows) -> Bool[Tensor, "row attacked"]:
         """Which positions of sequences have at least half of the spike's norm; the model's position 0 is left out."""
-        norms = norms_at_sink(self.context, joined(lead, rows), SEQUENCES_AT_ONCE)[:, max(len(lead), 1) :]
-        return norms >= SUCCESS * self.context.scan.spike_norm[self.context.layer]
+        norms = norms_at_sink(self.scan, joined(lead, rows), SEQUENCES_AT_ONCE)[:, max(len(lead), 1) :]
+        return norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]
 
     def attention(
         self, lead: Sequence[int], rows: TokenRows, high: Bool[Tensor, "row attacked"]
@@ -136,13 +139,13 @@ class Attempts:
         tail = self.setup.ids[:1, -TAIL:].expand(len(rows), -1)
         ids = torch.cat([joined(lead, rows), tail], dim=1)
         end = ids.shape[1] - TAIL
-        layers = [number for number in range(self.context.layer + 1, target.n_layers) if target.has_attention(number)]
+        layers = [layer for layer in target.attending if layer > self.scan.layer]
         keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
         received = attention_from(target, ids, keys, end, ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
         return float(received.mean()), float(uniform)
 
-    def claims(self, best: tuple[int, int]) -> tuple[Claim, ...]:
+    def claims(self, best: tuple[int, int]) -> Claims:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
         (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
         place = f"{WHERE[where]}, {length} tokens"
@@ -150,17 +153,75 @@ class Attempts:
         single = self.spikes(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
-        claims = [claim_of((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
+        claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
             neurons = neurons_of(site.numbers for site in patch.checked_sites)
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
             for words, left in (("Listing 1", listing), ("the patch", patched)):
                 outcome = Outcome(f"spikes under {words}", unit="cases")
-                claims.append(claim_of(neurons, place, outcome, torch.stack([left, intact, control])))
+                claims.append(claim_of_cases(neurons, place, outcome, torch.stack([left, intact, control])))
         return tuple(claims)
 
 
 def joined(lead: Sequence[int], rows: TokenRows) -> Tensor:
     """Sequences with tokens before each."""
     return torch.cat([repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows)), rows], dim=1)
+
+
+def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
+    """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty.
+
+    Args:
+        setup: The model and its tokenizer.
+        prefix: Text before what a user says. None: what the chat template writes, or `CHAT`.
+    """
+    tokenizer, start = setup.tokenizer, ()
+    contexts: dict[str, tuple[int, ...]] = {}
+    if setup.bos is not None:
+        start = contexts["BOS"] = (setup.bos,)
+    contexts["no BOS"] = ()
+    if prefix is None:
+        prefix = CHAT
+        if getattr(tokenizer, "chat_template", None):
+            turn = chat_text(tokenizer, [{"role": "user", "content": MARK}], answer=False)
+            prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
+    if prefix:
+        contexts["chat"] = (*start, *tokenizer(prefix, add_special_tokens=False)["input_ids"])
+    return contexts
+
+
+def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> list[Tensor]:
+    """The clusters as tensors, without the tokens of `left_out`. Clusters of fewer than two tokens are dropped.
+
+    Raises:
+        SinkscopeError: A token does not exist in the model.
+    """
+    pools = []
+    for head, tokens in clusters.items():
+        ids = sorted({int(token) for token in tokens} - left_out)
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise SinkscopeError(
+                    f"clusters: token {token} of head {head} is not in the vocabulary of {vocabulary} tokens; give ids "
+                    f"from 0 to {vocabulary - 1}"
+                )
+        if len(ids) > 1:
+            pools.append(torch.tensor(ids))
+    return pools
+
+
+def drawn_sequences(pools: Sequence[Tensor], length: int, count: int, seed: int) -> TokenRows:
+    """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
+
+    No rows if no cluster has `length` tokens.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"draw {seed} {length}".encode()))
+    large = [pool for pool in pools if len(pool) >= length]
+    if not large:
+        return torch.zeros(0, length, dtype=torch.long)
+    rows = []
+    for number in range(count):
+        pool = large[number % len(large)]
+        rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])
+    return torch.stack(rows)

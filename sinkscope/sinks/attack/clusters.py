@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,14 +12,14 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of, head_name, neuron_name
 from sinkscope.results.parts import Head
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.spikes import SinkNeurons
+from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
-from sinkscope.sinks.repetition.sweep import claim_of
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.repetition.sweep import claim_of_cases
+from sinkscope.sinks.tokens import PerToken, TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
 ROWS = 2048  # rows per pass; a token takes one more row than there are heads
@@ -68,10 +67,10 @@ class TokenClusters:
     neuron: tuple[int, ...]
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
-    head: Float[np.ndarray, " token"]
-    best: Float[np.ndarray, " token"]
-    background: Float[np.ndarray, " token"]
-    other: Float[np.ndarray, " token"]
+    head: PerToken
+    best: PerToken
+    background: PerToken
+    other: PerToken
 
     @property
     def heads(self) -> list[int]:
@@ -85,13 +84,13 @@ class TokenClusters:
         return float((self.background >= FIRES).mean())
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What each head does to the activation at its tokens, beside no head and another one."""
         claims = []
         for head in self.heads:
             values = np.stack([self.best, self.background, self.other])[:, self.head == head]
             claims.append(
-                claim_of(
+                claim_of_cases(
                     (Head(0, head),),
                     f"the tokens that {head_name(0, head)} serves",
                     Outcome(f"activation of {neuron_name(*self.neuron)}"),
@@ -120,24 +119,24 @@ class TokenClusters:
         return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
-def find_clusters(setup: Setup, sink: SinkNeurons, ids: list[int], resume: str | Path | None) -> TokenClusters | None:
+def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: Resume) -> TokenClusters | None:
     """The head that serves each token, seen at the sink neuron that writes most.
 
     None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
 
     Args:
         setup: The model and its text.
-        sink: The sink neurons.
+        made: The spike, and the neurons that make it.
         ids: The tokens.
         resume: Folder that keeps finished chunks.
     """
-    if sink.made is None or not sink.neurons or not sink.made.spike.place.is_first:
+    if made is None or not made.neurons or not made.spike.place.is_first:
         return None
     target = setup.target
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
-    largest = max(sink.neurons, key=lambda neuron: neuron.contribution_norm)
+    largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
-    model = Replacement.of(setup, largest.layer, [largest], sink.made.spike.place)
+    model = Replacement.of(setup, largest.layer, [largest], made.spike.place)
     reference = float(activations(model, setup.ids[:, :1]).median())
 
     def work(tokens: list[int]) -> Columns:

@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Search
+from sinkscope.results.claims import Claim, Claims, Search
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import POSITION
 from sinkscope.results.result import lost_without
@@ -30,7 +30,6 @@ from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike
 from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import key_bias, key_projection
-from sinkscope.sinks.tokens import prefixes
 from sinkscope.sinks.values import HeadValue, values_of, values_sentence
 
 TRACED = 4  # spikes whose marks are traced at most
@@ -67,7 +66,7 @@ class Circuit(Result):
         "verdict": "needed, sufficient, not shown or undecided, against every contrast",
     }
 
-    claims: tuple[Claim, ...]
+    claims: Claims
     spikes: tuple[Spike, ...]
     sinks: tuple[Sink, ...]
     most_attended: Search
@@ -212,7 +211,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         repeats = (word.repeats or 0) * 3 // 2
         if setup.target.max_positions is not None:
             repeats = min(repeats, setup.target.max_positions - 1)
-        claims += repetition_marks(setup, made[0], prefixes(setup, [word.id])[0], word.id, repeats)
+        claims += repetition_marks(setup, made[0], word.id, repeats)
     values, of_values = values_of(setup.target, Survey.of(setup))
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),

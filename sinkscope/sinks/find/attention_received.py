@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,12 +26,11 @@ from sinkscope.sinks.find.places import (
     PLACE_SHARE,
     POSITION_SHARE,
     SINK_HEADS,
-    Places,
     sink_places,
 )
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
 from sinkscope.sinks.removal.components import Heads
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
@@ -71,13 +70,15 @@ class AttentionReceived:
     attending: Bool[Tensor, " layer"]
 
     @classmethod
-    def unread(cls, target: Target, ids: TokenRows, depth: int) -> AttentionReceived:
-        """Nothing yet, for so many layers."""
+    def unread(cls, target: Target, ids: TokenRows) -> AttentionReceived:
+        """Nothing yet."""
         texts, length = ids.shape
+        depth = target.n_layers
+        received = torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES))
         return cls(
             ids,
-            received=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
-            lasting=torch.zeros(depth, target.n_heads, texts, max(1, length - LATER_QUERIES)),
+            received=received,
+            lasting=received.clone(),
             learned=torch.zeros(depth, target.n_heads, texts),
             norms=torch.zeros(depth, texts, length),
             windows=[None] * depth,
@@ -87,7 +88,7 @@ class AttentionReceived:
     # --- reading ---
 
     @contextmanager
-    def listening(self, target: Target, texts: slice, without: tuple[int, ...] = ()) -> Iterator[None]:
+    def listening(self, target: Target, texts: slice, without: Sequence[int] = ()) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
         depth = len(self.windows)
 
@@ -168,10 +169,15 @@ class AttentionReceived:
         """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
         return float((self.received[self.attending][..., 0] > RATE_EPS).float().mean())
 
+    @property
+    def judged(self) -> TokenRows:
+        """The texts, up to the last position to which attention is judged."""
+        return self.ids[:, : self.received.shape[-1]]
+
     @cached_property
-    def places(self) -> Places:
-        """The positions that enough heads attend to."""
-        return sink_places(self.above[self.attending], self.ids)
+    def places(self) -> Mask:
+        """The positions of these that enough heads attend to."""
+        return sink_places(self.above[self.attending], self.judged)
 
     def _in_most(self, above: Bool[Tensor, "layer head case"], share: float) -> Heads:
         """The (layer, head) pairs that attend in most cases; none if they are too small a share for a sink."""
@@ -180,7 +186,7 @@ class AttentionReceived:
             return []
         return [(layer, head) for layer, head in steady.nonzero().tolist()]
 
-    def readers(self, there: Bool[Tensor, "text pos"]) -> Heads:
+    def readers(self, there: Mask) -> Heads:
         """The (layer, head) pairs that attend to most of some places; empty if too few for a sink.
 
         Fewer heads are enough at a single position than at others, which may be a word that some heads prefer.
@@ -207,7 +213,7 @@ def attention_received(
     target: Target,
     ids: TokenRows,
     *,
-    without: tuple[int, ...] = (),
+    without: Sequence[int] = (),
     progress: Progress = silent,
     batch: int = 8,
 ) -> AttentionReceived:
@@ -224,7 +230,7 @@ def attention_received(
         progress: Called after each batch.
         batch: Number of texts that run together.
     """
-    received = AttentionReceived.unread(target, ids, target.n_layers)
+    received = AttentionReceived.unread(target, ids)
     for start in range(0, len(ids), batch):
         texts = slice(start, min(start + batch, len(ids)))
         with received.listening(target, texts, without):
@@ -233,7 +239,7 @@ def attention_received(
     return received
 
 
-def attention_of_all(setup: Setup, without: tuple[int, ...] = ()) -> tuple[AttentionReceived, SinkRate | None]:
+def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[AttentionReceived, SinkRate | None]:
     """Attention and norms in all layers over many short texts, as the sink rate is defined.
 
     If the context is too short for these texts, the typical text is used, and there is no rate.

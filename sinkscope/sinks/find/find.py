@@ -54,7 +54,7 @@ def find_sinks(
     width = setup.target.d_mlp
     if top_k > width:
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
+    words = pick_tokens(setup, tokens)
     first_tokens = prefixes(setup, words)
     limit = repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
@@ -64,7 +64,7 @@ def find_sinks(
         # Where are the sinks and the spikes, and what makes the spike of each kind of place?
         survey = Survey.of(setup, whole=whole)
         made = made_spikes(setup, survey, top_k)
-        depth = len(survey.first.scan.layers)
+        depth = len(survey.first.layers)
         # If the neurons do not carry the attention to the first kind of place, the layers read were too few.
         minimal = made[0].found.minimal if made else None
         if whole or depth == setup.target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED):
@@ -72,15 +72,14 @@ def find_sinks(
         whole = True
 
     # Does repetition go through the same neurons?
-    context, found = survey.first, FoundSet()
+    scan, found = survey.first, FoundSet()
     repeats, repetition = RepeatsNeeded((), None, 0, limit), None
     if made:
-        context, found = made[0].context, made[0].found
-        if context.scan.stages:
-            repeats = repeat_until_half(context, words, first_tokens, limit, setup.progress)
-            repetition = repetition_spike(setup, context, repeats, first_tokens, found.sites)
+        scan, found = made[0].scan, made[0].found
+        if scan.stages:
+            repeats = repeat_until_half(scan, words, first_tokens, limit, setup.progress)
+            repetition = repetition_spike(setup, scan, repeats, first_tokens, found.set)
 
-    scan = context.scan
     reported = published_for(setup.target.name)
     published = None
     if reported is not None:
@@ -88,8 +87,8 @@ def find_sinks(
         matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
         published = None if matches is None else PublishedSink(reported.source, matches)
 
-    unread = [None] * (scan.n_layers - depth)
-    low, typical, high = typical_quantiles(survey.first.scan.whole_norms).tolist()
+    unread = [None] * (setup.n_layers - depth)
+    low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),

@@ -1,8 +1,9 @@
-"""What text shows layer by layer at one place of each row: norms, and the layers whose MLPs build a spike there."""
+"""A model at one place of each of some texts: norms layer by layer, and the layers whose MLPs build a spike there."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,10 @@ from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
 from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
+from sinkscope.results.parts import Parts
 from sinkscope.sinks.find.places import stands_out
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.removal.rows import Trial
+from sinkscope.sinks.tokens import Mask, TokenRows
 
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
 # tokens, as long as they belong to one cluster), and must not hide the one that is looked at.
@@ -32,6 +35,12 @@ STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
+
+
+Norms = Float[Tensor, "layer row pos"]
+"""Norm of every position after each layer."""
+PerText = Int[Tensor, " row"]
+"""A position of each text."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +70,32 @@ class LayerReading:
     entering: LayerInput | None = None
 
 
-@dataclass(frozen=True)
+def ordinary_position(norms: Float[Tensor, "text pos"], barred: Mask) -> Int[Tensor, " text"]:
+    """The position of each text that is not barred whose norm is nearest to the typical one of the text."""
+    distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
+    return distance.masked_fill(barred, torch.inf).argmin(1)
+
+
+@dataclass(frozen=True, eq=False)
 class LayerScan:
-    """The result of one pass over the layers, from the first upward.
+    """A model at a place of each of some texts, read in one pass over the layers, from the first upward.
 
     A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
     make up more than half of a typical residual stream and no spike is visible with them included, `norms`,
     `spike_norm` and `typical_norm` leave them out; `whole_norms` never do.
 
     Attributes:
-        n_layers: Number of layers of the model.
+        target: The model.
+        ids: The texts.
+        at: The place in each.
         layers: The layers that were read.
-        at: The place in each row, or in all.
-        beside: Typical text that gives the typical norms. None: these texts.
+        beside: The first token of typical text, which gives the typical norms. None: this is it.
     """
 
-    n_layers: int
+    target: Target
+    ids: TokenRows
+    at: PerText
     layers: list[LayerReading]
-    at: Int[Tensor, " row"] | int = 0
     beside: LayerScan | None = None
 
     @property
@@ -89,12 +106,12 @@ class LayerScan:
         return replace(self.beside, layers=self.beside.layers[: len(self.layers)])
 
     @cached_property
-    def whole_norms(self) -> Float[Tensor, "layer row pos"]:
+    def whole_norms(self) -> Norms:
         """Norm of every position after each layer."""
         return torch.stack([layer.norms for layer in self.layers])
 
     @cached_property
-    def mlp_norms(self) -> Float[Tensor, "layer row pos"]:
+    def mlp_norms(self) -> Norms:
         """Norm of what each layer's MLP adds to the residual stream."""
         return torch.stack([layer.mlp_norms for layer in self.layers])
 
@@ -111,17 +128,17 @@ class LayerScan:
         return list(dict.fromkeys(massive))
 
     @cached_property
-    def norms(self) -> Float[Tensor, "layer row pos"]:
+    def norms(self) -> Norms:
         """Norm of every position after each layer, without shared dimensions."""
         if self.shared_dims:
             return torch.stack([layer.other_norms for layer in self.layers])
         return self.whole_norms
 
-    def at_place(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "layer row"]:
+    def at_place(self, norms: Norms) -> Float[Tensor, "layer row"]:
         """Norms at the place of each row."""
         return norms[:, torch.arange(norms.shape[1]), self.at]
 
-    def middle(self, norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, " layer"]:
+    def middle(self, norms: Norms) -> Float[Tensor, " layer"]:
         """Norm at the place, median over rows."""
         return self.at_place(norms).median(1).values
 
@@ -202,6 +219,12 @@ class LayerScan:
         return max(self.stages, key=lambda stage: written[stage], default=None)
 
     @property
+    def layer(self) -> int:
+        """The sink layer of a model that has one."""
+        assert self.sink_layer is not None
+        return self.sink_layer
+
+    @property
     def spike_runs(self) -> list[tuple[int, int]]:
         """The first and last layer of each run of layers after which the norm stands out."""
         runs = []
@@ -236,7 +259,7 @@ class LayerScan:
         if not self.stages:
             return False
         since = len(self.layers) - 1 - self.stages[-1]
-        return since >= max(3, math.ceil(self.n_layers / 3))
+        return since >= max(3, math.ceil(self.target.n_layers / 3))
 
     @property
     def massive_activations(self) -> list[int]:
@@ -252,8 +275,58 @@ class LayerScan:
         massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
         return order[massive].tolist()
 
+    # --- the place under edits, and others ---
 
-def typical_quantiles(norms: Float[Tensor, "layer row pos"]) -> Float[Tensor, "quantile layer"]:
+    @property
+    def up_to_place(self) -> int:
+        """The number of tokens up to the last of the places."""
+        return int(self.at.max()) + 1
+
+    def trial(
+        self, edits: Sequence[Parts], length: int | None = None, texts: slice = slice(None), **reading: Any
+    ) -> Trial:
+        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
+
+        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
+        """
+        if length is None:
+            length = self.up_to_place
+            begins = self.ids[:, :length]
+            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
+                texts = slice(1)
+        return Trial(
+            self.ids[texts, :length],
+            edits,
+            at=self.at[texts],
+            without=self.shared_dims,
+            entering=self.entering.part(texts, length),
+            **reading,
+        )
+
+    @cached_property
+    def directions(self) -> Float[Tensor, "layer d_model"]:
+        """The direction of the spike after each layer: of the residual stream at the places, mean over texts."""
+        spikes = torch.stack([self.spike_after(layer) for layer in range(len(self.layers))])
+        return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
+
+    def ordinary(self, layer: int, length: int) -> PerText:
+        """The position of the beginning of each text whose norm after a layer is nearest to the typical one.
+
+        The first eighth of this beginning is left out, and so is the place.
+        """
+        positions = torch.arange(length).expand(len(self.ids), -1)
+        barred = (positions < length // 8) | (positions == self.at[:, None])
+        return ordinary_position(self.norms[layer][:, :length], barred)
+
+    def elsewhere(self, ids: TokenRows, at: PerText, upto: int | None = None) -> LayerScan:
+        """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
+        if upto is None:
+            upto = len(self.layers) - 1
+        scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
+        return replace(scan, beside=self.beside or self)
+
+
+def typical_quantiles(norms: Norms) -> Float[Tensor, "quantile layer"]:
     """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
     return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
 
@@ -287,7 +360,7 @@ def scan_layers(
     whole: bool,
     upto: int | None = None,
     progress: Progress = silent,
-    at: Int[Tensor, " row"] | int = 0,
+    at: PerText | int = 0,
 ) -> LayerScan:
     """Run `ids` upward, layer by layer, and stop once the norm at the place has stayed flat (unless `whole`).
 
@@ -302,8 +375,8 @@ def scan_layers(
     Raises:
         SinkscopeError: A layer gives infinite or NaN norms.
     """
-    layers = []
-    rows = torch.arange(len(ids))
+    rows, layers = torch.arange(len(ids)), []
+    scan = LayerScan(target, ids, torch.as_tensor(at).expand(len(ids)), layers)
     parts = {}  # of the layer that runs
     calls = []
 
@@ -328,7 +401,7 @@ def scan_layers(
                 f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
-        here = resid[rows, at].float()
+        here = resid[rows, scan.at].float()
         sample = _sample(resid)
         massive = massive_dims(sample, here)
         entering = None
@@ -341,14 +414,14 @@ def scan_layers(
             residual=here.mean(0).cpu(),
             mlp_norms=written.norm(dim=-1).cpu(),
             hidden=float(sample.abs().median()),
-            written=written[rows, at].mean(0).cpu(),
+            written=written[rows, scan.at].mean(0).cpu(),
             sample=_sample(written).cpu().clone(),
             entering=entering,
         )
         parts.clear()
         layers.append(reading)
         progress("layers", len(layers), target.n_layers)
-        if not whole and LayerScan(target.n_layers, layers, at).is_flat:
+        if not whole and replace(scan).is_flat:  # a copy, because the scan keeps what it has worked out
             target.stop()
 
     adapter = target.adapter
@@ -364,4 +437,4 @@ def scan_layers(
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
-    return LayerScan(target.n_layers, layers, at)
+    return scan

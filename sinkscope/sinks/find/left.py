@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import head_name
-from sinkscope.results.parts import Component, Head, Neuron, Part, Parts, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Heads, Sites, heads_of, one_by_one, silencing
+from sinkscope.sinks.removal.components import Heads, Neurons, heads_of, one_by_one
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 
 INTACT = Contrast("intact", 1.0)
@@ -70,7 +69,7 @@ def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Con
 
 
 def beside(
-    setup: Setup, parts: Parts, excluded: Sites, depth: int, components: Sequence[Component | Head]
+    setup: Setup, parts: Parts, excluded: Neurons, depth: int, components: Sequence[Part]
 ) -> tuple[list[Parts], str]:
     """What the edit of some parts is held against: 20 edits of as many random neurons of the same layers, or heads.
 
@@ -86,10 +85,10 @@ def beside(
     Returns:
         The edits, and their name in a sentence if they are not random.
     """
-    neurons = [part for part in parts if isinstance(part, Neuron)]
-    swapped = tuple(part for part in parts if isinstance(part, Component | Head))
-    if neurons and not swapped:
-        return silencing(random_sets(setup.target, sites_of(neurons), excluded, setup.seed)), ""
+    neurons = tuple(part for part in parts if isinstance(part, Neuron))
+    swapped = tuple(part for part in parts if not isinstance(part, Neuron))
+    if not swapped:
+        return [*random_sets(setup.target, neurons, excluded, setup.seed)], ""
     barred: set[Part] = {*swapped}
     whole = {part.layer for part in swapped if isinstance(part, Component) and part.kind == "attention"}
     pool: list[Head] = []
@@ -101,8 +100,7 @@ def beside(
         generator = draws(setup.seed, f"heads beside {swapped}")
         edits: list[Parts] = []
         for _ in range(CONTROL_DRAWS):
-            drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
-            edits.append(tuple(pool[index] for index in drawn))
+            edits.append(tuple(some_of(pool, size, generator)))
         return edits, ""
     barred |= {Component("attention", part.layer) for part in swapped if isinstance(part, Head)}
     return one_by_one([one for one in components if one not in barred]), OTHER_PARTS

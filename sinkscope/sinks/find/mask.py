@@ -81,7 +81,7 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = Survey.of(Setup.open(model, **opening))
     dims: list[int] = []
     for place in survey.spikes:
-        dims += dims_of(survey.context(place).scan)
+        dims += dims_of(survey.scan(place))
     return tuple(dict.fromkeys(dims))
 
 
@@ -96,14 +96,14 @@ def dims_of(scan: LayerScan) -> list[int]:
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:
     """The sinks of a row without padding."""
-    received = AttentionReceived.unread(target, ids, target.n_layers)
+    received = AttentionReceived.unread(target, ids)
     with received.listening(target, slice(None)):
         target.forward(ids, upto=target.n_layers - 1)
     if not bool(received.norms.isfinite().all()):
         raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
-    there = spike_places(received.norms, ids).there
+    there = spike_places(received.norms)
     if not bool(there.any()) and ids.shape[1] >= LEAST_TYPICAL:  # massive dimensions may hide a spike
-        there = spike_places(scan_layers(target, ids, whole=True).norms, ids).there
+        there = spike_places(scan_layers(target, ids, whole=True).norms)
     end = max(0, ids.shape[1] - LATER_QUERIES)
-    there[:, :end] |= received.places.there[:, :end]
+    there[:, :end] |= received.places[:, :end]
     return there

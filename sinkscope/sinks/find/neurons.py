@@ -15,9 +15,9 @@ from sinkscope.hooks.trace.layer_view import (
 )
 from sinkscope.models.draws import draws
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.find.records import Candidate
-from sinkscope.sinks.find.survey import SinkContext
-from sinkscope.sinks.removal.components import silencing
+from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.find.records import Candidate, Candidates
+from sinkscope.sinks.removal.components import one_by_one
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 
@@ -25,40 +25,41 @@ CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the 
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
 
 
-def verify_neurons(context: SinkContext, top_k: int) -> tuple[Candidate, ...]:
+def verify_neurons(scan: LayerScan, top_k: int, seed: int) -> Candidates:
     """Candidate neurons of the spike, and the effect of zeroing each after the sink layer.
 
     Args:
-        context: The model and its spike.
+        scan: The model and its spike.
         top_k: Number of candidates of the sink layer.
+        seed: Seed of the random neurons.
 
     Returns:
         The neurons of the sink layer, largest contribution first, followed by those of other stages.
     """
-    neurons = stage_neurons(context, context.layer, top_k)
-    for stage in context.scan.stages:
-        if stage != context.layer:
-            neurons += stage_neurons(context, stage, STAGE_CANDIDATES, upto=context.layer)
+    neurons = stage_neurons(scan, scan.layer, top_k, seed)
+    for stage in scan.stages:
+        if stage != scan.layer:
+            neurons += stage_neurons(scan, stage, STAGE_CANDIDATES, seed, upto=scan.layer)
     return neurons
 
 
 @torch.no_grad()
-def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -> tuple[Candidate, ...]:
+def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int = 0) -> Candidates:
     """The neurons of a layer that write most at the place, and the effect of zeroing each, beside random ones.
 
     If an ablation is active, these are the neurons that write most under it.
 
     Args:
-        context: The model and its text.
+        scan: The model and its spike.
         stage: The layer.
         top_k: How many neurons to return.
+        seed: Seed of the random neurons.
         upto: The layer after which the norm is read, if it is later than `stage`.
     """
-    target = context.target
-    typical = context.typical
+    target, typical = scan.target, scan.typical
     with target.loaded(stage):
-        place = _at_places(context, stage)
-        text = neutral_view(target, stage, typical.ids, typical.scan.entering)
+        place = _at_places(scan, stage)
+        text = neutral_view(target, stage, typical.ids, typical.entering)
         contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
@@ -67,14 +68,14 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
         others = spare.nonzero().flatten()
         drawn = torch.zeros(0, dtype=torch.long)
         if len(others):
-            generator = draws(context.seed, f"neurons of layer {stage} beside {top}")
+            generator = draws(seed, f"neurons of layer {stage} beside {top}")
             drawn = torch.randint(len(others), (CONTROL_DRAWS,), generator=generator)
         members = []
         for number in top + others[drawn.to(others.device)].tolist():
             members.append(Neuron(stage, *expert_and_neuron(target, stage, number)))
         neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
         read = max(stage, upto)
-        (edited,) = side_by_side(target, [context.trial(silencing([(member.site,) for member in members]), upto=read)])
+        (edited,) = side_by_side(target, [scan.trial(one_by_one(members), upto=read)])
         drops = edited.drops(read).tolist()
     control = max(drops[len(top) :], default=0.0)
     mlp_norm = float(place.mlp.norm(dim=-1).median())
@@ -97,14 +98,14 @@ def stage_neurons(context: SinkContext, stage: int, top_k: int, upto: int = 0) -
     return tuple(neurons)
 
 
-def largest_writer(context: SinkContext, layer: int) -> Neuron:
+def largest_writer(scan: LayerScan, layer: int) -> Neuron:
     """The neuron of a layer that writes most at the place, of a model in memory; it is not verified."""
-    _, rank = contributions(context.target, _at_places(context, layer)).mean(1)
-    return Neuron(layer, *expert_and_neuron(context.target, layer, int(rank.argmax())))
+    _, rank = contributions(scan.target, _at_places(scan, layer)).mean(1)
+    return Neuron(layer, *expert_and_neuron(scan.target, layer, int(rank.argmax())))
 
 
-def _at_places(context: SinkContext, layer: int) -> LayerView:
-    ids = context.ids[:, : context.up_to_place]
+def _at_places(scan: LayerScan, layer: int) -> LayerView:
+    ids = scan.ids[:, : scan.up_to_place]
     where = torch.zeros_like(ids, dtype=torch.bool)
-    where[torch.arange(len(ids)), context.at] = True
-    return view_layer(context.target, layer, ids, where, context.scan.entering)
+    where[torch.arange(len(ids)), scan.at] = True
+    return view_layer(scan.target, layer, ids, where, scan.entering)

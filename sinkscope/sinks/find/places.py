@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.models.target import KEPT_POSITIONS
 from sinkscope.results.notation import word_list
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 
 ENOUGH = 0.9  # least coverage and precision of words
 SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
@@ -32,6 +32,8 @@ FEW_PARTS, MOST_PARTS = 2, 4  # rules in one description, and if these and the s
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
 Decode = Callable[[list[int]], str]
+Cases = tuple[tuple[int, int], ...]
+"""Positions, as pairs of the number of a text and a position."""
 
 
 @dataclass(frozen=True)
@@ -51,32 +53,15 @@ class LeftOver:
     tokens: tuple[TokenShare, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """A set of positions in texts.
+def by_count(tokens: Int[Tensor, " case"]) -> list[tuple[int, int]]:
+    """Tokens with their number, the most common first."""
+    return sorted(Counter(tokens.tolist()).items(), key=lambda item: (-item[1], item[0]))
 
-    Attributes:
-        ids: The texts, up to the last position that was judged.
-        there: Which positions belong to the set.
-    """
 
-    ids: Int[Tensor, "text pos"]
-    there: Bool[Tensor, "text pos"]
-
-    def __len__(self) -> int:
-        return int(self.there.sum())
-
-    def without(self, there: Bool[Tensor, "text pos"]) -> Places:
-        """The places without some."""
-        return Places(self.ids, self.there & ~there)
-
-    def common(self, decode: Decode) -> tuple[TokenShare, ...]:
-        """The most common tokens at the places."""
-        tokens, counts = self.ids[self.there].unique(return_counts=True)
-        shares = []
-        for index in counts.argsort(descending=True, stable=True)[:COMMON].tolist():
-            shares.append(TokenShare(decode([int(tokens[index])]), float(counts[index]) / len(self)))
-        return tuple(shares)
+def common_tokens(ids: TokenRows, there: Mask, decode: Decode) -> tuple[TokenShare, ...]:
+    """The most common tokens at some positions."""
+    tokens = ids[there]
+    return tuple(TokenShare(decode([token]), count / len(tokens)) for token, count in by_count(tokens)[:COMMON])
 
 
 @dataclass(frozen=True)
@@ -88,16 +73,14 @@ class Rule:
         position: The only position. None: any.
         tokens: Ids of the tokens that may stand there. Empty: any.
         first: Whether only the first of these tokens in a text counts.
-        token: The token as text, if there is only one; else empty.
     """
 
     words: str
     position: int | None = None
     tokens: tuple[int, ...] = ()
     first: bool = False
-    token: str = ""
 
-    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    def means(self, ids: TokenRows) -> Mask:
         """The positions of some texts that the words mean."""
         fits = torch.ones_like(ids, dtype=torch.bool)
         if self.tokens:
@@ -121,31 +104,28 @@ class Place:
         coverage: Share of the whole set, of which this is a piece.
         precision: Share of the positions that the words mean which belong to it.
         share: Share of the texts that have such a position.
-        position: The first position of any text.
         common: The most common tokens.
     """
 
-    cases: tuple[tuple[int, int], ...]
+    cases: Cases
     rule: Rule | None
     coverage: float
     precision: float
     share: float
-    position: int
     common: tuple[TokenShare, ...]
 
     @classmethod
-    def of(cls, whole: Places, there: Bool[Tensor, "text pos"], rule: Rule | None, decode: Decode) -> Place:
-        """A piece of a set of places."""
-        piece = Places(whole.ids, there & whole.there)
-        meant = piece.there if rule is None else rule.means(whole.ids)
+    def of(cls, ids: TokenRows, whole: Mask, there: Mask, rule: Rule | None, decode: Decode) -> Place:
+        """A piece of a set of places, `whole`, in some texts."""
+        piece = there & whole
+        meant = piece if rule is None else rule.means(ids)
         return cls(
-            cases=tuple((text, at) for text, at in piece.there.nonzero().tolist()),
+            cases=tuple((text, at) for text, at in piece.nonzero().tolist()),
             rule=rule,
-            coverage=len(piece) / len(whole),
-            precision=int((meant & whole.there).sum()) / max(1, int(meant.sum())),
-            share=float(piece.there.any(1).float().mean()),
-            position=int(piece.there.any(0).int().argmax()),
-            common=piece.common(decode),
+            coverage=int(piece.sum()) / int(whole.sum()),
+            precision=int((meant & whole).sum()) / max(1, int(meant.sum())),
+            share=float(piece.any(1).float().mean()),
+            common=common_tokens(ids, piece, decode),
         )
 
     @property
@@ -157,16 +137,11 @@ class Place:
         return f"{len(self.cases):,} places without a common description (most often {tokens})"
 
     @property
-    def token(self) -> str:
-        """The token that always stands there; empty if there is no single one."""
-        return "" if self.rule is None else self.rule.token
-
-    @property
     def is_first(self) -> bool:
         """Whether it is the first token, of all texts or of some."""
         return not any(at for _, at in self.cases)
 
-    def there(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    def there(self, ids: TokenRows) -> Mask:
         """The positions as a mask of the texts that were surveyed, which may be cut off."""
         mask = torch.zeros_like(ids, dtype=torch.bool)
         text, at = torch.tensor(self.cases).T
@@ -174,7 +149,7 @@ class Place:
         mask[text[within], at[within]] = True
         return mask
 
-    def means(self, ids: TokenRows) -> Bool[Tensor, "text pos"]:
+    def means(self, ids: TokenRows) -> Mask:
         """The positions of any texts that the words mean; none if there are no words."""
         if self.rule is None:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -184,25 +159,23 @@ class Place:
         return self.words
 
 
-def texts_with(place: Place, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
+def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
     """Numbers of some texts with a place, and its first position in each; those in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
     Args:
-        place: The place.
+        cases: The place.
         ids: The texts in which it was found, whole.
     """
     seen: Counter[int] = Counter()
-    known: set[tuple[int, int]] = set()
-    cases: list[tuple[int, int, int]] = []
-    for text, position in sorted(place.cases, key=lambda case: case[1]):
+    turns: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for text, position in sorted(cases, key=lambda case: case[1]):
         token = int(ids[text, position])
-        if (token, text) not in known:
-            known.add((token, text))
-            cases.append((seen[token], position, text))
+        if (token, text) not in turns:
+            turns[token, text] = (seen[token], position, text)
             seen[token] += 1
-    _, at, rows = torch.tensor(sorted(cases)).T
+    _, at, rows = torch.tensor(sorted(turns.values())).T
     number = PLACE_TEXTS
     if len(ids[rows, at].unique()) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
@@ -212,7 +185,7 @@ def texts_with(place: Place, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
-def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Places:
+def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Mask:
     """The positions that enough heads attend to.
 
     A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
@@ -220,17 +193,16 @@ def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Pl
 
     Args:
         above: Whether each head attends to each position; of layers with softmax attention only.
-        ids: The texts.
+        ids: The texts, up to the last position that was judged.
     """
     heads = above.shape[0] * above.shape[1]
-    ids = ids[:, : above.shape[-1]]
     anywhere = reduce(above.int(), "layer head text at -> text at", "sum")
     there = anywhere >= max(SINK_HEADS, PLACE_SHARE * heads)
     steady = reduce(above.float(), "layer head text at -> layer head at", "mean") >= MOST_TEXTS
     steadily = (above & rearrange(steady, "layer head at -> layer head 1 at")).int().sum((0, 1))
     number = reduce(steady.int(), "layer head at -> at", "sum")
     suffice = (number >= max(SINK_HEADS, POSITION_SHARE * heads)) & _is_varied(ids)
-    return Places(ids, there | (suffice & (steadily >= MOST_TEXTS * number)))
+    return there | (suffice & (steadily >= MOST_TEXTS * number))
 
 
 def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
@@ -244,7 +216,7 @@ def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]
     return norms > SPIKE_RATIO * typical
 
 
-def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Places:
+def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
     """The positions whose norm stands out after some layer.
 
     The typical norm of a layer is the median or, if more than a quarter of the positions stand out from that, the 75 %
@@ -252,20 +224,19 @@ def spike_places(norms: Float[Tensor, "layer text pos"], ids: TokenRows) -> Plac
 
     Args:
         norms: Norm of every position after each layer.
-        ids: The texts.
     """
     by_layer = norms.flatten(1)
     typical = by_layer.median(1).values
     upper = by_layer.quantile(0.75, 1)
     typical = torch.where(stands_out(upper, typical), upper, typical)
-    return Places(ids, stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0))
+    return stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0)
 
 
 # --- describing ------------------------------------------------------------------------------------------------------
 
 
 def pieces(
-    places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool] = lambda _: True
+    ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
 ) -> tuple[tuple[Place, ...], LeftOver]:
     """The parts of a set of places, and what is left over: too few places, or such as do not hold.
 
@@ -273,38 +244,40 @@ def pieces(
     least 0.9. If there is none, the rules that add most are joined. What no words cover is a piece of its own.
 
     Args:
-        places: The places.
+        ids: The texts.
+        whole: The places in them.
         decode: Writes token ids as text.
         holds: What else a piece has to meet.
     """
     found: list[Place] = []
-    rest = places
-    for rule in _rules(places, decode, holds):
-        fits = rule.means(places.ids) & rest.there  # the pieces have no place in common
+    rest = whole
+    for rule in _rules(ids, whole, decode, holds):
+        fits = rule.means(ids) & rest  # the pieces have no place in common
         if bool(fits.any()):
-            found.append(Place.of(places, fits, rule, decode))
-            rest = rest.without(fits)
-    enough = len(rest) >= max(LEAST_CASES, (1 - ENOUGH) * len(places))
-    if enough and float(rest.there.any(1).float().mean()) >= SOME_TEXTS and holds(rest.there):
-        found.append(Place.of(places, rest.there, None, decode))
-        rest = rest.without(rest.there)
-    if not len(rest):
+            found.append(Place.of(ids, whole, fits, rule, decode))
+            rest = rest & ~fits
+    count, size = int(rest.sum()), int(whole.sum())
+    enough = count >= max(LEAST_CASES, (1 - ENOUGH) * size)
+    if enough and float(rest.any(1).float().mean()) >= SOME_TEXTS and holds(rest):
+        found.append(Place.of(ids, whole, rest, None, decode))
+        count = 0
+    if not count:
         return tuple(found), LeftOver()
-    return tuple(found), LeftOver(len(rest), len(rest) / len(places), rest.common(decode))
+    return tuple(found), LeftOver(count, count / size, common_tokens(ids, rest, decode))
 
 
-def _rules(places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text pos"]], bool]) -> list[Rule]:
+def _rules(ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool]) -> list[Rule]:
     """The words for the parts of a set of places."""
     precise: dict[Rule, Tensor] = {}  # with the places that they mean
     chosen: list[Rule] = []
-    least, few = min(LEAST_CASES, len(places.ids)), (1 - ENOUGH) * len(places)
+    least, few = min(LEAST_CASES, len(ids)), (1 - ENOUGH) * int(whole.sum())
     for rules, most in ((_simple, FEW_PARTS), (_of_a_kind, MOST_PARTS)):
-        for rule in rules(places, decode):
-            fits = rule.means(places.ids)
-            there = fits & places.there
+        for rule in rules(ids, whole, decode):
+            fits = rule.means(ids)
+            there = fits & whole
             if int(there.sum()) >= max(least, ENOUGH * int(fits.sum())) and holds(there):
                 precise[rule] = there
-        rest, chosen = places.there, []
+        rest, chosen = whole, []
         while len(chosen) < most and precise:
             adding = {rule: int((rest & there).sum()) for rule, there in precise.items()}
             best = max(precise, key=adding.__getitem__)
@@ -317,63 +290,54 @@ def _rules(places: Places, decode: Decode, holds: Callable[[Bool[Tensor, "text p
     return sorted(chosen, key=list(precise).index)
 
 
-def _simple(places: Places, decode: Decode) -> list[Rule]:
+def _simple(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
     """What may be said of the places in a few words: positions, single tokens, tokens that come for the first time."""
-    ids = places.ids
     rules = []
-    for position in places.there.any(0).nonzero().flatten().tolist():
+    for position in there.any(0).nonzero().flatten().tolist():
         rules.append(_at_position(ids, position, decode))
-    for token in _tokens_behind(places):
+    for token in _tokens_behind(ids, there):
         name = decode([token])
-        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,), token=name))
-        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True, token=name))
+        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,)))
+        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True))
     return rules
 
 
-def _of_a_kind(places: Places, decode: Decode) -> list[Rule]:
+def _of_a_kind(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
     """What may be said of the places by a list of tokens."""
     rules = []
-    seen = _tokens_behind(places)
-    precise = []
-    for token in seen:
-        if float(places.there[:, 1:][places.ids[:, 1:] == token].float().mean()) >= ENOUGH:
-            precise.append(token)
+    seen = {token: repr(decode([token])) for token in _tokens_behind(ids, there)}
+    precise: dict[int, str] = {}
+    for token, name in seen.items():
+        if float(there[:, 1:][ids[:, 1:] == token].float().mean()) >= ENOUGH:
+            precise[token] = name
     if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
-        names = word_list([repr(decode([token])) for token in precise], COMMON)
+        names = word_list([*precise.values()], COMMON)
         rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
     if len(seen) > 1:
-        names = word_list([repr(decode([token])) for token in seen], COMMON)
+        names = word_list([*seen.values()], COMMON)
         rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen), first=True))
-    return rules + _first_of_a_kind(places.ids, places.there)
+    return rules + _first_of_a_kind(ids, there)
 
 
-def _tokens_behind(places: Places) -> list[int]:
+def _tokens_behind(ids: TokenRows, there: Mask) -> list[int]:
     """Tokens that stand at places after the first position, and not always at the same one; the most common first."""
-    there = places.there.clone()
-    there[:, 0] = False
-    seen, counts = places.ids[there].unique(return_counts=True)
-    tokens = []
-    for token in seen[counts.argsort(descending=True, stable=True)].tolist():
-        if int((places.ids[:, 1:] == token).any(0).sum()) > 1:
-            tokens.append(token)
-    return tokens
+    behind = ids[:, 1:]
+    most_common = by_count(behind[there[:, 1:]])
+    return [token for token, _ in most_common if int((behind == token).any(0).sum()) > 1]
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
     """A position, with the token that always stands there."""
-    tokens = ids[:, position].unique()
-    token = ""
-    if len(tokens) == 1:
-        token = decode([int(tokens[0])])
+    tokens = ids[:, position].unique().tolist()
     words = f"position {position} (any token)"
     if position == 0:
         words = "the first token"
-    elif token:
-        words = f"{token!r} at position {position}"
-    return Rule(words, position=position, token=token)
+    elif len(tokens) == 1:
+        words = f"{decode(tokens)!r} at position {position}"
+    return Rule(words, position=position)
 
 
-def _first_of_a_kind(ids: TokenRows, there: Bool[Tensor, "text pos"]) -> list[Rule]:
+def _first_of_a_kind(ids: TokenRows, there: Mask) -> list[Rule]:
     """Some first tokens: of different tokens, those that are never a first token elsewhere."""
     texts = there[:, 0]
     others = ids[~texts, 0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinkscope.results.claims import Claim, Search
+from sinkscope.results.claims import Claim, Claims, Search
 from sinkscope.results.parts import Component, Neuron, Parts, sites_of
 from sinkscope.sinks.find.places import Place
+from sinkscope.sinks.removal.components import Neurons, Sites
 
+PerLayer = tuple[float | None, ...]
+"""A number for each layer; None where it was not read."""
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
-Sites = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Candidate(Neuron):
         return Neuron(self.layer, self.expert, self.neuron)
 
 
+Candidates = tuple[Candidate, ...]
+
+
 @dataclass(frozen=True)
 class CausalSet:
     """Neurons that together make a spike, and the effect of zeroing all of them.
@@ -58,25 +63,25 @@ class CausalSet:
         drop_sink_layer: Share of the spike's norm that is lost when the set is zeroed, at the layer that builds most of
             it.
         drop_last_layer: The same share at the last layer after which the norm stands out.
+        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
         drop_attention: Share of the attention to the place that is lost, over the heads of the sink after this layer.
             None if there are no such heads among the layers read.
         heads_lost: Share of these heads that lose at least half of that attention.
-        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
         margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
         margin_attention: The same of the drop in attention.
         claims: What is left of the spike along its direction: without the set, and without each of it.
         readers: The heads of the sink, if all of them lose at least half of that attention without the set.
     """
 
-    neurons: tuple[Neuron, ...]
+    neurons: Neurons
     drop_sink_layer: float
     drop_last_layer: float
-    drop_attention: float | None
-    heads_lost: float | None
     control: float
+    drop_attention: float | None = None
+    heads_lost: float | None = None
     margin_norm: float | None = None
     margin_attention: float | None = None
-    claims: tuple[Claim, ...] = ()
+    claims: Claims = ()
     readers: Readers | None = None
 
     @property
@@ -115,7 +120,7 @@ class Spike:
     maker: Parts
     by_mlp: bool
     set: CausalSet | None
-    claims: tuple[Claim, ...]
+    claims: Claims
     search: Search
     margin: float | None = None
 
@@ -172,7 +177,7 @@ class Sink:
 
     place: Place | None
     rate: float
-    layer_rates: tuple[float | None, ...]
+    layer_rates: PerLayer
     n_heads: int
     readers: int
     attention: float
@@ -236,7 +241,7 @@ class RepetitionSpike:
     by_copies: Claim
     same: Claim | None = None
     set: CausalSet | None = None
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Candidates = ()
 
     @property
     def other_neurons(self) -> bool:

@@ -14,16 +14,16 @@ from torch import Tensor
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Outcome, Search
-from sinkscope.results.parts import neurons_of
+from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.sets import causal_set
-from sinkscope.sinks.find.survey import SinkContext
-from sinkscope.sinks.removal.components import Sites, silencing
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
-from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
+from sinkscope.sinks.tokens import repeated
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
 TIMES = 2  # copies that are looked at, of those that are needed
@@ -45,14 +45,14 @@ def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int
 
 @torch.no_grad()
 def repeat_until_half(
-    context: SinkContext, tokens: Sequence[int], prefixes: Sequence[int], limit: int, progress: Progress = silent
+    scan: LayerScan, tokens: Sequence[int], prefixes: Sequence[int], limit: int, progress: Progress = silent
 ) -> RepeatsNeeded:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
     Reading layers from disk costs more than long rows, so a streamed model gets all repetitions in the second pass.
 
     Args:
-        context: The model and its sink layer, whose residual stream is read.
+        scan: The model and its sink layer, whose residual stream is read.
         tokens: The ids to repeat, one row each.
         prefixes: The first token of each row (BOS, or a token that stands in for it).
         limit: Largest n.
@@ -61,34 +61,35 @@ def repeat_until_half(
     Returns:
         For each token, the first n whose norm reaches half of the spike's.
     """
-    target = context.target
+    target = scan.target
     lengths = [min(FIRST_LENGTH, limit)]
     while lengths[-1] < limit:
         lengths.append(min(2 * lengths[-1], limit))
     if not target.resident:
         lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
     repeats: list[int | None] = [None] * len(tokens)
-    half_of = context.scan.spike_norm[context.layer]
+    rows = repeated(prefixes, tokens, limit)
+    half_of = scan.spike_norm[scan.layer]
     for length in lengths:
         waiting = [number for number, count in enumerate(repeats) if count is None]
-        ids = torch.tensor([[prefixes[number], *[tokens[number]] * length] for number in waiting])
-        norms = norms_at_sink(context, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
+        ids = rows[waiting, : length + 1]
+        norms = norms_at_sink(scan, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
         for number, row in zip(waiting, norms, strict=True):
             repeats[number] = repeats_until_half(row[1:], half_of)
         progress("repetitions", length, limit)
         if None not in repeats:
             break
-    rows = []
+    read = []
     for token, count in zip(tokens, repeats, strict=True):
-        rows.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
-    by_repetition = [row.repeats for row in rows if row.by_repetition]  # the others are sinks already
+        read.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
+    by_repetition = [token.repeats for token in read if token.by_repetition]  # the others are sinks already
     middle = float(median(by_repetition)) if by_repetition else None
-    return RepeatsNeeded(tuple(rows), middle, repeats.count(None), limit)
+    return RepeatsNeeded(tuple(read), middle, repeats.count(None), limit)
 
 
 @torch.no_grad()
 def repetition_spike(
-    setup: Setup, context: SinkContext, needed: RepeatsNeeded, prefixes: Sequence[int], sites: Sites
+    setup: Setup, scan: LayerScan, needed: RepeatsNeeded, prefixes: Sequence[int], neurons: Neurons
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
@@ -96,10 +97,10 @@ def repetition_spike(
 
     Args:
         setup: The model and its text.
-        context: The model at the places of the spike.
+        scan: The model at the places of the spike.
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
-        sites: The neurons that make the spike.
+        neurons: The neurons that make the spike.
 
     Returns:
         None if no token reaches that by repetition.
@@ -109,26 +110,26 @@ def repetition_spike(
         return None
     token, before = found[0]
     copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
-    rows, *beside = beside_copies(setup, torch.tensor([[before, *[token.id] * copies]]), 1)
-    layer = max(context.layer, *(site[0] for site in sites))
-    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": context.scan.shared_dims}
-    drawn = [random_sites(context.target, sites, sites, context.seed, number) for number in range(RANDOM)]
-    trials = [Trial(rows, silencing([sites, *drawn] if sites else []), **reading)]
+    rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
+    layer = max(scan.layer, *(neuron.layer for neuron in neurons))
+    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
+    drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
+    trials = [Trial(rows, [neurons, *drawn] if neurons else [], **reading)]
     trials.append(Trial(torch.cat(beside), [], **reading))
-    edited, others = side_by_side(context.target, trials)
-    outcome, intact = Outcome("norm", layers=(layer,)), edited.intact_norms[:, layer]
-    heights = torch.cat([intact, others.intact_norms[:, layer]]) / context.scan.spike_norm[layer]
+    edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
+    outcome, intact = Outcome("norm", layers=(layer,)), edited[0]
+    heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
     result = RepetitionSpike(token.token, copies, by_copies)
-    if not sites:
+    if not neurons:
         return result
-    left = edited.norms[..., layer] / intact
-    neurons, place = neurons_of(sites), f"the last of {copies} copies of {token.token!r}"
+    left = edited[1:] / intact
+    place = f"the last of {copies} copies of {token.token!r}"
     contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
     same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
     result = replace(result, same=same)
     if same.verdict == "needed" or by_copies.verdict != "sufficient":
         return result
-    own = causal_set(context.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place)
+    own = causal_set(scan.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place, setup.seed)
     return replace(result, set=own.minimal, candidates=own.members)

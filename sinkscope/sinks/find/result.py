@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sinkscope.measure import Result
-from sinkscope.results.claims import Claim, Search
+from sinkscope.results.claims import Claim, Claims, Search
 from sinkscope.results.parts import in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
     SHORT,
-    Candidate,
+    Candidates,
     CausalSet,
+    PerLayer,
     PublishedSink,
     RepeatsNeeded,
     RepetitionSpike,
@@ -73,20 +74,20 @@ class FindSinks(Result):
     lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
-    neurons: tuple[Candidate, ...]
+    neurons: Candidates
     stages: tuple[Stage, ...]
     residual_dims: tuple[int, ...]
-    spike_norm: tuple[float | None, ...]
-    typical_norm: tuple[float | None, ...]
-    typical_low: tuple[float | None, ...]
-    typical_high: tuple[float | None, ...]
+    spike_norm: PerLayer
+    typical_norm: PerLayer
+    typical_low: PerLayer
+    typical_high: PerLayer
     layers_read: int
     repeats: RepeatsNeeded
     sink_rate: SinkRate | None
     published: PublishedSink | None
 
     @property
-    def causal(self) -> tuple[Candidate, ...]:
+    def causal(self) -> Candidates:
         """The neurons that ablation has verified as causes of the sink."""
         return tuple(n for n in self.neurons if n.causal)
 
@@ -106,7 +107,7 @@ class FindSinks(Result):
         return None if self.spike is None else self.spike.set
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """All claims: of the makers of spikes, of the heads that attend, and of repetition."""
         claims: list[Claim] = []
         for spike in self.spikes:
@@ -173,7 +174,9 @@ class FindSinks(Result):
         attention = [f"{sentences.statement(sink)}." for sink in self.sinks]
         if not self.sinks:
             attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]
-        lines.append(" ".join(attention + sentences.sink_rate(self.sink_rate)))
+        if self.sink_rate is not None:
+            attention.append(sentences.sink_rate(self.sink_rate))
+        lines.append(" ".join(attention))
         lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
         lines += sentences.left_over(self.other_sinks, "that heads attend to")
         repeats = sentences.repeats(self.repeats, self.spike, self.repetition)

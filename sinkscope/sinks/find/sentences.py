@@ -126,14 +126,12 @@ def left_over(left: LeftOver, what: str) -> list[str]:
     ]
 
 
-def sink_rate(rate: SinkRate | None) -> list[str]:
+def sink_rate(rate: SinkRate) -> str:
     """The sink rate as it is defined in the literature."""
-    if rate is None:
-        return []
-    return [
+    return (
         f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
         f"its attention ({rate.samples} texts of {rate.length} tokens)."
-    ]
+    )
 
 
 def repeats(needed: RepeatsNeeded, spike: Spike | None, found: RepetitionSpike | None) -> list[str]:

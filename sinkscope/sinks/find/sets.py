@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from einops import reduce
@@ -15,15 +16,14 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Outcome, Search
-from sinkscope.results.parts import neurons_of
-from sinkscope.sinks.find.layer_scan import AS_BEFORE
+from sinkscope.results.claims import NEEDED, Claim, Claims, Outcome, Search
+from sinkscope.results.parts import Neuron, sites_of
+from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import SPIKE_RATIO
-from sinkscope.sinks.find.records import Candidate, CausalSet, Readers
-from sinkscope.sinks.find.survey import SinkContext
-from sinkscope.sinks.removal.components import Heads, Sites, silencing
+from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
+from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
@@ -35,7 +35,6 @@ BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
 ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
-Site = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,23 @@ class FoundSet:
     """
 
     minimal: CausalSet | None = None
-    neurons: tuple[Candidate, ...] = ()
+    neurons: Candidates = ()
     tried: int = 0
 
     @property
-    def sites(self) -> Sites:
-        """The neurons of the set in the form that interventions take."""
-        return () if self.minimal is None else self.minimal.edit_sites
-
-    @property
-    def members(self) -> tuple[Candidate, ...]:
+    def set(self) -> Neurons:
         """The neurons of the set."""
-        return tuple(neuron for neuron in self.neurons if neuron.site in self.sites)
+        return () if self.minimal is None else self.minimal.neurons
 
     @property
-    def adding(self) -> tuple[Candidate, ...]:
-        """Neurons that are causal alone and not in the set."""
-        return tuple(neuron for neuron in self.neurons if neuron.causal and neuron.site not in self.sites)
+    def members(self) -> Candidates:
+        """The candidates of the set."""
+        return tuple(neuron for neuron in self.neurons if neuron.address in self.set)
+
+    @property
+    def adding(self) -> Candidates:
+        """Candidates that are causal alone and not in the set."""
+        return tuple(neuron for neuron in self.neurons if neuron.causal and neuron.address not in self.set)
 
 
 @dataclass(frozen=True)
@@ -70,61 +69,61 @@ class _SpikeSearch:
     """The search for the neurons that make a spike.
 
     Attributes:
-        context: The model, texts with the place, and their layer scan.
+        scan: The model at the places of the spike.
         heads: The heads after the sink layer that attend to the place.
         place: The words for the places.
+        seed: Seed of the random neurons.
         asked: Norms and projections `[what text layer]` with each set silenced that was asked about before.
     """
 
-    context: SinkContext
+    scan: LayerScan
     heads: Heads
     place: str
-    asked: dict[Sites, Tensor] = field(default_factory=dict)
+    seed: int
+    asked: dict[Neurons, Tensor] = field(default_factory=dict)
 
     @property
     def ends(self) -> tuple[int, int]:
         """The sink layer, and the last layer after which the norm stands out."""
-        scan = self.context.scan
-        return self.context.layer, max(scan.spike_layers[-1], scan.stages[-1])
+        return self.scan.layer, max(self.scan.spike_layers[-1], self.scan.stages[-1])
 
     @property
     def search_so_far(self) -> Search:
         """How many sets were tried."""
         return Search("sets of neurons", len(self.asked))
 
-    def attention_trial(self, sets: Sequence[Sites], texts: slice = FIRST_TEXT) -> Trial:
+    def attention_trial(self, sets: Sequence[Neurons], texts: slice = FIRST_TEXT) -> Trial:
         """Silences each set; the attention to the place is read, in some texts."""
-        length = max(ATTENTION_LENGTH, self.context.up_to_place + ATTENTION_LENGTH // 2)
+        length = max(ATTENTION_LENGTH, self.scan.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
-        return self.context.trial(silencing(sets), length, texts, **reading)
+        return self.scan.trial(sets, length, texts, **reading)
 
-    def ask(self, sets: Sequence[Sites], *others: Trial) -> list[Effects]:
+    def ask(self, sets: Sequence[Neurons], *others: Trial) -> list[Effects]:
         """Silence each set that was not asked about before, and run other trials in the same walk."""
-        context = self.context
-        new = [sites for sites in dict.fromkeys(sets) if sites not in self.asked]
+        scan = self.scan
+        new = [neurons for neurons in dict.fromkeys(sets) if neurons not in self.asked]
         if not new and not others:
             return []
-        trial = context.trial(silencing(new), upto=self.ends[1], directions=context.directions)
-        first, *read = side_by_side(context.target, [trial, *others])
-        read_of_sets = [(first.intact_norms, first.intact_along), *zip(first.norms, first.along, strict=True)]
-        for sites, of_set in zip([(), *new], read_of_sets, strict=True):
-            self.asked[sites] = torch.stack(of_set).expand(-1, len(context.ids), -1)
+        trial = scan.trial(new, upto=self.ends[1], directions=scan.directions)
+        first, *read = side_by_side(scan.target, [trial, *others])
+        for neurons, norms, along in zip([(), *new], first.norms, first.along, strict=True):
+            self.asked[neurons] = torch.stack([norms, along]).expand(-1, len(scan.ids), -1)
         return read
 
-    def read(self, sets: Sequence[Sites]) -> Float[Tensor, "what set text layer"]:
+    def read(self, sets: Sequence[Neurons]) -> Float[Tensor, "what set text layer"]:
         """The norms and the projections with each set silenced."""
         self.ask(sets)
-        return torch.stack([self.asked[sites] for sites in sets], 1)
+        return torch.stack([self.asked[neurons] for neurons in sets], 1)
 
-    def removals(self, sets: Sequence[Sites], *layers: int) -> list[Removal]:
+    def removals(self, sets: Sequence[Neurons], *layers: int) -> list[Removal]:
         """Whether each set takes the spike away at these layers.
 
         The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
         of the rise is gone.
         """
-        before = self.context.scan.norm_before
-        typical = torch.tensor(self.context.scan.typical_norm)[list(layers)]
+        before = self.scan.norm_before
+        typical = torch.tensor(self.scan.typical_norm)[list(layers)]
         norms = self.read(sets)[0][..., layers]
         intact = self.asked[()][0][:, layers]
         lowest = torch.maximum(SPIKE_RATIO * typical, torch.tensor(AS_BEFORE * before))
@@ -135,20 +134,20 @@ class _SpikeSearch:
         drops = (1 - norms / intact)[..., -1].mean(1)
         return list(map(Removal, (share >= NEARLY_ALL).tolist(), drops.tolist()))
 
-    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
+    def smallest(self, neurons: Neurons, *layers: int) -> Neurons | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
-        return smallest_set(sites, lambda sets: self.removals(sets, *layers))
+        return smallest_set(neurons, lambda sets: self.removals(sets, *layers))
 
-    def grown(self, chosen: Sites, others: Sites) -> Sites:
+    def grown(self, chosen: Neurons, others: Neurons) -> Neurons:
         """The set and those of the other candidates that attention needs as well."""
 
-        def remove(sets: list[Sites]) -> list[Removal]:
-            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets])])
+        def remove(sets: list[Neurons]) -> list[Removal]:
+            (edited,) = side_by_side(self.scan.target, [self.attention_trial([chosen + some for some in sets])])
             return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
 
         return chosen + without_unneeded(others, remove)
 
-    def compared(self, chosen: Sites, excluded: Sites, others: Sites = ()) -> CausalSet | None:
+    def compared(self, chosen: Neurons, excluded: Neurons, others: Neurons = ()) -> CausalSet | None:
         """A set with its effects and controls; None if a random set has as large an effect.
 
         Args:
@@ -156,41 +155,45 @@ class _SpikeSearch:
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
         """
-        sets = [chosen, *random_sets(self.context.target, chosen, excluded, self.context.seed)]
+        sets = [chosen, *random_sets(self.scan.target, chosen, excluded, self.seed)]
         trials: list[Trial] = []
         if self.heads:
             trials.append(self.attention_trial([*sets, chosen + others]))
-            if len(self.context.ids) > 1:
+            if len(self.scan.ids) > 1:
                 trials.append(self.attention_trial([chosen], OTHER_TEXTS))
         read = self.ask(sets, *trials)
         lost = 1 - self.read(sets)[0] / self.asked[()][0]
         drops = lost.mean(1)[:, list(self.ends)]
-        control = float(drops[1:].max())
         here, last = drops[0].tolist()
-        found = CausalSet(neurons_of(chosen), here, last, None, None, control)
+        found = CausalSet(
+            neurons=chosen,
+            drop_sink_layer=here,
+            drop_last_layer=last,
+            control=float(drops[1:].max()),
+            margin_norm=margin_of(lost[0, :, self.scan.layer].numpy()),
+        )
         if read:
             attention = read[0].attention_drops(self.heads)
             of_heads = heads_lost(attention)
             if of_heads[0] < NEEDED <= of_heads[-1]:
                 return self.compared(self.grown(chosen, others), excluded)
-            layer, head = torch.tensor(self.heads).T
-            kept = [each.attention[0][:, layer, head] / each.intact_attention[:, layer, head] for each in read]
-            in_texts = reduce(torch.cat(kept), "text pair -> text", "mean")
+            given = torch.cat([each.attention_from(self.heads)[:2] for each in read], 1)
+            in_texts = reduce(given[1] / given[0], "text pair -> text", "mean")
             found = replace(
                 found,
                 drop_attention=1 - float(in_texts.mean()),
                 heads_lost=of_heads[0],
-                control=max(control, float(attention[1 : len(sets)].mean(1).max())),
+                control=max(found.control, float(attention[1 : len(sets)].mean(1).max())),
                 margin_attention=margin_of(in_texts.numpy()),
                 readers=self.readers(chosen, read[0], in_texts),
             )
         if min(here, last) <= found.control:
             return None
-        alone = [(site,) for site in chosen] if len(chosen) > 1 else []
+        alone = [(one,) for one in chosen] if len(chosen) > 1 else []
         claims = self.claims([chosen], excluded, "makes") + self.claims(alone, chosen, "makes alone")
-        return replace(found, margin_norm=margin_of(lost[0, :, self.context.layer].numpy()), claims=claims)
+        return replace(found, claims=claims)
 
-    def readers(self, chosen: Sites, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
+    def readers(self, chosen: Neurons, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
         """The heads, if each loses half of its attention without a set.
 
         Args:
@@ -201,47 +204,45 @@ class _SpikeSearch:
         drops = read.attention_drops(self.heads)
         if float(drops[0].min()) < NEEDED:
             return None
-        layer, head = torch.tensor(self.heads).T
-        intact, after = (each[:, layer, head].mean(0) for each in (read.intact_attention, read.attention[0]))
-        neurons = neurons_of(chosen)
-        readers = readers_of(self.heads, intact, after, neurons, self.search_so_far)
+        intact, after = read.attention_from(self.heads)[:2].mean(1)
+        readers = readers_of(self.heads, intact, after, chosen, self.search_so_far)
         outcome = Outcome("attention", heads=readers.heads)
-        contrasts = [INTACT, by_chance(neurons, 1 - drops[1:-1].mean(1))]
-        claim = claim_of("carries", neurons, outcome, self.place, left, contrasts, self.search_so_far)
-        return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.context.ids)))
+        contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
+        claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
+        return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.scan.ids)))
 
-    def claims(self, sets: Sequence[Sites], excluded: Sites, role: str) -> tuple[Claim, ...]:
+    def claims(self, sets: Sequence[Neurons], excluded: Neurons, role: str) -> Claims:
         """What is left of the spike without each of some sets, beside random ones; all are asked about in one walk.
 
         It is read after the last of all neurons of these sets: before it, it says nothing about them.
         """
         if not sets:
             return ()
-        beside: list[list[Sites]] = []
-        for sites in sets:
-            beside.append([sites, *random_sets(self.context.target, sites, excluded, self.context.seed)])
-        layer = max(self.context.layer, *(site[0] for sites in sets for site in sites))
-        along = self.read([each for sites in beside for each in sites])[1] / self.asked[()][1]
+        beside: list[list[Neurons]] = []
+        for neurons in sets:
+            beside.append([neurons, *random_sets(self.scan.target, neurons, excluded, self.seed)])
+        layer = max(self.scan.layer, *(neuron.layer for neuron in chain(*sets)))
+        along = self.read(list(chain(*beside)))[1] / self.asked[()][1]
+        outcome = Outcome("spike", layers=(layer,))
         claims: list[Claim] = []
-        for sites, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
-            neurons, outcome = neurons_of(sites), Outcome("spike", layers=(layer,))
+        for neurons, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
             contrasts = [INTACT, by_chance(neurons, left[1:].mean(1))]
             claims.append(claim_of(role, neurons, outcome, self.place, left[0], contrasts, self.search_so_far))
         return tuple(claims)
 
-    def with_backups(self, candidates: dict[Site, Candidate]) -> Sites | None:
+    def with_backups(self, candidates: dict[Neuron, Candidate]) -> Neurons | None:
         """The set with neurons that bring the spike back while others are silent; these join the candidates."""
-        context, known = self.context, {*candidates}
-        here = self.smallest(tuple(candidates), context.layer)
+        scan, known = self.scan, {*candidates}
+        here = self.smallest(tuple(candidates), scan.layer)
         for _ in range(BACKUP_ROUNDS if here else 0):
-            silent = (*(here or ()), *(site for site in candidates if site not in known))
-            with Ablate(sites=silent).on(context.target):
-                without = context.elsewhere(context.ids, context.at, self.ends[1])
+            silent = (*(here or ()), *(neuron for neuron in candidates if neuron not in known))
+            with Ablate(sites=sites_of(silent)).on(scan.target):
+                without = scan.elsewhere(scan.ids, scan.at, self.ends[1])
                 returning: list[Candidate] = []
-                for stage in without.scan.stages:
-                    if stage > context.layer:
-                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES)
-            backups = {neuron.site: neuron for neuron in returning if neuron.site not in silent}
+                for stage in without.stages:
+                    if stage > scan.layer:
+                        returning += stage_neurons(without, stage, BACKUP_CANDIDATES, self.seed)
+            backups = {neuron.address: neuron for neuron in returning if neuron.address not in silent}
             if not backups:
                 break
             candidates |= backups
@@ -252,44 +253,45 @@ class _SpikeSearch:
 
     def search(self, neurons: Sequence[Candidate]) -> FoundSet:
         """The smallest set of these neurons and, if necessary, of further ones."""
-        candidates = {neuron.site: neuron for neuron in neurons}
+        candidates = {neuron.address: neuron for neuron in neurons}
         minimal = self.smallest(tuple(candidates), *self.ends)
         if minimal is None:
-            most = min(MORE_CANDIDATES, self.context.target.d_mlp // 2)
-            for neuron in stage_neurons(self.context, self.context.layer, most):
-                candidates.setdefault(neuron.site, neuron)
+            most = min(MORE_CANDIDATES, self.scan.target.d_mlp // 2)
+            for neuron in stage_neurons(self.scan, self.scan.layer, most, self.seed):
+                candidates.setdefault(neuron.address, neuron)
             minimal = self.smallest(tuple(candidates), *self.ends)
         tried = len(candidates)
         if minimal is None:
             minimal = self.with_backups(candidates)
         best = None
         if minimal is not None:
-            others = tuple(site for site in candidates if site not in minimal)
+            others = tuple(neuron for neuron in candidates if neuron not in minimal)
             best = self.compared(minimal, tuple(candidates), others)
         if best is None:
             return FoundSet(None, tuple(neurons), tried)
-        added = tuple(candidates[site] for site in best.edit_sites if candidates[site] not in neurons)
+        added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
         found = FoundSet(best, (*neurons, *added), tried)
-        adding = tuple(neuron.site for neuron in found.adding)
-        claims = self.claims([(site,) for site in adding], adding, "adds")
+        adding = tuple(neuron.address for neuron in found.adding)
+        claims = self.claims([(neuron,) for neuron in adding], adding, "adds")
         return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
 
 
-def causal_set(context: SinkContext, place: str, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
+def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
 
     Args:
-        context: The model at the places of the spike.
+        scan: The model at the places of the spike.
         place: The words for these places.
+        seed: Seed of the random neurons.
         heads: The heads that attend to them.
         top_k: Number of candidates of the sink layer.
 
     Returns:
         Nothing if no MLP makes the spike.
     """
-    if not context.scan.stages:
+    if not scan.stages:
         return FoundSet()
-    later = [head for head in heads if head[0] > context.layer]
-    return _SpikeSearch(context, later, place).search(verify_neurons(context, top_k))
+    later = [head for head in heads if head[0] > scan.layer]
+    return _SpikeSearch(scan, later, place, seed).search(verify_neurons(scan, top_k, seed))

@@ -1,19 +1,24 @@
-"""The places that heads attend to, how much they do, and what they need for it."""
+"""The places that heads attend to, how much they do, and what they need: the spike, components, or the position."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
+from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.parts import POSITION, Component, Head, Part, Parts
+from sinkscope.sinks.find.layer_scan import ordinary_position
+from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
 from sinkscope.sinks.find.places import Place, texts_with
-from sinkscope.sinks.find.readers import HeadByHead
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
 from sinkscope.sinks.find.spikes import MadeSpike
-from sinkscope.sinks.find.survey import Survey, ordinary_position
-from sinkscope.sinks.removal.components import Heads
+from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.removal.components import Heads, Neurons, one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 READER_TEXTS = 2
@@ -46,7 +51,7 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
     attention, rates = received.learned, (received.learned > RATE_EPS).float()
     spike, groups, window = None, (), None
     if place is not None:
-        there = place.there(received.places.ids)
+        there = place.there(received.judged)
         texts = there.any(1)
         attention = received.given(there)[:, :, texts]
         rates = (received.above & there)[:, :, texts].sum(-1) / there[texts].sum(1)
@@ -85,7 +90,7 @@ def _readers(
         if len(known.neurons) == 1:  # of several, each head may need another one
             return (known.readers,)
     received = survey.received
-    rows, at = texts_with(place, received.ids)
+    rows, at = texts_with(place.cases, received.ids)
     number = READER_TEXTS
     length = max(READER_LENGTH, int(at[:READER_TEXTS].max()) + READER_LENGTH // 3)
     if received.ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
@@ -95,8 +100,118 @@ def _readers(
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
     effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
-    sites, makers = (), ()
+    neurons, makers = (), ()
     for one in standing:
-        sites += one.found.sites or tuple(neuron.site for neuron in one.found.adding)
+        neurons += one.found.set or tuple(neuron.address for neuron in one.found.adding)
         makers += one.spike.makers
-    return HeadByHead(setup, place.words, effect, sites, makers).groups()
+    return HeadByHead(setup, place.words, effect, neurons, makers).groups()
+
+
+@dataclass(frozen=True, eq=False)
+class HeadByHead:
+    """What each head that attends to a place needs.
+
+    Attributes:
+        setup: The model.
+        place: The words for the place.
+        effect: The attention of these heads, in some texts.
+        neurons: The neurons that make the spike of the place; none if it has none, or components make it.
+        makers: Components that make the spike.
+    """
+
+    setup: Setup
+    place: str
+    effect: PositionEffect
+    neurons: Neurons = ()
+    makers: Parts = ()
+
+    def edit(self, parts: Parts) -> Parts:
+        """What removes all of these parts."""
+        if POSITION in parts:
+            return tuple(self.effect.written)
+        return parts
+
+    @property
+    def made(self) -> set[Part]:
+        """What makes the spike of the place; with a head, its layer's attention does."""
+        makers: set[Part] = {*self.neurons, *self.makers}
+        return makers | {Component("attention", maker.layer) for maker in self.makers if isinstance(maker, Head)}
+
+    def needs(self) -> list[Parts]:
+        """What each head needs, nothing if nothing was found: the one neuron of the spike without which it loses the
+        place, or all; or else components, or the position.
+        """
+        needs: list[Parts] = [()] * len(self.effect.heads)
+        spike = self.neurons or self.makers
+        if spike:
+            sets: list[Parts] = [spike]
+            if len(self.neurons) > 1:
+                sets += one_by_one(self.neurons)
+            lost = self.effect.lost([self.edit(parts) for parts in sets]) >= NEEDED
+            for head in lost[0].nonzero().flatten().tolist():
+                alone = lost[1:, head].nonzero().flatten().tolist()
+                needs[head] = sets[1 + alone[0]] if len(alone) == 1 else spike
+        others = [head for head, need in enumerate(needs) if not need]
+        if others:
+            for head, need in zip(others, self._needs_of_components(others), strict=True):
+                needs[head] = need
+        return needs
+
+    def _needs_of_components(self, heads: Sequence[int]) -> list[Parts]:
+        """What each of some heads needs that do not need the spike: components, or the position."""
+        effect, components = self.effect.only(heads), self.effect.components
+        lost = effect.lost([*one_by_one(components), self.edit((POSITION,))])
+        needs: list[Parts] = []
+        for needed, all_lost in zip(effect.needed(components, lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
+            found = tuple(compress(components, needed))
+            if not found and all_lost < NEEDED:
+                found = (POSITION,)
+            needs.append(found)
+        return needs
+
+    def groups(self) -> tuple[Readers, ...]:
+        """The heads by what they need, the largest group first."""
+        by_need: dict[Parts, list[int]] = {}
+        for head, need in enumerate(self.needs()):
+            by_need.setdefault(need, []).append(head)
+        by_size = sorted(by_need.items(), key=lambda group: -len(group[1]))
+        return tuple(self._group(need, numbers) for need, numbers in by_size)
+
+    def _group(self, parts: Parts, numbers: Sequence[int]) -> Readers:
+        """The heads that need the same parts, without these and under the controls of that."""
+        effect = self.effect.only(numbers)
+        by_spike = not self.made.isdisjoint(parts)
+        if not by_spike:
+            parts = effect.with_heads(parts, alone=True)
+        others, name = [], ""
+        if parts and POSITION not in parts:
+            others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
+        edits = [self.edit(parts), *others]
+        values = effect.values(edits)
+        intact, edited = values[:2]
+        attention = float(intact.mean())
+        tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
+        if not parts:
+            return readers_of(effect.heads, intact, intact, (), tried)
+        contrasts = [INTACT]
+        if POSITION in parts:
+            typical, given = (effect.values(edits, reverse=True).mean(1) / attention).tolist()
+            contrasts = [Contrast("other", typical, 1, "an ordinary position")]
+            contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
+        elif others:
+            contrasts.append(by_chance(parts, values[2:].mean(1) / attention, name))
+        readers = readers_of(effect.heads, intact, edited, parts, tried)
+        if len(contrasts) < 2:
+            return readers
+        claim = Claim(
+            role="carries",
+            subject=parts,
+            outcome=Outcome("attention", heads=readers.heads),
+            place=self.place,
+            value=float(edited.mean()) / attention,
+            contrasts=tuple(contrasts),
+            draws=len(effect.ids),
+            search=tried,
+            margin=margin_of((edited / intact).numpy()) if len(effect.ids) > 1 else None,
+        )
+        return replace(readers, by_spike=by_spike, claim=claim)

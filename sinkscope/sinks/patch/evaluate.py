@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -15,52 +13,23 @@ import plotly.graph_objects as go
 import torch
 from einops import rearrange
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.edit.sites import NeuronSite, groups_of
-from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
-from sinkscope.measure import PIECE, Option, Result, Setup, measurement
-from sinkscope.models.draws import draws
+from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.models.text import text_rows
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.parts import in_words, neurons_of
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
+from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
+from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.tokens import TokenRows
 
 PIECES = 8  # in one pass
-NEUTRAL_CHARACTERS = 8 * 4 * PIECE  # of the text that neutral values are taken from
-
-
-def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
-    """A `with` block in which the edit acts; without an edit, nothing does."""
-    return nullcontext() if edit is None else edit.on(target)
-
-
-def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
-    """Pieces of the typical text after the part that neutral values are taken from.
-
-    Raises:
-        SinkscopeError: The rest is too short for two pieces.
-    """
-    length = min(length, setup.target.max_positions or length)
-    ids = text_rows(setup.tokenizer, setup.text[NEUTRAL_CHARACTERS:], pieces, length, setup.bos)
-    if len(ids) < 2:
-        raise SinkscopeError(f"one piece of {length} tokens is held out, and 2 are needed: give a longer --text")
-    return ids
-
-
-@torch.no_grad()
-def logits_of(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
-    """Logits of what follows each token, float32."""
-    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float()
 
 
 def loss_of(logits: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tensor, " row"]:
@@ -100,10 +69,10 @@ class PatchEvaluation(Result):
     patches: tuple[str, ...] = ("none", "patch", "random patch")
     perplexity: Float[np.ndarray, " patch"]
     errors: Float[np.ndarray, " patch"]
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: Sites
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """The perplexity under the patch, beside none and a random patch; 1 is that without a patch."""
         _, patched, random = (self.perplexity / self.perplexity[0]).tolist()
         contrasts = (Contrast("intact", 1.0), Contrast("random", random))
@@ -130,29 +99,12 @@ class PatchEvaluation(Result):
         }
         return long_table(columns, patch=self.patches)
 
-    def numbers(self) -> list[Number]:
-        """The perplexity under the patch as a share of that without one."""
-        return numbers_of(self.claims)
-
 
 def draw(result: PatchEvaluation) -> go.Figure:
     """Draw the change by the patch and by a random patch, with two standard errors."""
     labels = {"change": "change of the perplexity", "patch": ""}
     fig = px.scatter(result.rows()[1:], render_mode="svg", x="patch", y="change", error_y="two_errors", labels=labels)
     return figure_of(fig.update_yaxes(tickformat=".2%"), result, width=900, height=480)
-
-
-def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None, **_: object) -> SinkPatch:
-    """The patch itself, or the one in the file; it is read before a model is loaded.
-
-    Raises:
-        SinkscopeError: There is none, or the file is not a patch.
-    """
-    if patch is None:
-        raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`", page="patch-file")
-    if isinstance(patch, SinkPatch):
-        return patch
-    return SinkPatch.load(patch)
 
 
 @measurement(
@@ -167,8 +119,8 @@ def patch_eval(
     setup: Setup,
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
-    pieces: Annotated[int, Field(ge=2)] = 32,
-    length: Annotated[int, Field(ge=8)] = 256,
+    pieces: Pieces = 32,
+    length: Length = 256,
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 
@@ -203,21 +155,3 @@ def patch_eval(
         errors=np.append(np.nan, errors_of(samples).numpy() * perplexity[1:]),
         neurons=tuple(site.numbers for site in edit.checked_sites),
     )
-
-
-def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
-    calibrated: dict[NeuronSite, float] = {}
-    for group in groups_of(patch.checked_sites):
-        with setup.target.loaded(group.layer):
-            view = neutral_view(setup.target, group.layer, setup.ids)
-        generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")
-        order = torch.randperm(setup.target.width(group.layer, group.expert), generator=generator).tolist()
-        others = [neuron for neuron in order if neuron not in group.neurons]
-        for neuron in others[: len(group.neurons)]:
-            flat = flat_number(setup.target, group.layer, group.expert, neuron)
-            value = neutral_up(view, flat)
-            if patch.site == "post" or value is None:
-                value = neutral_post(setup.target, view, flat)
-            calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
-    return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)

@@ -14,24 +14,27 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 
 from sinkscope.errors import RefusedError, SinkscopeError
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Output, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.results.claims import Claim, Outcome
+from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of, neuron_names, short_sentence
 from sinkscope.results.parts import neurons_of
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import RepeatedToken
-from sinkscope.sinks.find.spikes import sink_neurons
-from sinkscope.sinks.patch.evaluate import patch_eval, random_patch, under
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.held_out import Length, Pieces
+from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.patches import random_patch
+from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of, claim_of_copies, norms_at
-from sinkscope.sinks.tokens import TokenRows, prefixes, repetition_limit
+from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at
+from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
 # Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated
@@ -139,7 +142,7 @@ class PatchMade(Result):
 
     verdict: Verdict
     reason: str
-    sites: tuple[tuple[int, ...], ...] = ()
+    sites: Sites = ()
     calibrated: tuple[float, ...] = ()
     proof: PatchProof | None = None
 
@@ -156,7 +159,7 @@ class PatchMade(Result):
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What copies do beside one copy and other tokens, and what is left of it under the patch."""
         proof = self.proof
         if proof is None:
@@ -167,7 +170,7 @@ class PatchMade(Result):
         if not failing.any():
             return (copies,)
         left = stands_out[[PATCHED, INTACT, RANDOM]][:, failing]
-        return copies, claim_of(neurons_of(self.sites), copies.place, outcome, left)
+        return copies, claim_of_cases(neurons_of(self.sites), copies.place, outcome, left)
 
     def conclusion(self) -> str:
         """Whether there is a patch, and its effect on repeated words beside a random patch."""
@@ -200,10 +203,6 @@ class PatchMade(Result):
         if self.proof is None:
             return []
         return long_table(dict(zip(CONDITIONS, self.proof.norms[:, :, 0], strict=True)), token=self.proof.words)
-
-    def numbers(self) -> list[Number]:
-        """The words whose norm stands out, and those of them under the patch, beside their controls."""
-        return numbers_of(self.claims)
 
 
 def draw(result: PatchMade) -> go.Figure:
@@ -253,8 +252,8 @@ def patch_make(
     *,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
-    pieces: Annotated[int, Field(ge=2)] = 32,
-    length: Annotated[int, Field(ge=8)] = 256,
+    pieces: Pieces = 32,
+    length: Length = 256,
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
@@ -273,12 +272,12 @@ def patch_make(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     most = repetition_limit(setup.target, max_repeats)
-    sinks, sink = find_sinks.on(setup), sink_neurons(setup)
+    sinks, made = find_sinks.on(setup), sink_spike(setup)
     setup.record(max_repeats=most)
-    if sink.made is None:
-        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {sink.instead}.")
-    if not sink.made.spike.place.is_first:
-        reason = f"the norm spike is at {sink.made.spike.place}, and this patch keeps the first token's value alone."
+    if made is None:
+        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {instead_of_spike(setup)}.")
+    if not made.spike.place.is_first:
+        reason = f"the norm spike is at {made.spike.place}, and this patch keeps the first token's value alone."
         return PatchMade(verdict="no-sink", reason=reason)
     try:
         patch = SinkPatch.from_result(sinks)
@@ -296,7 +295,7 @@ def patch_make(
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * slowest)
     perplexity = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).perplexity
-    proof = proof_of(setup, sink.made.context.scan, patch, words, count, perplexity)
+    proof = proof_of(setup, made.scan, patch, words, count, perplexity)
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
     return PatchMade(
@@ -328,23 +327,23 @@ def proof_of(
         perplexity: What `patch_eval` measures.
     """
     target = setup.target
-    starts = prefixes(setup, [word.id for word in words])
-    rows = torch.tensor([[start, *[word.id] * count] for start, word in zip(starts, words, strict=True)])
+    ids = [word.id for word in words]
+    rows = repeated(prefixes(setup, ids), ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
     one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    before = norms_at(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan, rows)[:, 1:].amax(1)
+    before = norms_at(scan, [f"blocks.{min(scan.stages)}.hook_resid_pre"], rows)[:, 1:].amax(1)
     typical = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
     typical[1:] = np.maximum(typical, SLACK * np.array(scan.spike_norm)[layers])[1:]  # no slack where the spike is made
     norms, attention = [], []
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
-            norms.append(norms_at(target, after, scan, rows)[:, 1:].amax(1))
+            norms.append(norms_at(scan, after, rows)[:, 1:].amax(1))
             attention.append(attention_to_first(target, rows)[layers[1:]])
         setup.progress("patches", len(norms), 3)
-    once = [norms_at(target, after, scan, ids)[:, -1] for ids in (one_copy, others)]
+    once = [norms_at(scan, after, ids)[:, -1] for ids in (one_copy, others)]
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,

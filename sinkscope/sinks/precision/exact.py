@@ -1,21 +1,25 @@
-"""What may stay exact while a model is rounded: the sink's places, neurons and layers, and random ones beside them."""
+"""Texts read by a rounded model, and what may stay exact: the sink's places, neurons and layers, or random ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from sinkscope.hooks.edit.quantize import down_projection, linear_modules
+from sinkscope.hooks.edit.quantize import Quantize, down_projection, linear_modules
 from sinkscope.measure import Setup
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.removal.components import Sites
-from sinkscope.sinks.removal.search import random_sites
+from sinkscope.sinks.held_out import logits_of
+from sinkscope.sinks.removal.components import Neurons
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.tokens import TokenRows
 
 DRAWS = 3
@@ -40,18 +44,18 @@ class Sink:
     """
 
     places: tuple[Place, ...]
-    neurons: Sites
+    neurons: Neurons
     layers: tuple[int, ...]
 
     @classmethod
     def of(cls, found: FindSinks) -> Sink:
         """What `find_sinks` says."""
         places = [each.place for each in found.spikes or found.sinks if each.place is not None]
-        neurons: Sites = ()
+        neurons: Neurons = ()
         for spike in found.spikes:
             if spike.set is not None:
-                neurons += spike.set.edit_sites
-        layers = {stage.layer for stage in found.stages} | {site[0] for site in neurons}
+                neurons += spike.set.neurons
+        layers = {stage.layer for stage in found.stages} | {neuron.layer for neuron in neurons}
         return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
 
 
@@ -80,8 +84,9 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
         if places.any():
             compared[name] = kept("places", [one.nonzero().tolist() for one in (places, *random)])
     if sink.neurons and not experts:
-        drawn = [random_sites(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared[NEURONS] = kept("neurons", [sink.neurons, *drawn])
+        sets = [sink.neurons]
+        sets += [random_neurons(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
+        compared[NEURONS] = kept("neurons", map(sites_of, sets))
     layers = beside_layers(setup, sink.layers)
     if sink.layers and not experts:
         compared[PROJECTIONS] = kept("layers", [down_projections(target, one) for one in layers])
@@ -90,7 +95,7 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     return compared
 
 
-def kept(name: str, values: Sequence[Any]) -> Compared:
+def kept(name: str, values: Iterable[Any]) -> Compared:
     """Values of a field of `Quantize`."""
     return [{name: value} for value in values]
 
@@ -98,12 +103,11 @@ def kept(name: str, values: Sequence[Any]) -> Compared:
 def beside_layers(setup: Setup, layers: Sequence[int]) -> list[Sequence[int]]:
     """Some layers, and as many others in several draws; only the layers if there are not enough others."""
     generator = draws(setup.seed, f"layers beside {list(layers)}")
-    others = torch.tensor([layer for layer in range(setup.n_layers) if layer not in layers], dtype=torch.long)
+    others = [layer for layer in range(setup.n_layers) if layer not in layers]
     beside: list[Sequence[int]] = [layers]
     if len(others) >= len(layers):
         for _ in range(DRAWS):
-            order = torch.randperm(len(others), generator=generator)
-            beside.append(others[order[: len(layers)]].tolist())
+            beside.append(some_of(others, len(layers), generator))
     return beside
 
 
@@ -111,3 +115,53 @@ def down_projections(target: Target, layers: Sequence[int]) -> list[str]:
     """Names of the down projections of some layers."""
     modules = [down_projection(target, layer) for layer in layers]
     return [one.name for one in linear_modules(target) if one.module in modules]
+
+
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """What a rounded model makes of some texts.
+
+    Attributes:
+        kl: Mean divergence of its next tokens from those of the exact model, in nats.
+        numbers: How many numbers were rounded.
+    """
+
+    kl: Float[Tensor, " text"]
+    numbers: int
+
+    def left(self, nothing: Rounded) -> float:
+        """Share of the divergence with nothing exact that is left; all of it where rounding costs nothing."""
+        return float(self.kl.mean() / nothing.kl.mean()) if float(nothing.kl.mean()) > 0 else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts, and what the exact model says of each next token.
+
+    Attributes:
+        target: The whole model.
+        ids: The texts.
+        logs: Logarithms of probabilities.
+    """
+
+    target: Target
+    ids: TokenRows
+    logs: Float[Tensor, "text pos vocab"]
+
+    @classmethod
+    def of(cls, target: Target, ids: TokenRows) -> Texts:
+        """Read the texts without rounding."""
+        return cls(target, ids, logits_of(target, ids).log_softmax(-1))
+
+    def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
+        """Read them rounded.
+
+        Args:
+            scheme: Fields of `Quantize` that say what is rounded.
+            exact: What stays exact.
+        """
+        with Quantize(**scheme, **exact).on(self.target) as run:
+            logits = logits_of(self.target, self.ids)
+        logs = logits.log_softmax(-1)
+        kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]
+        return Rounded(kl.mean(1).cpu(), sum(event.data["numbers"] for event in run.events))

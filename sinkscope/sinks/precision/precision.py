@@ -5,34 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import plotly.express as px
 import plotly.graph_objects as go
-from pydantic import Field
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search, percent_pair
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search, percent_pair
 from sinkscope.results.notation import neuron_names, word_list
-from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of
+from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of, sites_of
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import held_out
+from sinkscope.sinks.held_out import Length, Pieces, held_out
 from sinkscope.sinks.precision.exact import (
     DRAWS,
     LAYERS,
     NEURONS,
     PLACES,
     PROJECTIONS,
+    Rounded,
     Sink,
+    Texts,
     beside_layers,
     comparisons,
     kept,
 )
-from sinkscope.sinks.precision.rounded import Rounded, Texts
+from sinkscope.sinks.removal.components import Sites
 
 ACTIVATIONS = "activations"
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
@@ -100,7 +101,7 @@ class Precision(Result):
     rounded: tuple[Kept, ...]
     costliest: dict[str, tuple[int, ...]]
     place: str
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: Sites
     layers: tuple[int, ...]
 
     @property
@@ -120,11 +121,16 @@ class Precision(Result):
         return Search("things", len(kept), most.regained, most.kept)
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """What is left of each cost while something stays exact; none of what no random ones stand beside."""
-        return tuple(self.claim_of(one, one.random) for one in self.rounded if one.random is not None)
+        return tuple(map(self.claim_of, self.compared))
 
-    def claim_of(self, one: Kept, random: float) -> Claim:
+    @property
+    def compared(self) -> list[Kept]:
+        """What random ones stand beside."""
+        return [one for one in self.rounded if one.random is not None]
+
+    def claim_of(self, one: Kept) -> Claim:
         """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         return Claim(
             role="protects",
@@ -134,7 +140,7 @@ class Precision(Result):
             value=min(1.0, 1 - one.regained),
             contrasts=(
                 Contrast("intact", 1.0, 1, "nothing exact"),
-                Contrast("random", 1 - random, DRAWS, "random ones"),
+                Contrast("random", 1 - (one.random or 0.0), DRAWS, "random ones"),
             ),
             draws=self.settings.get("pieces", 1),
             search=self.tried(one.scheme),
@@ -158,17 +164,14 @@ class Precision(Result):
 
     def best(self, scheme: str) -> Kept | None:
         """Of what regains at least half, beyond random ones, what takes the fewest bits; None if nothing does."""
-        worth = []
-        for one in self.rounded:
-            if one.scheme == scheme and one.random is not None and self.claim_of(one, one.random).verdict == "needed":
-                worth.append(one)
+        worth = [one for one in self.compared if one.scheme == scheme and self.claim_of(one).verdict == "needed"]
         return min(worth, key=lambda one: one.bits, default=None)
 
     def conclusion(self) -> str:
         """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
         cost = self.largest
         best = self.best(cost.scheme)
-        if best is None or best.random is None:
+        if best is None:
             return (
                 f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats; nothing kept unrounded recovers half beyond "
                 f"random ones ({self.tried(cost.scheme)})."
@@ -178,7 +181,7 @@ class Precision(Result):
             name = neuron_names(self.neurons, 2)
         elif best.kept in (LAYERS, COSTLIEST):
             name = f"layer {word_list(self.layers_of(best), 2)}"
-        regained, random = percent_pair(best.regained, best.random)
+        regained, random = percent_pair(best.regained, best.random or 0.0)
         return (
             f"Keeping {name} unrounded recovers {regained} of what rounding {WORDS[cost.scheme]} costs, {cost.kl:.2g} "
             f"nats (random ones: {random})."
@@ -226,8 +229,8 @@ def precision(
     setup: Setup,
     *,
     schemes: Sequence[Scheme] = ("a8-tensor", "a8-token", "kv8", "kv4"),
-    pieces: Annotated[int, Field(ge=2)] = 16,
-    length: Annotated[int, Field(ge=8)] = 64,
+    pieces: Pieces = 16,
+    length: Length = 64,
 ) -> Precision:
     """Measure what rounding costs, and what is regained by keeping the sink's places, neurons or layers exact.
 
@@ -271,7 +274,7 @@ def precision(
         rounded=tuple(rounded),
         costliest=costliest,
         place=word_list([place.words for place in sink.places]) if sink.places else "",
-        neurons=sink.neurons,
+        neurons=sites_of(sink.neurons),
         layers=sink.layers,
     )
 

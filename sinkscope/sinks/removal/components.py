@@ -15,10 +15,11 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Component, Head, Part, Parts, neurons_of
+from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 
+Neurons = tuple[Neuron, ...]
 Sites = tuple[tuple[int, ...], ...]
-"""Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
+"""Neurons as results store them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
 Heads = Sequence[tuple[int, int]]
 """Heads as pairs of layer and head."""
 
@@ -26,11 +27,6 @@ Heads = Sequence[tuple[int, int]]
 def one_by_one(parts: Iterable[Part]) -> list[Parts]:
     """Edits that remove one part each."""
     return [(part,) for part in parts]
-
-
-def silencing(sets: Iterable[Sites]) -> list[Parts]:
-    """Edits that silence a set of neurons each."""
-    return list(map(neurons_of, sets))
 
 
 def writers(target: Target, count: int) -> list[Component]:

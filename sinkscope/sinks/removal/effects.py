@@ -25,32 +25,33 @@ from sinkscope.sinks.tokens import TokenRows
 
 @dataclass(frozen=True)
 class Effects:
-    """The state of the position under each edit.
+    """The state of the position in the intact texts, which come first, and under each edit.
 
     Attributes:
-        norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
+        norms: L2 norm of the residual stream after each layer, without the dimensions that were left out. NaN in layers
+            before the first that was run, where nothing differs.
         along: Projection of the residual stream on the directions that were given; NaN without any.
         attention: Mean attention from later queries that see the position; 0 where it was not requested.
-        intact_norms: The same norms without an edit.
-        intact_along: The same projections without an edit.
-        intact_attention: The same attention without an edit.
     """
 
-    norms: Float[Tensor, "edit text layer"]
-    along: Float[Tensor, "edit text layer"]
-    attention: Float[Tensor, "edit text layer head"]
-    intact_norms: Float[Tensor, "text layer"]
-    intact_along: Float[Tensor, "text layer"]
-    intact_attention: Float[Tensor, "text layer head"]
+    norms: Float[Tensor, "state text layer"]
+    along: Float[Tensor, "state text layer"]
+    attention: Float[Tensor, "state text layer head"]
 
     def drops(self, layer: int) -> Float[Tensor, " edit"]:
         """Share of the norm after a layer that each edit takes away, mean over texts."""
-        return (1 - self.norms[..., layer] / self.intact_norms[:, layer]).mean(1)
+        norms = self.norms[..., layer]
+        return (1 - norms[1:] / norms[0]).mean(1)
+
+    def attention_from(self, heads: Heads) -> Float[Tensor, "state text pair"]:
+        """The attention to the position from (layer, head) pairs."""
+        layer, head = torch.tensor(heads).T
+        return self.attention[:, :, layer, head]
 
     def attention_drops(self, heads: Heads) -> Float[Tensor, "edit pair"]:
         """Share of the attention to the position that each (layer, head) pair loses, in all texts together."""
-        layer, head = torch.tensor(heads).T
-        return 1 - self.attention[:, :, layer, head].mean(1) / self.intact_attention[:, layer, head].mean(0)
+        attention = self.attention_from(heads).mean(1)
+        return 1 - attention[1:] / attention[0]
 
 
 def heads_lost(attention_drops: Float[Tensor, "edit pair"]) -> list[float]:
@@ -67,13 +68,10 @@ def _batches(target: Target, trial: Trial) -> list[Rows]:
 
 
 def _effects(batches: Sequence[Rows]) -> Effects:
-    """What was read; NaN in layers before the first, where nothing differed."""
-    parts: list[list[Tensor]] = [[], [], []]
-    for number, rows in enumerate(batches):
-        for part, read in zip(parts, rows.read(), strict=True):
-            part.append(read[min(number, 1) :])  # the intact texts once
-    norms, along, attention = map(torch.cat, parts)
-    return Effects(norms[1:], along[1:], attention[1:], norms[0], along[0], attention[0])
+    """What was read."""
+    first, *others = [rows.read() for rows in batches]
+    edited = [[values[1:] for values in read] for read in others]  # the intact texts once
+    return Effects(*map(torch.cat, zip(first, *edited, strict=True)))
 
 
 @torch.no_grad()

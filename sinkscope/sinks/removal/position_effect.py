@@ -18,16 +18,15 @@ from torch import Tensor
 
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
-from sinkscope.results.parts import Component, Head, Parts
+from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
 from sinkscope.sinks.removal.rows import KEY_BIAS, At
 from sinkscope.sinks.removal.search import Removal, smallest_set
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
-Components = tuple[Component | Head, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +50,8 @@ class PositionEffect:
     other: At
     layer: int | None = None
     heads: Heads = ()
-    places: Bool[Tensor, "text pos"] | None = None
-    without: tuple[int, ...] = ()
+    places: Mask | None = None
+    without: Sequence[int] = ()
 
     def only(self, parts: Sequence[int]) -> PositionEffect:
         """The same with some of the heads."""
@@ -89,12 +88,10 @@ class PositionEffect:
             reading["places"] = self.places
         if not self.heads:  # later tokens do not change norms
             ids = ids[:, : max(int(torch.as_tensor(place).max()) for place in (at, source)) + 1]
-            edited = effects(self.target, ids, edits, upto=self.layer, **reading)
-            return torch.cat([edited.intact_norms[None], edited.norms])[..., -1:].mean(1)
+            return effects(self.target, ids, edits, upto=self.layer, **reading).norms[..., -1:].mean(1)
         behind = min(layer for layer, _ in self.heads)
         edited = effects(self.target, ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        layer, head = torch.tensor(self.heads).T
-        return torch.cat([edited.intact_attention[None], edited.attention])[:, :, layer, head].mean(1)
+        return edited.attention_from(self.heads).mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:
@@ -103,18 +100,16 @@ class PositionEffect:
 
     def lost(self, edits: Sequence[Parts]) -> Float[Tensor, "edit part"]:
         """Share of its own value that each part loses under each edit."""
-        intact, *edited = self.values(edits)
-        return 1 - torch.stack(edited) / intact
+        values = self.values(edits)
+        return 1 - values[1:] / values[0]
 
     def necessity(self, edits: Sequence[Parts]) -> list[float]:
         """The share of the effect that is lost under each edit."""
-        if not edits:
-            return []
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
     def needed(
-        self, components: Sequence[Component | Head], lost: Float[Tensor, "component part"]
+        self, components: Sequence[Part], lost: Float[Tensor, "component part"]
     ) -> Bool[Tensor, "component part"]:
         """Which components each head needs alone.
 
@@ -129,8 +124,8 @@ class PositionEffect:
         needed = lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
         if not bool((needed.sum(0) > 1).any()):
             return needed
-        typical, *changed = self.values(one_by_one(components), reverse=True)
-        gained = torch.stack(changed) - typical
+        values = self.values(one_by_one(components), reverse=True)
+        gained = values[1:] - values[0]
         most = gained.masked_fill(~needed, 0).amax(0)
         by_chance = gained.masked_fill(needed, 0).amax(0)
         draws = (gained >= NEEDED * most) | (most <= by_chance)
@@ -138,23 +133,23 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return needed & draws
 
-    def marks(self, candidates: Sequence[Component | Head]) -> Components:
+    def marks(self, candidates: Sequence[Part]) -> Parts:
         """The candidates that make the effect, with heads in place of attention layers."""
         alone = self.necessity(one_by_one(candidates))
         chosen = self.smallest(candidates, alone)
         losses = [alone[candidates.index(one)] for one in chosen]
         return self.with_heads(chosen, min(losses, default=0.0) >= NEEDED)
 
-    def with_heads(self, whole: Components, alone: bool) -> Components:
+    def with_heads(self, whole: Parts, alone: bool) -> Parts:
         """The same components with heads in place of attention layers, where some heads of one are enough.
 
         Args:
             whole: The components.
             alone: Whether each of them is needed alone, and not only all together.
         """
-        chosen = []
+        chosen: list[Part] = []
         for member in whole:
-            own = (member,)
+            own: Parts = (member,)
             if isinstance(member, Component) and member.kind == "attention":
                 heads = heads_of(self.target, member.layer or 0)
                 others = tuple(component for component in whole if component != member and not alone)
@@ -163,9 +158,7 @@ class PositionEffect:
             chosen += own
         return tuple(chosen)
 
-    def smallest(
-        self, candidates: Sequence[Component | Head], alone: Sequence[float], removed_too: Components = ()
-    ) -> Components:
+    def smallest(self, candidates: Sequence[Part], alone: Sequence[float], removed_too: Parts = ()) -> Parts:
         """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
 
         Args:
@@ -180,7 +173,7 @@ class PositionEffect:
         order = sorted(range(len(candidates)), key=lambda index: -alone[index])
         promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
-        def remove(sets: list[Components]) -> list[Removal]:
+        def remove(sets: list[Parts]) -> list[Removal]:
             lost = self.necessity([(*removed_too, *members) for members in sets])
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 

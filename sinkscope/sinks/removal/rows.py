@@ -21,11 +21,12 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 KEY_BIAS, POSITIONS = Component("key bias"), Component("position embedding")
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
+Values = Float[Tensor, "row pos d"]
 At = int | Int[Tensor, " text"]
 """A position, the same in every text or one of each."""
 
@@ -53,7 +54,7 @@ class Trial:
     ids: TokenRows
     edits: Sequence[Parts]
     at: At = 0
-    places: Bool[Tensor, "text pos"] | None = None
+    places: Mask | None = None
     source: At = -1
     upto: int | None = None
     attention: bool = False
@@ -188,10 +189,10 @@ class Rows:
         where = self._rows_with(component) & self._places.repeat(len(self.edits), 1)[..., None]
         embedded: list[Tensor] = []
 
-        def at_source(values: Float[Tensor, "row pos d"]) -> Float[Tensor, "row 1 d"]:
+        def at_source(values: Values) -> Float[Tensor, "row 1 d"]:
             return values[torch.arange(self.texts), self._source].repeat(len(self.edits), 1)[:, None]
 
-        def moved(entering: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
+        def moved(entering: Values) -> Values:
             """The learned position embedding is what the first layer gets beyond the token embedding."""
             positions = (entering - embedded.pop())[: self.texts].repeat(len(self.edits), 1, 1)
             return entering + (at_source(positions) - positions)
@@ -205,7 +206,7 @@ class Rows:
         modules = writing_modules(self.target, component)
         return [Place(module, "post").rows(where, at_source) for module in modules]
 
-    def _unbiased(self, layer: int, given: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
+    def _unbiased(self, layer: int, given: Values) -> Values:
         """What gives the keys of a layer, without their bias."""
         bias = key_bias(self.target, layer)  # a streamed layer is there only now
         assert bias is not None

@@ -12,7 +12,8 @@ import torch
 
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
-from sinkscope.sinks.removal.components import Sites
+from sinkscope.results.parts import Neuron, sites_of
+from sinkscope.sinks.removal.components import Neurons
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SETS_AT_ONCE = 128  # largest number of sets that are asked about together
@@ -81,28 +82,31 @@ def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
     return best
 
 
-def random_sites(target: Target, sites: Sites, excluded: Sites, seed: int, number: int = 0) -> Sites:
+def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: int, number: int = 0) -> Neurons:
     """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others.
 
     Args:
         target: The model.
-        sites: The neurons that are compared with the random ones.
+        neurons: The neurons that are compared with the random ones.
         excluded: Neurons that are not drawn.
         seed: Seed of the measurement.
         number: Number of the draw, of several beside the same neurons.
     """
-    generator = draws(seed, f"neurons beside {sites}, draw {number}")
-    drawn = ()
-    for site in sites:
-        neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
-        barred = {*excluded, *sites, *drawn}
-        others = [other for other in neighbours if other not in barred]
-        if not others:
-            others = [other for other in neighbours if other not in sites]
-        drawn += (others[int(torch.randint(len(others), (1,), generator=generator))],)
+    generator = draws(seed, f"neurons beside {sites_of(neurons)}, draw {number}")
+    drawn: Neurons = ()
+    for one in neurons:
+        others = _beside(target, one, (*excluded, *neurons, *drawn)) or _beside(target, one, neurons)
+        chosen = others[int(torch.randint(len(others), (1,), generator=generator))]
+        drawn += (Neuron(one.layer, one.expert, chosen),)
     return drawn
 
 
-def random_sets(target: Target, sites: Sites, excluded: Sites, seed: int) -> list[Sites]:
-    """The random sets that a set is compared with; the arguments are those of `random_sites`."""
-    return [random_sites(target, sites, excluded, seed, number) for number in range(CONTROL_DRAWS)]
+def _beside(target: Target, one: Neuron, barred: Neurons) -> list[int]:
+    """The other neurons of the same layer (and expert), without some."""
+    numbers = {other.neuron for other in barred if (other.layer, other.expert) == (one.layer, one.expert)}
+    return [number for number in range(target.width(one.layer, one.expert)) if number not in numbers]
+
+
+def random_sets(target: Target, neurons: Neurons, excluded: Neurons, seed: int) -> list[Neurons]:
+    """The random sets that a set is compared with; the arguments are those of `random_neurons`."""
+    return [random_neurons(target, neurons, excluded, seed, number) for number in range(CONTROL_DRAWS)]

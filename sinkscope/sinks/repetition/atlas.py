@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plotly.express as px
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
-from sinkscope.results.claims import Claim
+from sinkscope.results.claims import Claims
 from sinkscope.results.notation import head_name
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
-from sinkscope.sinks.chunks import Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
+from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.norm import norms_of_copies
 from sinkscope.sinks.repetition.sweep import Reading
-from sinkscope.sinks.tokens import prefixes, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import PerToken, prefixes, repeated, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens in one chunk
 COMPARED = 16  # tokens whose copies are compared with one copy and with other tokens
@@ -46,8 +44,8 @@ class AtlasReading(Reading):
 
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
-    repeats: Float[np.ndarray, " token"]
-    head: Float[np.ndarray, " token"]
+    repeats: PerToken
+    head: PerToken
     max_repeats: int
     place: str = "the first token"
 
@@ -93,31 +91,29 @@ class AtlasReading(Reading):
         return fig.update_yaxes(title_text="tokens")
 
 
-def read_vocabulary(
-    setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: str | Path | None
-) -> AtlasReading:
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> AtlasReading:
     """The repetitions that every token needs at the layer of a spike."""
-    target, context, place = setup.target, made.context, made.spike.place
+    target, scan, place = setup.target, made.scan, made.spike.place
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    clusters = find_clusters(setup, sink_neurons(setup), ids, resume)
-    hold_layers(target, context.layer)
+    clusters = find_clusters(setup, made, ids, resume)
+    hold_layers(target, scan.layer)
 
     def work(tokens: list[int]) -> Columns:
-        needed = repeat_until_half(context, tokens, prefixes(setup, tokens), limit)
+        needed = repeat_until_half(scan, tokens, prefixes(setup, tokens), limit)
         return {"repeats": [token.repeats for token in needed.tokens]}
 
-    settings = {"layer": context.layer, "max_repeats": limit, "place": place.words}
+    settings = {"layer": scan.layer, "max_repeats": limit, "place": place.words}
     columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
     repeats = np.array(columns["repeats"], dtype=float)
     tried = np.flatnonzero(repeats != 1).tolist()
     some = np.flatnonzero(repeats > 1).tolist() or tried
     compared = sample_tokens([ids[row] for row in some], COMPARED, seed_of(setup.seed, "tokens to compare"))
-    claims: tuple[Claim, ...] = ()
+    claims: Claims = ()
     if compared:
-        rows = [[first, *[token] * limit] for first, token in zip(prefixes(setup, compared), compared, strict=True)]
-        claims = (norms_of_copies(setup, context, torch.tensor(rows), 1, len(tried)),)
+        rows = repeated(prefixes(setup, compared), compared, limit)
+        claims = (norms_of_copies(setup, scan, rows, 1, len(tried)),)
     return AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),

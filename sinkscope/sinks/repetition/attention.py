@@ -20,7 +20,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Rule
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
@@ -103,10 +103,10 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     _, single, _ = beside_copies(setup, repeated, before)
     texts = torch.cat([natural[:, :-TAIL], repeated, single])
     ids = torch.cat([texts, natural[:, -TAIL:].expand(len(texts), -1)], 1)
-    sink = sink_neurons(setup)
+    made = sink_spike(setup)
     place = next(iter(Survey.of(setup).sinks), Rule("the first token", position=0))
-    if sink.made is not None:
-        place = sink.made.spike.place
+    if made is not None:
+        place = made.spike.place
     roles = torch.where(place.means(ids), 0, 2)
     roles[:, before:-TAIL] = 1
     keys = one_hot(roles, len(CLASSES)).float()
@@ -114,10 +114,10 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
     begin = ids.shape[1] - TAIL
     received = attention_from(target, ids, keys, begin) / seen.sum(1)[:, :, None]
-    attending = list(filter(target.has_attention, range(target.n_layers)))
+    attending = target.attending
     attention = torch.full_like(received, torch.nan)
     attention[:, :, attending] = received[:, :, attending]
-    layer = next((one for one in attending if sink.layer is None or one > sink.layer), attending[-1])
+    layer = next((one for one in attending if made is None or one > made.scan.layer), attending[-1])
     together = sweep.max_repeats * attention[:, 1, layer]
     copies = torch.stack([together[1 : 1 + count], together[1 + count :], together[:1].expand(count)])
     return AttentionReading(

@@ -102,7 +102,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         all_layers: Read every layer, even if the model is not in memory; only the first has a bound.
     """
     target = setup.target
-    layers = list(filter(target.has_attention, range(target.n_layers)))
+    layers = target.attending
     if not layers:
         raise UnsupportedError(f"no layer of {target.name} has softmax attention, so there is no distance to read")
     if not all_layers and not target.resident:

@@ -13,24 +13,24 @@ from jaxtyping import Float
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
-from sinkscope.results.parts import neurons_of, sites_of
+from sinkscope.results.parts import sites_of
 from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.layer_scan import typical_quantiles
+from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.find.spikes import MadeSpike, sink_neurons
-from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import (
     Reading,
     Sweep,
     beside_copies,
-    claim_of,
+    claim_of_cases,
     claim_of_copies,
     norms_at_sink,
     rounded,
 )
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import PerToken, TokenRows
 
 AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
@@ -45,7 +45,6 @@ class NormReading(Reading):
         conditions: "intact"; "set": the sink neurons are zeroed; "control": as many random neurons of the same layers.
         zeroed: The neurons that are zeroed under each condition, (layer, neuron) or (layer, expert, neuron).
         norms: Norm of the repeated token after n repetitions.
-        first_norms: Norm at position 0 in the same pass.
         repeats: First number of repetitions whose intact norm reaches half of the reference. NaN if never.
         reference: Norm of the spike in typical text, median over texts.
         typical: The 5 % quantile, the median and the 95 % quantile of norms at later positions of typical text.
@@ -56,8 +55,7 @@ class NormReading(Reading):
     conditions: tuple[str, ...]
     zeroed: tuple[Sites, ...]
     norms: Float[np.ndarray, "condition token n"]
-    first_norms: Float[np.ndarray, "condition token"]
-    repeats: Float[np.ndarray, " token"]
+    repeats: PerToken
     reference: float
     typical: Float[np.ndarray, " quantile"]
 
@@ -111,32 +109,34 @@ class NormReading(Reading):
         return fig
 
 
-def norms_of_copies(setup: Setup, context: SinkContext, rows: TokenRows, before: int, tried: int) -> Claim:
+def norms_of_copies(setup: Setup, scan: LayerScan, rows: TokenRows, before: int, tried: int) -> Claim:
     """The share of the spike's norm that copies reach, beside one copy at that position and other tokens there.
 
     Args:
         setup: The model and its text.
-        context: The model at the place of its spike.
+        scan: The model at the place of its spike.
         rows: The sequences, which end with the copies.
         before: Number of tokens before the copies.
         tried: Number of tokens of which these were taken.
     """
     texts = beside_copies(setup, rows, before)
-    shares = torch.stack([norms_at_sink(context, ids)[:, -1] for ids in texts]) / context.scan.spike_norm[context.layer]
-    return claim_of_copies(rows.shape[1] - before, Outcome("norm", (context.layer,)), shares, tried)
+    shares = torch.stack([norms_at_sink(scan, ids)[:, -1] for ids in texts]) / scan.spike_norm[scan.layer]
+    return claim_of_copies(rows.shape[1] - before, Outcome("norm", (scan.layer,)), shares, tried)
 
 
 def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, ablate: bool) -> NormReading:
     """The norms of repeated tokens at the layer of a spike."""
-    sink, context, before = sink_neurons(setup), made.context, len(sweep.before)
-    reference, outcome = context.scan.spike_norm[context.layer], Outcome("norm", (context.layer,))
+    scan, before = made.scan, len(sweep.before)
+    neurons = tuple(neuron.address for neuron in made.neurons)
+    reference, outcome = scan.spike_norm[scan.layer], Outcome("norm", (scan.layer,))
     zeroed: dict[str, Sites] = {"intact": ()}
-    if ablate and sink.neurons:
-        zeroed |= {"set": sites_of(sink.neurons), "control": sink.controls}
+    if ablate and neurons:
+        control = random_neurons(setup.target, neurons, neurons, setup.seed)
+        zeroed |= {"set": sites_of(neurons), "control": sites_of(control)}
     norms = []
-    for neurons in zeroed.values():
-        with Ablate(sites=list(neurons)).on(setup.target) if neurons else nullcontext():
-            norms.append(norms_at_sink(context, ids))
+    for sites in zeroed.values():
+        with Ablate(sites=sites).on(setup.target) if sites else nullcontext():
+            norms.append(norms_at_sink(scan, ids))
         setup.progress("repetitions", len(norms), len(zeroed))
     table = torch.stack(norms)  # condition token pos
     repeats = np.array([repeats_until_half(intact[before:], reference) for intact in table[0]], dtype=float)
@@ -145,19 +145,18 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
     rows = reached if len(reached) else tried
     claims = []
     if len(rows):
-        claims.append(norms_of_copies(setup, context, ids[rows], before, len(tried)))
+        claims.append(norms_of_copies(setup, scan, ids[rows], before, len(tried)))
     if len(zeroed) > 1 and len(reached):
         left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-        claims.append(claim_of(neurons_of(zeroed["set"]), claims[0].place, outcome, left, len(tried)))
+        claims.append(claim_of_cases(neurons, claims[0].place, outcome, left, len(tried)))
     return NormReading(
         sweep=sweep,
         place=made.spike.place.words,
         conditions=tuple(zeroed),
         zeroed=tuple(zeroed.values()),
         norms=rounded(table[:, :, before - 1 + sweep.counts]),
-        first_norms=rounded(table[:, :, 0]),
         repeats=repeats,
         reference=reference,
-        typical=typical_quantiles(context.scan.typical.norms[context.layer : context.layer + 1])[:, 0].numpy(),
+        typical=typical_quantiles(scan.typical.norms[scan.layer : scan.layer + 1])[:, 0].numpy(),
         claims=tuple(claims),
     )

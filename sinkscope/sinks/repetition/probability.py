@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
@@ -24,9 +20,9 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import neurons_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.patch.evaluate import random_patch, read_patch_argument
-from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of, claim_of_copies, rounded
+from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
+from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_cases, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
 CLEARLY = 2.0  # times the uniform probability: below it, which token is the likeliest one is an accident of rounding
@@ -74,7 +70,7 @@ class ProbabilityReading(Reading):
 
     sweep: Sweep
     conditions: tuple[str, ...]
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: Sites
     probability: Float[np.ndarray, "condition token n"]
     left: Float[np.ndarray, "condition token"]
     uniform: float
@@ -123,7 +119,7 @@ def read_probabilities(
     setup: Setup,
     sweep: Sweep,
     rows: TokenRows,
-    patch: SinkPatch | str | os.PathLike[str] | None,
+    patch: PatchArgument,
     answer_after: Sequence[int] | None,
     new_tokens: int | None,
 ) -> ProbabilityReading:
@@ -147,7 +143,7 @@ def read_probabilities(
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
     check_length(target, around, len(before) + max(after), new_tokens, "give smaller --answer-after or --new-tokens")
-    edits: dict[str, SinkPatch | None] = {INTACT: None}
+    edits: Patches = {INTACT: None}
     edit = chosen_patch(setup, patch)
     if edit is not None:
         edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
@@ -174,10 +170,10 @@ def read_probabilities(
         last.append(follows["logits"][range(len(rows)), sweep.ids])
     outcome = Outcome("probability of the token", unit="cases")
     claims = [claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))]
-    neurons: tuple[tuple[int, ...], ...] = ()
+    neurons: Sites = ()
     if edit is not None:
         neurons = tuple(site.numbers for site in edit.checked_sites)
-        claims.append(claim_of(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
+        claims.append(claim_of_cases(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
     setup.record(patch=neurons)
     return ProbabilityReading(
         sweep=sweep,
@@ -189,14 +185,6 @@ def read_probabilities(
         answers=tuple(answers),
         claims=tuple(claims),
     )
-
-
-def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
-    """The given patch, or that of `find_sinks`; None if there is none for this model."""
-    if patch is not None:
-        return read_patch_argument(patch)
-    with suppress(SinkscopeError):
-        return SinkPatch.from_result(find_sinks.on(setup))
 
 
 def stopped_after(is_token: Bool[Tensor, " n"]) -> float:

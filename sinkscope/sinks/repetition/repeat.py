@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Result, Setup, measurement
-from sinkscope.results.claims import Claim
-from sinkscope.results.result import Number, numbers_of
+from sinkscope.results.claims import Claims
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.spikes import sink_neurons
+from sinkscope.sinks.chunks import Resume
+from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -69,7 +68,7 @@ class Repeat(Result):
         return self.reading.conclusion()
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> Claims:
         """The claims of the reading."""
         return self.reading.claims
 
@@ -80,10 +79,6 @@ class Repeat(Result):
     def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""
         return self.reading.rows()
-
-    def numbers(self) -> list[Number]:
-        """What is there after the copies, and with neurons edited; each beside its nearest control."""
-        return numbers_of(self.claims)
 
 
 def draw(result: Repeat) -> go.Figure:
@@ -131,7 +126,7 @@ def repeat(
     answer_after: Sequence[Annotated[Natural, Option(name="--answer-after")]] | None = None,
     new_tokens: Natural | None = None,
     sample: Natural | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")] = None,
+    resume: Resume = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
 
@@ -168,13 +163,14 @@ def repeat(
     if read == "probability":
         reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
         return Repeat(read=read, reading=reading)
-    sink = sink_neurons(setup)
+    made = sink_spike(setup)
     if read == "attention":
         reading = read_attention(setup, sweep, ids)
-    elif sink.made is None:
-        reading = NoReading(absence=sink.absence("there is no layer to read repetitions at"))
+    elif made is None:
+        why = "No MLP makes a norm spike, so there is no layer to read repetitions at"
+        reading = NoReading(absence=f"{why}; {instead_of_spike(setup)}.")
     elif every:
-        reading = read_vocabulary(setup, sink.made, sweep.max_repeats, sample, resume)
+        reading = read_vocabulary(setup, made, sweep.max_repeats, sample, resume)
     else:
-        reading = read_norms(setup, sink.made, sweep, ids, ablate)
-    return Repeat(read=read, sink_layer=sink.layer, reading=reading)
+        reading = read_norms(setup, made, sweep, ids, ablate)
+    return Repeat(read=read, sink_layer=None if made is None else made.scan.layer, reading=reading)

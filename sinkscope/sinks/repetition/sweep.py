@@ -17,18 +17,16 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
-from sinkscope.models.target import Target
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search, percent_pair
+from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search, percent_pair
 from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.find.left import claim_of
 from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
 
 SEQUENCES = 4  # sequences per pass
@@ -76,7 +74,7 @@ class Reading:
         claims: What copies do, beside one copy and other tokens; then what neurons do after the copies.
     """
 
-    claims: tuple[Claim, ...] = ()
+    claims: Claims = ()
 
     def conclusion(self) -> str:
         """The finding."""
@@ -176,7 +174,7 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
     return rows, single, others
 
 
-def claim_of(
+def claim_of_cases(
     subject: Parts,
     place: str,
     outcome: Outcome,
@@ -192,31 +190,30 @@ def claim_of(
         values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
     """
-    value, *controls = values.mean(1).tolist()
     role, beside = CONTRASTS[type(subject[0])]
+    controls = values[1:].mean(1).tolist()
     contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
     search = Search("tokens", tried or values.shape[1], float(values[0].max()))
-    margin = margin_of(values[0].numpy())
-    return Claim(role, subject, outcome, place, value, tuple(contrasts), values.shape[1], search, margin)
+    return claim_of(role, subject, outcome, place, values[0], contrasts, search)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
     """What a number of copies does, beside one copy at the position of the last and other tokens there."""
-    return claim_of((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
+    return claim_of_cases((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
 
 
 @torch.no_grad()
 def norms_at(
-    target: Target, sites: Sequence[str], scan: LayerScan, ids: TokenRows, size: int = SEQUENCES
+    scan: LayerScan, sites: Sequence[str], ids: TokenRows, size: int = SEQUENCES
 ) -> Float[Tensor, "row pos site"]:
     """Norms of the residual stream, as those of the spike: without the dimensions that are massive on all tokens."""
-    norms = trace(target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
+    norms = trace(scan.target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
     return torch.stack([norms[site] for site in sites], dim=2)
 
 
-def norms_at_sink(context: SinkContext, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
+def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
     """Norms after the sink layer, where each pass of so many sequences ends."""
-    return norms_at(context.target, [f"blocks.{context.layer}.hook_resid_post"], context.scan, ids, size)[..., 0]
+    return norms_at(scan, [f"blocks.{scan.layer}.hook_resid_post"], ids, size)[..., 0]
 
 
 def rounded(values: Tensor) -> np.ndarray:

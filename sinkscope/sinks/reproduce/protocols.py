@@ -20,9 +20,9 @@ from sinkscope.models.draws import draws
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.sinks.find.attention_received import attention_received
+from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.neurons import stage_neurons
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.find.survey import SinkContext
 from sinkscope.sinks.tokens import TokenRows, single_token, vocabulary
 
 LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
@@ -31,7 +31,7 @@ SHARE_TEXTS, SHARE_LENGTH, SHARE_FROM = 300, 40, 3  # texts, their tokens and th
 AT_ONCE = 50  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
-Protocol = Callable[[Setup, SinkContext, Published], Any]
+Protocol = Callable[[Setup, LayerScan, Published], Any]
 
 
 def texts(setup: Setup, count: int, length: int = PIECE) -> TokenRows:
@@ -40,30 +40,30 @@ def texts(setup: Setup, count: int, length: int = PIECE) -> TokenRows:
     return text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
 
 
-def layers(_: Setup, first: SinkContext, __: Published) -> list[int | None]:
+def layers(_: Setup, first: LayerScan, __: Published) -> list[int | None]:
     """The layer whose MLP adds most to the norm of the first token."""
-    return [first.scan.sink_layer]
+    return [first.sink_layer]
 
 
-def neurons(_: Setup, first: SinkContext, record: Published) -> list[str]:
+def neurons(setup: Setup, first: LayerScan, record: Published) -> list[str]:
     """Of the ten neurons of each layer that write most at the first token, those without which its norm falls."""
     found: list[str] = []
     for layer in sorted({read_neuron(name)[0] for name in record.value}):
         check_site(first.target, layer)
-        for neuron in stage_neurons(first, layer, CANDIDATES, upto=layer):
+        for neuron in stage_neurons(first, layer, CANDIDATES, setup.seed, upto=layer):
             if neuron.causal:
                 found.append(str(neuron.address))
     return found
 
 
-def massive(_: Setup, first: SinkContext, record: Published) -> list[Any]:
+def massive(_: Setup, first: LayerScan, record: Published) -> list[Any]:
     """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| of later positions, mean over texts.
 
     The dimensions that have one after any layer; the first and the last layer after which there is one; or the values
     after this first layer, 0 where they are not massive.
     """
-    values = torch.stack([layer.residual for layer in first.scan.layers])
-    median = torch.tensor([[layer.hidden] for layer in first.scan.layers])
+    values = torch.stack([layer.residual for layer in first.layers])
+    median = torch.tensor([[layer.hidden] for layer in first.layers])
     there = values.abs() > (RATIO * median).clamp(min=LEAST)
     if record.quantity == "residual_dims":
         return there.any(0).nonzero().flatten().tolist()
@@ -74,15 +74,15 @@ def massive(_: Setup, first: SinkContext, record: Published) -> list[Any]:
     return [[dim, round(row.get(dim, 0.0), 2)] for dim, _ in record.value]
 
 
-def repeats(setup: Setup, first: SinkContext, record: Published) -> float:
+def repeats(setup: Setup, first: LayerScan, record: Published) -> float:
     """Copies of "cat", "dog" or "the" until the norm is half of the first token's; median over these words."""
-    if first.scan.sink_layer is None:
+    if first.sink_layer is None:
         return inf
     tokens = [single_token(setup.tokenizer, word) for word in REPEATED]
     return repeat_until_half(first, tokens, first.ids[: len(tokens), 0].tolist(), 2 * record.value).median or inf
 
 
-def sink_rate(setup: Setup, _: SinkContext, record: Published) -> float:
+def sink_rate(setup: Setup, _: LayerScan, record: Published) -> float:
     """Share of heads with mean attention to position 0 above 0.3: 100 texts, or random or repeated tokens, 64 long."""
     ids = texts(setup, RATE_TEXTS)
     if record.quantity != "sink_rate":
@@ -93,7 +93,7 @@ def sink_rate(setup: Setup, _: SinkContext, record: Published) -> float:
     return attention_received(setup.target, ids, batch=AT_ONCE).rate
 
 
-def attention_to_first(setup: Setup, _: SinkContext, __: Published) -> float:
+def attention_to_first(setup: Setup, _: LayerScan, __: Published) -> float:
     """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one."""
     check_site(setup.target, SHARE_FROM + 1)
     sites = [f"blocks.{layer}.attn.hook_pattern" for layer in range(SHARE_FROM, setup.n_layers - 1)]

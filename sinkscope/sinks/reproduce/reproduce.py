@@ -18,8 +18,7 @@ from sinkscope.models.text import put_before
 from sinkscope.results.notation import word_list
 from sinkscope.results.options import command
 from sinkscope.results.tables import cell
-from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.find.survey import SinkContext
+from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
 
 
@@ -39,7 +38,7 @@ class Compared(Published):
 
     @classmethod
     def of(
-        cls, record: Published, beside: Sequence[Published], model: tuple[Setup, SinkContext] | None = None
+        cls, record: Published, beside: Sequence[Published], model: tuple[Setup, LayerScan] | None = None
     ) -> Compared:
         """A published result beside what is measured now, if a model is given, and beside others of its model."""
         if record.quantity not in PROTOCOLS:
@@ -146,8 +145,7 @@ def reproduce(
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
     opened.target.shards.check_alone("reproduce")
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
-    scan = scan_layers(setup.target, setup.ids, whole=True)
-    first = SinkContext(setup.target, setup.ids, scan, setup.seed)
+    first = scan_layers(setup.target, setup.ids, whole=True)
     beside = about.get(known_as(setup.target.name))
     if beside is None:
         raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE, or see --list")

@@ -1,0 +1,58 @@
+"""The patch that a measurement runs under: the given one, that of the sink neurons, or one of random neurons."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.hooks.edit.sites import NeuronSite, groups_of
+from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
+from sinkscope.measure import Setup
+from sinkscope.models.draws import draws, some_of
+from sinkscope.sinks.find.find import find_sinks
+
+PatchArgument = SinkPatch | str | os.PathLike[str] | None
+"""A patch, or its file."""
+Patches = dict[str, SinkPatch | None]
+"""Patches by their names; None stands for the model without one."""
+
+
+def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
+    """The patch itself, or the one in the file; it is read before a model is loaded.
+
+    Raises:
+        SinkscopeError: There is none, or the file is not a patch.
+    """
+    if patch is None:
+        raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`", page="patch-file")
+    if isinstance(patch, SinkPatch):
+        return patch
+    return SinkPatch.load(patch)
+
+
+def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
+    """The given patch, or that of `find_sinks`; None if there is none for this model."""
+    if patch is not None:
+        return read_patch_argument(patch)
+    with suppress(SinkscopeError):
+        return SinkPatch.from_result(find_sinks.on(setup))
+
+
+def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
+    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
+    calibrated: dict[NeuronSite, float] = {}
+    for group in groups_of(patch.checked_sites):
+        with setup.target.loaded(group.layer):
+            view = neutral_view(setup.target, group.layer, setup.ids)
+        generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")
+        width = setup.target.width(group.layer, group.expert)
+        others = [neuron for neuron in some_of(range(width), width, generator) if neuron not in group.neurons]
+        for neuron in others[: len(group.neurons)]:
+            flat = flat_number(setup.target, group.layer, group.expert, neuron)
+            value = neutral_up(view, flat)
+            if patch.site == "post" or value is None:
+                value = neutral_post(setup.target, view, flat)
+            calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
+    return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
