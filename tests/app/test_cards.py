@@ -201,42 +201,9 @@ def test_lengths_fit_the_context():
     assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
-def test_a_fact_that_changed_is_named(folder):
-    card = read_card(folder)
-    first_part, *others = card.parts
-    numbers = [replace(one, value="L9.N9") if one.key == "neurons" else one for one in first_part.numbers]
-    compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
-    first, *same = compared.changes
-    assert first.changed and (first.before, first.after) == ("L9.N9", neuron())
-    assert not any(change.changed for change in same)
-    judged = [change for change in compared.changes if change.changed is not None]
-    told = f"1 of {len(judged)} judged values changed, first neurons that make the spike (L9.N9 before, {neuron()} now"
-    assert told in compared.conclusion() and len(same) + 1 == sum(len(part.numbers) for part in card.parts)
-
-
 def test_cards_of_different_settings_are_not_compared(folder):
     card = read_card(folder)
     with pytest.raises(SinkscopeError, match="--quick"):
         card.compared(replace(card, quick=False))
     with pytest.raises(SinkscopeError, match="no number in common"):
         card.compared(replace(card, parts=()))
-
-
-@pytest.mark.slow
-def test_the_command_and_the_demo(light, model, tmp_path, monkeypatch, typed):
-    printed = typed(f"scan {model} --quick --out {tmp_path}/d")
-    assert printed.err.splitlines()[-1] == f"Card: {tmp_path / 'd/card.html'}"
-    lines = printed.out.splitlines()
-    verdicts = read_card(tmp_path / "d").verdicts()
-    assert lines[-len(verdicts) :] == [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
-    said = typed(f"scan {model} --against {tmp_path}/nothing --out {tmp_path}/t", 2)
-    assert "holds no card" in said.err
-    monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
-    shown = typed(f"demo --out {tmp_path}/d").out
-    assert shown.startswith("The attention of a head adds up to 100%.")
-    said = " ".join(shown.split())
-    places = [said.index(f"{topic}, by `sinkscope {part.command}`: ") for topic, _, part in verdicts]
-    assert places == sorted(places)  # in the order of the card
-    assert len(shown.splitlines()) <= 24
-    assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
-    assert (tmp_path / "d/card.html").is_file()

@@ -14,8 +14,8 @@ from scan_kit import few_parts
 
 from sinkscope.app.card import SinkCard, read_card
 from sinkscope.app.scan import scan
-from sinkscope.app.scan_table import ScanTable, scan_table
-from sinkscope.results.result import Number, Result
+from sinkscope.app.scan_table import scan_table
+from sinkscope.results.result import Number
 
 pytestmark = pytest.mark.few_texts
 
@@ -63,14 +63,6 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
         assert row["repeats"] == str(sinks["repeats"]["median"] or "")
         assert float(row["share"]) == max(one["share"] for one in sinks["neurons"])
         assert row["loops"] == "" and row["problem"] == ""  # that part did not run
-
-
-def test_the_page_and_the_file_hold_the_table(folder, tmp_path, typed):
-    typed(f"scan table {folder} --html {tmp_path}/t.html --json {tmp_path}/t.json")
-    table = Result.load(tmp_path / "t.json")
-    assert isinstance(table, ScanTable) and table.scans == scan_table(folder).scans
-    page = (tmp_path / "t.html").read_text()
-    assert "2 of 2 models have an attention sink." in page and "L2.N227" in page and 'class="plot"' in page
 
 
 def test_the_sink_emerges_where_all_later_checkpoints_have_one(folder, tmp_path):

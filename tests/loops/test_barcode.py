@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from functools import partial
 from pathlib import Path
@@ -190,14 +189,6 @@ def test_the_figure_and_the_numbers_are_those_of_the_rows():
     assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
     figure = alone.figure()
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + 2 * len(alone.shown)
-
-
-@pytest.mark.slow
-def test_the_page_runs():
-    page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
-    names = {}
-    exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
-    assert names["rows"].shape == (40, 103)
 
 
 def test_bad_input_is_one_line(capsys):
