@@ -189,12 +189,6 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
 
 
-def test_no_part_of_a_card_has_a_key_twice(folder):
-    for part in read_card(folder).parts:
-        keys = [number.key for number in part.numbers]
-        assert len(keys) == len(set(keys)) and not set(keys) & {number.label for number in part.numbers}
-
-
 def test_lengths_fit_the_context():
     quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
     assert context_arguments(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
