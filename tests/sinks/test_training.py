@@ -204,15 +204,6 @@ def test_it_measures_before_the_first_step_and_every_so_many(tmp_path):
     assert [step for step, row in recorder.rows if "loss" in row] == [2, 4, 6] and len(losses) == 3
 
 
-def test_a_callback_that_is_attached_twice_measures_once(tmp_path):
-    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
-    callback = ss.SinkCallback()
-    callback.attach(trainer)
-    callback.attach(trainer)
-    trainer.train()
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0]
-
-
 def test_a_run_that_goes_on_does_not_measure_its_first_step_again(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 4}
     run(organism("llama", 0), tmp_path, ss.SinkCallback(every=2), **settings)
