@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import organism
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sinkscope.models.shards import ALONE, Shards, check_divides
 
 ROOT = Path(__file__).parents[2]
-READINGS = "find_sinks,heads,circuit,repeat,barcode,lines,trace"
+READINGS = "find_sinks,repeat,barcode,lines,trace"
 EDITS = "ablate,patch,quantize,policies,guard,serve"
 REFUSED = "adakv,unequal_seeds,unequal_settings,alone"
 DENSE = "ablate,trace,policies,guard,serve"
@@ -73,7 +72,6 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
         f"{qwen3}:{READINGS},{EDITS},{REFUSED}",
         f"{phi3}:{DENSE}",
         f"{mixtral}:patch,trace,guard",
-        f"{planted('llama', tmp_path)}:ablate,trace",
     )
     adakv, seeds, settings, alone = (report["qwen3"].pop(name) for name in REFUSED.split(","))
     for lines, words in (
@@ -88,9 +86,9 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 
 
-@slow
+@pytest.mark.slow
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
-    calls = f"{READINGS},{EDITS}"
+    calls = f"{READINGS},heads,circuit,{EDITS}"
     llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
     report = compared(
         tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mixtral}:{calls}"
@@ -114,6 +112,7 @@ def test_a_command_under_torchrun_prints_and_writes_once_what_one_process_writes
     assert neurons == expected and len(neurons) == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
     folder = random("llama", tmp_path, num_key_value_heads=1, intermediate_size=64)
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
@@ -121,7 +120,7 @@ def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
     assert failed.stderr.count("error: 2 processes cannot share the 1 heads (num_key_value_heads)") == 1
 
 
-@slow
+@pytest.mark.slow
 def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
     edited, plain = "generate, Ablate, a neuron", "generate, plain"
     made = started(
@@ -137,7 +136,7 @@ def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
     assert rows["generate, AdaKV"]["apart"]["two processes"] is None
 
 
-@slow
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others(tmp_path):
     """The process is killed before its first word with the other one."""
     program = tmp_path / "dies.py"
