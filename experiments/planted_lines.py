@@ -37,7 +37,7 @@ def made(shape: str, seed: int) -> Target:
             head_dim=width,
             num_attention_heads=heads,
             num_key_value_heads=kv,
-            max_position_embeddings=1 << 17,
+            max_position_embeddings=1 << 18,
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
         )
     ).eval()

@@ -90,10 +90,11 @@ def _part(name: str, dry: str, words: str = "") -> Part:
 _SHARED = "--folder {dir}/shapes"  # parts that need the same checkpoint make it once
 PARTS = (
     _part("users", "--shape tiny --rows 2 --prompt 112 --new 24 --repeats 200 --steps 8 --budget 96", _SHARED),
-    _part("overhead", "--shape lines-128 --contexts 96 --new 4 --pairs 2 --budget 72"),
+    _part("overhead", "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --pairs 2 --budget 72"),
     _part(
         "loopserve",
-        "--shape lines-128 --lengths 128 256 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
+        "--shape lines-128 --lengths 128 256 --lone-lengths 256 --contexts 128 192 --new 8 --rounds 1 --budget 80 "
+        "--shortest 0",
     ),
     _part(
         "scale",

@@ -10,10 +10,13 @@ of the heads attend to one offset, half to marked tokens, a tenth of the text). 
   causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
   the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
+- `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention; and
+  FlexAttention with a block mask of the same lines, which computes every block that a line touches.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
   them, over causal attention, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
-- `prompt`: the whole model reads a prompt, with `LoopServe()` and with its own attention (`sdpa`); `mass` is
-  what the events say about held-out rows, over layers and heads.
+- `prompt`: the whole model reads a prompt, along lines whatever that costs (`shortest=0`) and with its own attention
+  (`sdpa`); `mass` is what the events say about held-out rows, over layers and heads.
+- `usual prompt`: the same with `LoopServe()` as users have it, which leaves short prompts to the model's own attention.
 - latency: `experiments.loopserve.latency` on this model: a step for each arm and context. `experiments.gpu.overhead`
   measures decoding alone, in pairs.
 
@@ -34,13 +37,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.gpu.steps import Steps, model_of
 from experiments.loopserve.latency import arms, text, turn
 from experiments.record import Row
 from experiments.script import run
-from experiments.timing import clock, faster, pairs_of
+from experiments.timing import clock, faster, pairs_of, seconds_of
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
@@ -54,6 +58,7 @@ from sinkscope.tap.call import Attention
 
 DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)
 LONE = 100  # lone offsets where the density is 0
+COLUMNS = 1000  # beside lone lines
 SHORT = 512  # tokens at which lines are compared with a mask
 Ids = Int[Tensor, "1 pos"]
 
@@ -89,6 +94,15 @@ def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadL
     return HeadLines(vertical.to(device), slash.to(device), n)
 
 
+def columns_and_lone(heads: int, n: int, columns: int, lone: int, device: torch.device) -> HeadLines:
+    """So many random columns and lone offsets in every head, and the main diagonal."""
+    generator = torch.Generator().manual_seed(0)
+    vertical = torch.rand(heads, n, generator=generator).argsort(1) < columns
+    slash = torch.rand(heads, n, generator=generator).argsort(1) < lone
+    vertical[:, 0] = slash[:, 0] = True
+    return HeadLines(vertical.to(device), slash.to(device), n)
+
+
 def sizes(target: Target) -> tuple[int, int, int]:
     """Query heads, key heads, and the width of a head."""
     config = target.config
@@ -119,6 +133,42 @@ def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> 
     work = along()[1]
     pairs = pairs_of(partial(dense, query, key, value), along, rounds, partial(clock, target.device))
     return {"n": n, "density": density, **said(work), **faster(pairs)}
+
+
+@torch.no_grad()
+def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Row:
+    """One layer on columns and lone lines, over dense attention, and FlexAttention on the same lines."""
+    heads, kv_heads, width = sizes(target)
+    made = {"device": target.device, "dtype": getattr(torch, dtype)}
+    query = torch.randn(heads, n, width, **made)
+    key, value = (torch.randn(kv_heads, n, width, **made) for _ in range(2))
+    lines = columns_and_lone(heads, n, min(COLUMNS, n // 8), min(lone, n // 2), target.device)
+    along = partial(sparse_attention, query, key, value, lines, dense_above=torch.inf)
+    now = partial(clock, target.device)
+    output, work = along()
+    pairs = pairs_of(partial(dense, query, key, value), along, rounds, now)
+
+    def is_seen(_batch: Tensor, head: Tensor, at: Tensor, own: Tensor) -> Tensor:
+        return (at >= own) & (lines.vertical[head, own] | lines.slash[head, (at - own).clamp(min=0)])
+
+    attend = flex_attention
+    if target.device.type == "cuda":
+        attend = torch.compile(flex_attention)
+    masked = partial(
+        create_block_mask, is_seen, None, heads, n, n, device=target.device, _compile=target.device.type == "cuda"
+    )
+    mask = masked()
+    flex = partial(attend, query[None], key[None], value[None], block_mask=mask, enable_gqa=heads != kv_heads)
+    flexed = pairs_of(partial(dense, query, key, value), flex, rounds, now)
+    difference = (flex()[0] - output).float().abs().max() / output.float().abs().max()
+    mask_seconds, _ = seconds_of(masked, now)
+    return {
+        "n": n,
+        "lone": lone,
+        **said(work),
+        **faster(pairs),
+        "flex": {**faster(flexed), "mask_ms": 1e3 * mask_seconds, "difference": float(difference)},
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,10 +219,9 @@ def selection(target: Target, ids: Ids, rounds: int) -> Row:
 
 
 @torch.no_grad()
-def prompt(target: Target, ids: Ids, rounds: int) -> Row:
-    """A whole prompt, with `LoopServe()` and with the model's own attention."""
+def prompt(target: Target, ids: Ids, edit: LoopServe, rounds: int) -> Row:
+    """A whole prompt, with LoopServe and with the model's own attention."""
     own = partial(target.base, input_ids=ids, use_cache=False)
-    edit = LoopServe(decode=False, shortest=0)
     events: list[Row] = []
 
     def sparse() -> None:
@@ -225,6 +274,7 @@ def main(
     model: str | None = None,
     shape: str = "lines-7b",
     lengths: Sequence[int] = (8192, 16384, 32768, 65536, 131072),
+    lone_lengths: Sequence[int] = (8192, 32768),
     contexts: Sequence[int] = (2048, 4096, 8192, 16384, 32768),
     new: int = 120,
     names: Sequence[str] = ("full", "loopserve", "loopserve-p", "loopserve-d", "snapkv", "adakv", "minference"),
@@ -239,6 +289,7 @@ def main(
 
     Args:
         model: Short name, hub id or folder; default: a 7B shape with planted lines.
+        lone_lengths: Of the lone lines.
         contexts: Of the latency.
         new: Tokens of an answer, for the latency.
         names: Arms of the latency.
@@ -257,7 +308,11 @@ def main(
         for density in DENSITIES:
             steps.do(f"prefill, {density} of {length}", partial(prefill, target, length, density, rounds, dtype))
         steps.do(f"selection of {length}", partial(selection, target, ids[:, :length], rounds))
-        steps.do(f"prompt of {length}", partial(prompt, target, ids[:, :length], rounds))
+        for name, edit in (("", LoopServe(decode=False, shortest=0)), ("usual ", LoopServe(decode=False))):
+            steps.do(f"{name}prompt of {length}", partial(prompt, target, ids[:, :length], edit, rounds))
+    for length in lone_lengths:
+        for lone in (0, 8, 64, 200, 1000):
+            steps.do(f"lone lines, {lone} of {length}", partial(lone_lines, target, length, lone, rounds, dtype))
     edits = arms(budget, shortest)
     for context in contexts:
         for name in names:

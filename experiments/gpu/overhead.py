@@ -4,12 +4,13 @@
 
 Without `--model`, random weights of 7B shape. Each method decodes the same tokens after the same prompt as the stock
 model, in pairs whose order alternates; the ratio is the median over pairs with a 95 % bootstrap interval. Full, an
-untriggered LoopGuard, H2O, SnapKV and LoopServe's decoding. A step is a method at a context. Needs torch, transformers,
-accelerate, jaxtyping.
+untriggered LoopGuard, StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a method at a context and a
+batch. Needs torch, transformers, accelerate, jaxtyping.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock, ratio
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, Full, SnapKV
+from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
 from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
@@ -37,12 +38,14 @@ def methods(budget: int) -> dict[str, Intervention]:
         "full": Full(),
         "loopguard, untriggered": LoopGuard(budget),
         "loopserve, decoding": LoopServe(budget, prefill=False),
+        "streaming_llm": StreamingLLM(budget),
         "snapkv": SnapKV(budget),
+        "tova": TOVA(budget),
         "h2o": H2O(budget),
     }
 
 
-def paired(target: Target, ids: Int[Tensor, "1 pos"], context: int, edit: Intervention, pairs: int) -> Row:
+def paired(target: Target, ids: Int[Tensor, "batch pos"], context: int, edit: Intervention, pairs: int) -> Row:
     """The method over stock: milliseconds of a token, their ratio, and what the cache holds."""
     now = partial(clock, target.device)
     for arm in (None, edit):  # the first ones choose kernels and grow the allocator
@@ -70,6 +73,8 @@ def main(
     model: str | None = None,
     shape: str = "lines-7b",
     contexts: Sequence[int] = (4096, 32768, 131072),
+    batches: Sequence[int] = (1, 16),
+    tokens: int = 1 << 17,
     new: int = 64,
     pairs: int = 5,
     budget: int = 1024,
@@ -81,16 +86,24 @@ def main(
 
     Args:
         model: Short name, hub id or folder; default: random weights of a shape.
+        batches: Numbers of texts at once.
+        tokens: Most tokens of all contexts of a batch, for the memory.
         new: Tokens that are decoded.
         budget: Of guard and policies.
     """
     settings = {"model": model, "shape": shape, "new": new, "pairs": pairs, "budget": budget, "dtype": dtype}
     steps = Steps("gpu-overhead", out, settings, device, dtype)
     target = model_of(model, shape, device, dtype)
-    for context in contexts:
+    for context, batch in itertools.product(contexts, batches):
+        if context * batch > tokens:
+            continue
         ids = text(context + new, 0, 0.1).remainder(int(target.config.vocab_size)).to(torch.device(device))
+        rows = ids.expand(batch, -1)
         for name, edit in methods(budget).items():
-            steps.do(f"{name} at {context}", partial(paired, target, ids, context, edit, pairs))
+            label = f"{name} at {context}"
+            if batch > 1:
+                label += f", batch {batch}"
+            steps.do(label, partial(paired, target, rows, context, edit, pairs))
     steps.end()
 
 

@@ -65,6 +65,7 @@ class Session:
         self._configs = run.stack.enter_context(tapped(target))
         self._ended = threading.Event()
         run.stack.callback(self._ended.set)
+        run.stack.callback(setattr, self.now, "ended", None)  # else the latest cache lives until the next collection
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
@@ -166,6 +167,7 @@ class Session:
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._leave_call()  # the latest one if it was interrupted, after which torch runs no hook
+        self.now.ended = None  # so that its cache is not kept beside that of this call
         if self.run.call is None:
             return None
         self.now.following = self._follow(self.run.call, module, by_name(module, args, kwargs))

@@ -15,17 +15,20 @@ _ROWS = 64  # queries whose attention is built at a time
 def attention_of(
     query: Float[Tensor, "head row d_head"],
     key: Float[Tensor, "kv_head key d_head"],
-    at: Int[Tensor, " row"],
+    at: Int[Tensor, "*head row"],
     scaling: float | None = None,
 ) -> Float[Tensor, "head row key"]:
-    """Causal attention of the queries at positions `at`, in float32; `scaling` None means 1 / sqrt(d_head)."""
+    """Causal attention of the queries at positions `at`, of all heads or each, in float32.
+
+    `scaling` None means 1 / sqrt(d_head).
+    """
     kv_heads, keys, width = key.shape
     if scaling is None:
         scaling = float(width**-0.5)
     # A matrix product, which is faster than einsum.
     grouped = beside_keys(query.float()[None], kv_heads) * scaling
     scores = by_query_head(grouped @ key.float().mT, 1, len(query))[0]
-    future = torch.arange(keys, device=at.device) > at[:, None]
+    future = torch.arange(keys, device=at.device) > at[..., None]
     return scores.masked_fill_(future, -torch.inf).softmax(-1)
 
 

@@ -23,7 +23,7 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, check_values
@@ -37,6 +37,7 @@ from sinkscope.models.grouped_heads import kv_head_of
 Variant = Literal["exact", "faithful"]
 _SCATTERED = 1.25  # lines take at least so many times the cells of `least_share` where it is large, as measured
 _SOUGHT = 0.5  # share of a query's attention on one key from which on the query searches for it
+_AT_A_TIME = 1 << 25  # cells of attention in memory while sought keys are looked for
 
 
 @torch.no_grad()
@@ -102,24 +103,30 @@ def select_lines(
     if not len(some):
         return start
     if checked:
-        for head in some.tolist():
-            own_key = key[kv_head_of(head, heads, len(key))]
-            start.vertical[head, _sought(query[head], own_key, begin, checked, scaling)] = True
+        for part in some.split(max(1, _AT_A_TIME // (checked * keys))):
+            own_keys = key[kv_head_of(part, heads, len(key))]
+            start.vertical[part] |= _sought(query[part], own_keys, begin, checked, scaling)
     own = HeadLines(start.vertical[some], start.slash[some], queries)
     start.vertical[some], start.slash[some] = exact_lines(probs[some], at, alpha, own, dense_above, sharp or math.inf)
     return start
 
 
 def _sought(
-    query: Float[Tensor, "query d_head"], key: Float[Tensor, "key d_head"], begin: int, checked: int, scaling: float
-) -> Int[Tensor, " some"]:
-    """Keys sought by single queries of a head; several may seek the same.
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "head key d_head"],
+    begin: int,
+    checked: int,
+    scaling: float,
+) -> Bool[Tensor, "head key"]:
+    """Keys sought by single queries of each head.
 
     Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
     checked.
     """
-    key = key.float()
-    first_scores = (key[:begin] * scaling) @ query.float().T
-    rows = first_scores.logsumexp(0).topk(min(checked, len(query)), largest=False).indices
-    weight, position = attention_of(query[None, rows], key[None], rows + (len(key) - len(query)), scaling)[0].max(1)
-    return position[weight >= _SOUGHT]
+    queries, keys = query.shape[1], key.shape[1]
+    first_scores = (key[:, :begin].float() * scaling) @ query.float().mT
+    rows = first_scores.logsumexp(1).topk(min(checked, queries), largest=False).indices
+    searching = query.gather(1, rows[..., None].expand(-1, -1, query.shape[2]))
+    weight, position = attention_of(searching, key, rows + (keys - queries), scaling).max(2)
+    times_sought = torch.zeros(len(key), keys, device=key.device).scatter_add_(1, position, (weight >= _SOUGHT).float())
+    return times_sought > 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 _SEARCH = 4.0  # rows of dense attention that take as long as the choice does for each sampled or checked query
+_GPU_START = 1.7e12  # products of numbers in dense attention that take as long as 20 ms of launching kernels
+_GPU_ROWS = 24_000  # rows of dense attention that take as long as the choice does for a head besides that
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
@@ -17,14 +19,19 @@ def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " ro
     return torch.randperm(queries, generator=generator)[:sample].sort().values
 
 
-def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float:
+def choice_cost(query: Float[Tensor, "head query d_head"], keys: int, sample: int, checked: int = 0) -> float:
     """Time to choose lines as a share of the time of dense attention; above 1, no choice can pay.
 
     On a CPU and at 2,048 to 32,768 keys, choosing takes as long as 4 rows of dense attention for every query that is
     sampled or checked if the lines of a head are hard to find, 2.4 if they are found at once, and 1.3 if a head is soon
-    seen to be flat (`experiments.bench_loopserve`).
+    seen to be flat (`experiments.bench_loopserve`). On an H200, everything that `LoopServe` does to a prompt besides
+    attention took 28, 33, 50 and 92 ms a layer of 32 heads at 8,192 to 65,536 keys (`experiments.gpu.loopserve`), where
+    dense attention is so fast that this pays from about 110,000 keys on. Slower devices gain earlier.
     """
+    heads, queries, width = query.shape
     causal_cells = queries * keys - queries * (queries - 1) / 2
+    if query.is_cuda:
+        return (_GPU_START / (heads * width) + _GPU_ROWS * keys) / causal_cells
     read = min(sample, queries) + min(checked, queries)
     return _SEARCH * read * keys / causal_cells
 

@@ -32,7 +32,7 @@ from sinkscope.models.grouped_heads import kv_head_of
 KEYS = 64
 """Keys at a time."""
 LONE = 64
-"""Columns that take as long as one lone line: an estimate from memory traffic, not measured on a GPU."""
+"""Columns that take as long as one lone line: 67 on an H200, at widths of 128 in bfloat16 (docs/gpu.md)."""
 _LOG2_E = 1.4426950408889634  # the kernel computes powers of two
 
 
@@ -106,9 +106,11 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
 
 def numbers_of(chosen: Bool[Tensor, "head number"]) -> Int[Tensor, "head some"]:
     """Indices of the chosen entries, ascending, padded with the number of entries."""
-    every = torch.arange(chosen.shape[1], device=chosen.device)
     size = max(1, int(chosen.sum(1).max()))
-    return torch.where(chosen, every, len(every)).sort(1).values[:, :size]
+    head, number = chosen.nonzero(as_tuple=True)  # ascending
+    numbers = torch.full((len(chosen), size), chosen.shape[1], device=chosen.device)
+    numbers[head, (chosen.cumsum(1) - 1)[head, number]] = number
+    return numbers
 
 
 def _banded(slash: Bool[Tensor, "head key"], size: int) -> Bool[Tensor, "head key"]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,34 @@ def test_nothing_stays():
                 run_it(model)
                 assert target_of(model).hf.config._attn_implementation == "sinkscope"
             assert state_of(model) == before
+
+
+@pytest.mark.parametrize("way", [Full(), LoopGuard(20), Drawn(budget=6), LoopServe(20, shortest=0)], ids=repr)
+def test_a_cache_goes_when_its_owner_lets_it_go(way):
+    """Also before Python next looks for circles: two caches of a large model do not fit beside each other."""
+    model = model_of("llama")
+    caches: list[weakref.ref[DynamicCache]] = []
+    alive: list[list[bool]] = []
+    looking = model.model.register_forward_pre_hook(lambda *_: alive.append([cache() is not None for cache in caches]))
+
+    def answer():
+        cache = DynamicCache(config=model.config)
+        caches.append(weakref.ref(cache))
+        for part in IDS[:, :-2], IDS[:, -2:-1], IDS[:, -1:]:
+            model(part, past_key_values=cache, use_cache=True)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad(), way.on(model) as run:
+            answer()
+            answer()
+        assert len(run.usage) == 2  # the run itself is kept
+        assert [cache() for cache in caches] == [None, None]
+    finally:
+        gc.enable()
+        looking.remove()
+    assert alive[-2] == [False, True]  # in the second call of the second answer
 
 
 class Mine(Exception):  # noqa: N818 - a test's own

@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 import torch
 from test_loopserve_sparse import drawn, inputs, masked
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sparse
+from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.shapes import AShape
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
+ROOT = Path(__file__).parents[2]
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
         kind,
@@ -165,6 +168,20 @@ def test_the_limit_goes_by_device_and_width():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert [sparse.dense_limit(64, device) for device in (cuda, cpu)] == [0.5, 0.65]
     assert sparse.dense_limit(24, cpu) == 0.325
+
+
+def test_on_a_gpu_no_prompt_is_read_along_lines_where_that_was_measured_to_be_slower():
+    measured = json.loads((ROOT / "experiments/gpu/measured/loopserve.json").read_text())["result"]
+    prompts = [row for name, row in measured.items() if name.startswith("prompt of")]
+    assert len(prompts) >= 4
+    with FakeTensorMode():  # no memory, and no GPU
+        for row in prompts:
+            query = torch.empty(32, row["n"], 128, device="cuda", dtype=torch.bfloat16)
+            if row["times_faster"] < 1:
+                assert not LoopServe().pays(query, row["n"]), row["n"]
+        assert LoopServe().pays(torch.empty(32, 131072, 128, device="cuda"), 131072)
+        assert not LoopServe().pays(torch.empty(32, 512, 128, device="cuda"), 131072)  # a short turn
+        assert LoopServe(shortest=0).pays(query, row["n"])  # whatever that costs
 
 
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
