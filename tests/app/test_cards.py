@@ -195,6 +195,16 @@ def test_lengths_fit_the_context():
     assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
+def test_a_fact_that_changed_is_named(folder):
+    card = read_card(folder)
+    first_part, *others = card.parts
+    numbers = [replace(one, value="L9.N9") if one.key == "neurons" else one for one in first_part.numbers]
+    compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
+    first, *same = compared.changes
+    assert first.changed and not any(change.changed for change in same)
+    assert f"first neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
+
+
 def test_cards_of_different_settings_are_not_compared(folder):
     card = read_card(folder)
     with pytest.raises(SinkscopeError, match="--quick"):

@@ -146,6 +146,17 @@ def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
     assert "1/2" in before and terminal.getvalue() == before
 
 
+def test_the_seconds_of_waiting_are_counted_(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressBar() as progress:
+        progress.wait("Loading it ...")
+        time.sleep(1.5)
+        assert terminal.getvalue() == "Loading it ...\rLoading it ... 1 s\r"
+
+
 def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):
     """An error that is shorter than the line that it replaces."""
     words = ["find-sinks", "--text", "no", "--model", "a-model-whose-name-is-longer-than-the-whole-line-of-the-error"]

@@ -108,3 +108,10 @@ def test_another_attention_inside_the_with_is_refused(what):
         with pytest.raises(UnsupportedError, match=r"was set to .eager. inside the `with`"):
             model.generate(IDS, max_new_tokens=2)
     assert attention_name(model.config) == was
+
+
+def test_a_checkpoint_around_the_whole_model_is_refused():
+    model = tiny_model("llama")[0]
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    with EDITS["patch"].on(model), pytest.raises(UnsupportedError, match="runs with gradient checkpointing"):
+        checkpoint(lambda inputs: model(inputs_embeds=inputs).logits, embeds, use_reentrant=True)

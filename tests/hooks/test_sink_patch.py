@@ -161,6 +161,17 @@ def test_one_token_prompt():
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
 
 
+def test_each_neuron_takes_its_calibrated_value():
+    model, _, _ = loud_model()
+    sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
+    later = slice(1, None)
+    each = Ablate(sites=sites[:1], value=0.5, positions=later) | Ablate(sites=sites[1:], value=-0.5, positions=later)
+    with each.on(model):
+        want = logits(model, ids)
+    with SinkPatch(sites=sites, value="calibrated", calibrated={(1, 11): -0.5, (1, 3): 0.5}).on(model):
+        assert_close(logits(model, ids), want)
+
+
 def test_a_prompt_read_before_the_run():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20, 21]])

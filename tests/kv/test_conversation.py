@@ -167,6 +167,11 @@ def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answ
     assert not torch.equal(logits(ask(other, 1)), logits(asked.turns[1]))
 
 
+def test_a_turn_prints_what_it_read_kept_and_cost():
+    chat = Conversation(model_of("llama"), H2O(budget=20), answers="keep")
+    assert repr(ask(chat, 0)).startswith("<Turn: 6 tokens; read 40 of 40, kept 21 of 46, a step attends to ")
+
+
 def test_the_end_token_is_not_in_the_text():
     model, tokenizer = tiny_model("llama")
     free = Conversation(model, tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=4)

@@ -164,6 +164,7 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
         ({"lengths": []}, "--length"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
+        ({"lengths": [60]}, r"--length 60 is more than the 5. tokens of the largest cluster"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),
         ({"tokens": ["poem book"]}, "2 tokens"),
     ],

@@ -125,6 +125,15 @@ def test_outside_the_theorem_the_distance_does_not_vanish_and_there_is_no_bound(
     assert found.distance[0, 0, -1] > 0.05 * found.distance[0, 0].max()
 
 
+def test_outside_the_window_the_distance_is_zero():
+    model, tokenizer = tiny_model("mistral")  # a window of 16
+    result = measured(model, tokenizer, 40, tokens=["cat"])
+    found = result.reading
+    sweep = found.sweep
+    assert found.outside is not None and "window of 16" in found.outside and np.isnan(found.bound).all()
+    assert ((found.distance[0, 0] < 1e-5 * found.alone[0, 0]) == (sweep.counts >= 16)).all()
+
+
 def test_from_disk_only_the_first_layer_is_read(tmp_path):
     o = organism("gemma2", 4)
     folder = o.save(tmp_path / "m")

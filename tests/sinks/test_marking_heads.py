@@ -114,6 +114,14 @@ def test_a_spike_elsewhere_is_read_where_it_is(tmp_path):
     assert heads(m.model, tokenizer=m.tokenizer, text=text, tokens=[found.tokens[0]]).place == "the first token"
 
 
+def test_heads_of_the_only_layer_are_compared_with_each_other_or_with_nothing(tmp_path):
+    found = measured(organism("llama", 0), tmp_path)
+    alone = replace(found, layer_drop=found.layer_drop[:, :1], drop=found.drop[:, :1])
+    assert [claim.control.kind for claim in alone.claims] == ["random"]
+    lone = replace(alone, control_drop=np.full_like(found.control_drop, np.nan))
+    assert lone.claims == () and lone.conclusion().startswith("No two layers before the neurons have heads")
+
+
 def test_tokens_that_are_given(tmp_path):
     o = organism("llama", 0)
     words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]

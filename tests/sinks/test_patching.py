@@ -96,6 +96,15 @@ def test_a_backup_neuron_is_patched_too(tmp_path):
     assert taken.any() and (proof.attention[1] > 0.8 * proof.ordinary_attention)[taken].all()
 
 
+def test_attention_that_does_not_come_back_is_not_repaired():
+    """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
+    _, made = made_once("llama", 5)
+    proof = made.proof
+    kept = replace(proof, attention=proof.attention[[0, 0, 2]])
+    verdict, reason = kept.judged(0.01)
+    assert verdict == "not-repaired" and "still take the attention" in reason
+
+
 def test_only_words_that_need_repair_prove_it():
     """A word whose norm does not stand out intact is no proof, and an infinite perplexity is no harmless one."""
     _, made = made_once("llama", 5)

@@ -260,6 +260,21 @@ def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
     stopped(breaking, tmp_path, "stopped at step 0, and the training goes on without: .*it broke")
 
 
+def test_a_model_without_a_head_for_tokens_is_trained_without(tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    m = organism("llama", 0)
+    model = LlamaForSequenceClassification(m.model.config)
+    model.config.pad_token_id = 3
+    rows = [{"input_ids": row, "labels": 1} for row in m.natural(4, 12)]
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    trainer = Trainer(model, arguments, train_dataset=rows, processing_class=m.tokenizer)
+    ss.SinkCallback().attach(trainer)
+    with pytest.warns(SinkscopeWarning, match="no head that gives logits of tokens"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
 def split_by_deepspeed(trainer):
     trainer.is_deepspeed_enabled = True
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim
-from sinkscope.sinks.circuit.circuit import circuit
+from sinkscope.sinks.circuit.circuit import Circuit, circuit
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.values import TEXTS, WRITES, HeadValue, values_of
 
@@ -126,6 +126,18 @@ def test_a_value_that_is_most_of_a_small_output_is_still_no_broadcast():
     assert HeadValue("L1.H0", "here", share=1.0, change=0.01, **numbers).kind == "nop"
     assert HeadValue("L1.H0", "here", share=0.9, change=0.8, **numbers).kind == "broadcast"
     assert HeadValue("L1.H0", "here", share=0.4, change=0.4, **numbers).kind == "mixed"
+
+
+def test_circuit_says_how_many_heads_are_of_each_kind_and_old_results_load(tmp_path):
+    o = organism("llama", 3, values="half")
+    found = circuit.on(opened(o.model, tmp_path, o), max_repeats=8)
+    assert (
+        "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
+        in found.details()
+    )
+    older = found.to_dict()
+    del older["result"]["values"]
+    assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]
 
 
 def test_circuit_says_how_many_heads_are_of_each_kind(tmp_path):
