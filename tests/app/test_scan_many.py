@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from organisms import organism
-from scan_kit import DIES_ONCE, FULL_DISK, HANGS, few_parts, plant
+from scan_kit import DIES_ONCE, HANGS, few_parts, plant
 from test_resumed_scan import results
 
 import sinkscope as ss
+from sinkscope.app import scan as scanning
 from sinkscope.app.many import scan_many
 from sinkscope.app.scan import scan
 from sinkscope.errors import SinkscopeError
@@ -199,10 +201,16 @@ def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_p
     assert "holds no scans" in typed(f"scan table {tmp_path}", 2).err
 
 
-def test_a_full_disk_and_a_worker_without_the_package_end_it(models, start, tmp_path):
-    plant(start, models[1], FULL_DISK)
-    with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room and run the same again$"):
-        scan_many(models[1:], tmp_path, workers=1, quick=True)
+def test_a_full_disk_and_a_worker_without_the_package_end_it(models, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        measured = scanning._measured
+        fill = lambda part: part.name == "repeat" and patch.setattr(os, "fsync", full)  # noqa: E731
+        patch.setattr(scanning, "_measured", lambda part, *rest: (fill(part), measured(part, *rest))[1])
+        with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room and run the same"):
+            scan_many(models[1:], tmp_path, Serial(), quick=True)
     assert (tmp_path / "gpt2/find-sinks.json").exists() and not (tmp_path / "gpt2/repeat.json").exists()
     (row,) = scan_many(models[1:], tmp_path, Serial(RuntimeError("its process ended")), quick=True).scans
     assert row.scan == "gpt2" and "RuntimeError: its process ended" in str(row.problem)

@@ -48,7 +48,7 @@ def planted(seed: int):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return measured(planted(2), folder)
+    return measured(planted(2), folder, schemes=[TENSOR, "a8-token", "kv8"])
 
 
 # --- what is measured ----------------------------------------------------------------------------------------------
