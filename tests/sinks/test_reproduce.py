@@ -161,17 +161,9 @@ def pieces(tokenizer: Any, bos: bool, count: int, length: int) -> torch.Tensor:
     return rows
 
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "gpt2"])
-
-
 @pytest.mark.parametrize(
     ("family", "quantity"),
-    [
-        ("llama", "sink_rate"),
-        ("gpt2", "sink_rate"),
-        ("llama", "sink_rate_random"),
-        ("gpt2", "sink_rate_repeated"),
-    ],
+    [("llama", "sink_rate"), ("llama", "sink_rate_random"), ("gpt2", "sink_rate_repeated")],
 )
 def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, quantity, tmp_path):
     one = planted(family)
@@ -197,9 +189,8 @@ def test_no_bos_stands_first_where_the_tokenizer_has_one_and_does_not_put_it(tmp
     assert measured(one.model, tokenizer, "sink_rate", 0.5, tmp_path) == pytest.approx(expected, abs=2e-4)
 
 
-@FAMILIES
-def test_attention_to_the_first_token_is_the_mean_over_inner_layers_and_later_queries(family, tmp_path):
-    one = planted(family)
+def test_attention_to_the_first_token_is_the_mean_over_inner_layers_and_later_queries(tmp_path):
+    one = planted("gpt2")
     rows = attention(one.model, pieces(one.tokenizer, one.bos, 300, 40))
     expected = float(rows[3:-1, ..., 20:, 0].mean())
     assert measured(one.model, one.tokenizer, "attention_to_first", 0.5, tmp_path) == pytest.approx(expected, rel=1e-4)
@@ -246,7 +237,7 @@ def test_massive_activations_are_large_values_at_the_first_token_against_plain_h
     assert by_value.agrees is False  # no dimension 100000
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_neurons_and_their_layer_are_the_planted_ones(family, tmp_path):
     one = planted(family)
     truth = one.truth
