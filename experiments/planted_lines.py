@@ -43,12 +43,16 @@ def made(shape: str, seed: int) -> Target:
     ).eval()
     half = width // 2
     body = model.model
+    quiet = min(1.0, (512 / d) ** 0.5)  # noise of wider models, which would drown the lines, as large as at width 512
     angles = THETA ** (-torch.arange(FAST) / half)
     with torch.no_grad():
+        body.embed_tokens.weight.mul_(quiet)
         body.embed_tokens.weight[:, :2] = 0.0
         body.embed_tokens.weight[:, 0] = 1.0  # RMSNorm makes it about sqrt(d), the rest is noise
         body.embed_tokens.weight[:MARKED, 1] = 0.5
         for layer in body.layers:
+            layer.self_attn.q_proj.weight.mul_(quiet * min(1.0, 64 / width) ** 0.25)
+            layer.self_attn.k_proj.weight.mul_(quiet * min(1.0, 64 / width) ** 0.25)
             for proj in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 proj.weight[:2] = 0.0  # what is planted stays as it is
             key = layer.self_attn.k_proj.weight.view(kv, width, d)
