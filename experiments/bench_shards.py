@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sinkscope as ss
-from experiments.drawn import powers, save
 from experiments.record import Row, record
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_atomic
 from sinkscope.models.shards import Shards
 
 BUNDLED = Path(ss.__file__).parent / "models/bundled"
@@ -195,58 +195,6 @@ def measured(call: Callable[[Any], Any], models: dict[str, Any], wire: Wire, rou
     return row | {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def figure(data: Row) -> Any:
-    """Calls by placements, seconds, and bytes."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    rows = data["result"]["rows"]
-    names = [row["call"] for row in rows][::-1]
-    places = [TWO, DISK, OFFLOAD]
-    shade, text = [], []
-    for row in rows[::-1]:
-        values = [row["apart"][place] for place in places]
-        shade.append([0.5 if one is None else float(one > EQUAL) for one in values])
-        text.append(["refused" if one is None else ("equal" if one <= EQUAL else f"{one:.0e}") for one in values])
-    drawn = make_subplots(
-        cols=3,
-        shared_yaxes=True,
-        horizontal_spacing=0.03,
-        subplot_titles=["compared with the whole model", "seconds", "bytes a process sends"],
-    )
-    scale = [[0, "#d7ecd9"], [0.5, "#eeeeee"], [1, "#f4c7c3"]]
-    cells = go.Heatmap(
-        x=["two<br>processes", "parts<br>on disk", "cpu_<br>offload"],
-        y=names,
-        z=shade,
-        text=text,
-        texttemplate="%{text}",
-        zmin=0,
-        zmax=1,
-        colorscale=scale,
-        showscale=False,
-        textfont={"color": "#222222"},
-        xgap=2,
-        ygap=2,
-    )
-    drawn.add_trace(cells, 1, 1)
-    bars = (
-        ("one process", "one", 2, "#9aa7b8"),
-        ("two processes", "two", 2, "#2a6f97"),
-        ("of the model's own pass", "model", 3, "#9aa7b8"),
-        ("of sinkscope", "ours", 3, "#c8553d"),
-    )
-    for name, key, column, colour in bars:
-        values = [row.get(key) or None for row in rows[::-1]]
-        drawn.add_trace(go.Bar(x=values, y=names, orientation="h", name=name, marker_color=colour), 1, column)
-    drawn.update_xaxes(powers(), col=3)
-    drawn.update_layout(
-        width=1100, height=90 + 34 * len(rows), legend={"orientation": "h", "y": -0.08}, barmode="group"
-    )
-    drawn.update_layout(margin={"t": 40})
-    return drawn
-
-
 def main(out: Path, *, rounds: int = 2, only: Sequence[str] = ()) -> None:
     """Make what the module describes.
 
@@ -271,7 +219,7 @@ def main(out: Path, *, rounds: int = 2, only: Sequence[str] = ()) -> None:
                 print(rows[-1], file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         settings = {"rounds": rounds, "prompt": IDS.shape[1], "new": NEW, "processes": dist.get_world_size()}
-        save("bench_shards", record("bench-shards", {"rows": rows}, settings, started=started), figure, out)
+        write_atomic(out / "bench_shards.json", record("bench-shards", {"rows": rows}, settings, started=started))
     dist.destroy_process_group()
 
 

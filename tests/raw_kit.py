@@ -39,18 +39,23 @@ def inputs_edited(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterat
 
 
 @torch.no_grad()
-def norms(model, tokens: Tensor) -> Tensor:
-    """Norm of the residual stream after each layer: [layer, row, position]."""
+def residuals(model, tokens: Tensor) -> Tensor:
+    """The residual stream after each layer: [layer, row, position, d_model]."""
     seen = []
 
     def hook(_module: nn.Module, _args, output):
-        seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
+        seen.append(output[0] if isinstance(output, tuple) else output)
 
     handles = [block.register_forward_hook(hook) for block in blocks(model)]
     model(tokens, use_cache=False)
     for handle in handles:
         handle.remove()
     return torch.stack(seen)
+
+
+def norms(model, tokens: Tensor) -> Tensor:
+    """Norm of the residual stream after each layer: [layer, row, position]."""
+    return residuals(model, tokens).norm(dim=-1)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import pytest
 from sinkscope.app import scan as scanning
 
 PARTS = ("find_sinks", "repeat")
-DIES_ONCE, HANGS, FULL_DISK = "dies-once", "hangs", "full-disk"
+DIES_ONCE, HANGS = "dies-once", "hangs"
 IN_WORKERS = """
-import errno, os, sys, time
+import os, sys, time
 from pathlib import Path
 
 if any("spawn_main" in word for word in sys.orig_argv):
@@ -22,16 +22,10 @@ if any("spawn_main" in word for word in sys.orig_argv):
     scanning.PARTS = [part for part in scanning.PARTS if part.name in {parts}]
     measured = scanning._measured
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     def planted(part, setup, *rest):
         file = Path(__file__).with_name(setup.target.name.rpartition("/")[2] + ".planted")
         if part.name == "repeat" and file.exists():
             order = file.read_text()
-            if order == "full-disk":
-                os.fsync = full
-                return measured(part, setup, *rest)
             if order == "dies-once":
                 file.unlink()
             elif order == "hangs":

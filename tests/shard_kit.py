@@ -1,4 +1,7 @@
-"""What works on a plain model, called on split models: `torchrun ... shard_kit.py OUT FOLDER:USE,USE...`."""
+"""What works on a plain model, called on split models: `torchrun ... shard_kit.py OUT FOLDER:USE,USE...`.
+
+Before that, what a command prints and writes to `sinks.json` beside OUT, with the first folder.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from same_kit import differences, plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope as ss
+from sinkscope.app import cli
 from sinkscope.bench import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
@@ -132,7 +136,7 @@ def quantize(model, tokenizer):
 @use
 def policies(model, tokenizer):
     out = {}
-    for name in ("streaming:12", "h2o:12", "snapkv:12", "tova:12", "pyramid:12"):
+    for name in ("streaming:12", "h2o:12", "tova:12"):
         with ss.kv.policy_named(name).on(model) as run, torch.no_grad():
             out[name] = [generated(model), run.summary()]
     return out
@@ -235,7 +239,8 @@ def main(out: str, *folders: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     attention_received.RATE_TEXTS = 8
-    dist.init_process_group("gloo")
+    words = ["--model", folders[0].partition(":")[0], "--json", str(Path(out).with_name("sinks.json"))]
+    assert cli.main(["find-sinks", *words]) == 0
     report: dict[str, dict[str, list[str]]] = {}
     for words in folders:
         folder, _, names = words.partition(":")

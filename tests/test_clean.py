@@ -71,27 +71,3 @@ def test_no_name_of_this_machine():
     names = {name for name in (host, host.split(".")[0]) if len(name) > 4 and name != "localhost"}
     pattern = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names) or r"(?!)")
     assert not [name for name, (text, _) in committed().items() if pattern.search(text)]
-
-
-def test_the_search_finds_what_it_is_for():
-    """Each pattern meets what it forbids, and lets pass what is allowed."""
-    meets = {
-        "a home folder": ["/home/jane/x", "/root/.cache", r"C:\Users\jane"],
-        "a place of work": ["cd /work/main", "see ../shared/x", "in shared/x"],
-        "talk of the work": ["see Issue #3", "of issue A."],
-        "a registry": ["https://artifactory.firm.example/x", "https://x.example/simple/", "--index-url x"],
-        "an address": ["10.1.2.3", "192.168.0.7"],
-    }
-    for what, texts in meets.items():
-        for text in texts:
-            assert any(_hits(what, text, text.lower())), (what, text)
-    allowed = [
-        "https://pypi.org/project/x",
-        "127.0.0.1",
-        "a framework/x",
-        "10.5",
-        "/home/me/x",
-        "C:\\Users\\me",
-        "issue a",
-    ]
-    assert not [(text, what) for text in allowed for what in FORBIDDEN if any(_hits(what, text, text.lower()))]

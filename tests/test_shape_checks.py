@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-import jaxtyping
 import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
@@ -79,11 +78,3 @@ def test_what_fits_passes(made):
 def test_what_does_not_fit_is_refused(made, call):
     with pytest.raises(BeartypeCallHintViolation):
         call(made)
-
-
-def test_it_can_be_turned_off(made):
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        assert made.first([torch.ones(3)]) == 3
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)

@@ -41,12 +41,3 @@ def test_a_policy_that_never_acted_is_said_at_the_with():
         with H2O(budget=6).on(model):
             model(IDS, attention_mask=MASK)
     assert own_line(list(caught)) == line
-
-
-def test_code_that_is_made_in_the_package_is_no_code_of_the_user():
-    made = {"__name__": "sinkscope.kv.made", "warn": warn}
-    exec("def warned(): warn('made')", made)
-    with pytest.warns(SinkscopeWarning) as caught:
-        line = sys._getframe().f_lineno + 1
-        made["warned"]()
-    assert own_line(list(caught)) == line

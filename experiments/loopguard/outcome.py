@@ -1,4 +1,4 @@
-"""What remedies did: the figures, and the rows of the tables in `docs/remedies.md`.
+"""What remedies did: the rows of the tables in `docs/remedies.md` and `docs/papers/loopguard.md`.
 
     python -m experiments.loopguard.outcome WORK [--out figures]
 
@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import save
 from experiments.loopguard.openings import FORMS, openings
-from experiments.loopguard.remedies import CHOICES, FULL, GUARD, P1, PLAIN, PRINTED, SAMPLERS, read
+from experiments.loopguard.remedies import CHOICES, FULL, GUARD, PLAIN, PRINTED, SAMPLERS, read
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import loops
+from sinkscope.files.output import write_atomic
 from sinkscope.loops.text.monitor import MonitorSettings
-from sinkscope.results.style import COLOURS, figure_of, panels
 
 REMEDIES = (FULL, PLAIN, GUARD, PRINTED, *SAMPLERS)
 
@@ -98,39 +97,12 @@ def name_of(setting: Row) -> str:
     return f"{setting['model']}, {setting['new']:,} tokens, {decoding}"
 
 
-def figure(data: Row) -> Any:
-    """Loops under each remedy, and its cost, a colour for each setting."""
-    settings, choices = data["result"]["settings"], data["kind"].endswith("choices")
-    fig = panels(["outputs that loop", "acts in an output" if choices else "perplexity after the act, over own text"])
-    told: dict[str, list[int]] = {}
-    for number, setting in enumerate(settings):
-        rows, name = setting["rows"], name_of(setting)
-        names = value_of_each(rows, "method")
-        style = {"marker_color": COLOURS[number % len(COLOURS)], "legendgroup": name, "name": name}
-        shares = []
-        for row in rows:
-            shares.append(row["loops"] / row["outputs"])
-            count = told.setdefault(row["method"], [0, 0])
-            count[0] += row["loops"]
-            count[1] += row["outputs"]
-        fig.add_bar(x=names, y=shares, **style, row=1, col=1)
-        costs = value_of_each(rows, "acts" if choices else "ratio")
-        fig.add_bar(x=names, y=costs, **style, showlegend=False, row=1, col=2)
-    fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
-    said = []
-    for method in (PRINTED, P1) if choices else (GUARD,):
-        if method in told:
-            said.append(f"{told[method][0]} of {told[method][1]} ({method})")
-    found = f"Outputs that loop: {told[FULL][0]} of {told[FULL][1]} without a guard, {', '.join(said)}"
-    return figure_of(fig, None, found, width=1500, height=650, barmode="group", bottom=190, legend=-0.42)
-
-
 def main(work: Path, *, out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
         work: Folder of the outputs.
-        out: Folder of the figures.
+        out: Folder of what is written.
     """
     outputs = read(work)
     families: Row = {}
@@ -138,7 +110,7 @@ def main(work: Path, *, out: Path = Path("figures")) -> None:
         families[family] = openings(family, 12)
     for name, methods in (("choices", (FULL, *CHOICES)), ("remedies", REMEDIES)):
         settings = settings_of(outputs, methods)
-        save(f"loopguard_{name}", record(f"loopguard-{name}", {"settings": settings}, families), figure, out)
+        write_atomic(out / f"loopguard_{name}.json", record(f"loopguard-{name}", {"settings": settings}, families))
         for setting in settings:
             for row in setting["rows"]:
                 print(name_of(setting), row)

@@ -12,20 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
+from sinkscope.files.output import write_atomic
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops.why import Why, why
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
-from sinkscope.results.style import COLOURS, figure_of, panels
 from tests.organisms.kept_loops import KeptLoop, kept_loops
 
 CUTS = 4
@@ -71,36 +69,6 @@ def row_of(found: Why) -> Row:
     return {"found": said, "period": found.period, "goes_on": found.goes_on, "tried": tried}
 
 
-def figure(data: Row) -> Any:
-    """Planted causes against what was said, and what was said of trained models."""
-    organisms, models = data["result"]["organisms"], data["result"]["models"]
-    planted = list(dict.fromkeys(row["planted"] for row in organisms))
-    said = list(dict.fromkeys([*planted, *(row["found"] for row in organisms)]))
-    counts = Counter((row["planted"], row["found"]) for row in organisms)
-    fig = panels(["organisms: what was said (across) of planted causes", "models: loops by what was said"], [0.6, 0.4])
-    table = []
-    for truth in planted:
-        table.append([counts[truth, one] for one in said])
-    fig.add_heatmap(
-        z=table,
-        x=said,
-        y=planted,
-        text=table,
-        texttemplate="%{text}",
-        colorscale="Blues",
-        showscale=False,
-        row=1,
-        col=1,
-    )
-    fig.update_yaxes(autorange="reversed", row=1, col=1)
-    for number, name in enumerate(dict.fromkeys(row["model"] for row in models)):
-        mine = Counter(row["found"] for row in models if row["model"] == name)
-        fig.add_bar(x=list(mine), y=list(mine.values()), name=name, marker_color=COLOURS[number], row=1, col=2)
-    right = sum(row["found"] == row["planted"] for row in organisms)
-    title = f"{right} of {len(organisms)} organisms get the causes that were planted, and no others"
-    return figure_of(fig, None, title, width=1500, height=640, barmode="group", legend=-0.42, bottom=200)
-
-
 def main(*, models: Sequence[Path] = (), count: int = 12, out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
@@ -124,7 +92,7 @@ def main(*, models: Sequence[Path] = (), count: int = 12, out: Path = Path("figu
                 progress(setup.target.name, number + 1, len(prompts))
     result = {"organisms": organisms, "models": trained}
     settings = {"cuts": CUTS, "draws": 3, "count": count, "sampling": "greedy"}
-    save("loopguard_why", record("loopguard-why", result, settings, started=started), figure, out)
+    write_atomic(out / "loopguard_why.json", record("loopguard-why", result, settings, started=started))
     for name in dict.fromkeys(row["model"] for row in trained):
         print(name, Counter(row["found"] for row in trained if row["model"] == name))
     print(f"{sum(row['found'] == row['planted'] for row in organisms)} of {len(organisms)} organisms as planted")

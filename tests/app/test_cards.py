@@ -185,12 +185,6 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
 
 
-def test_no_part_of_a_card_has_a_key_twice(folder):
-    for part in read_card(folder).parts:
-        keys = [number.key for number in part.numbers]
-        assert len(keys) == len(set(keys)) and not set(keys) & {number.label for number in part.numbers}
-
-
 def test_lengths_fit_the_context():
     quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
     assert context_arguments(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
@@ -203,11 +197,8 @@ def test_a_fact_that_changed_is_named(folder):
     numbers = [replace(one, value="L9.N9") if one.key == "neurons" else one for one in first_part.numbers]
     compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
     first, *same = compared.changes
-    assert first.changed and (first.before, first.after) == ("L9.N9", neuron())
-    assert not any(change.changed for change in same)
-    judged = [change for change in compared.changes if change.changed is not None]
-    told = f"1 of {len(judged)} judged values changed, first neurons that make the spike (L9.N9 before, {neuron()} now"
-    assert told in compared.conclusion() and len(same) + 1 == sum(len(part.numbers) for part in card.parts)
+    assert first.changed and not any(change.changed for change in same)
+    assert f"first neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
 
 
 def test_cards_of_different_settings_are_not_compared(folder):
@@ -216,23 +207,3 @@ def test_cards_of_different_settings_are_not_compared(folder):
         card.compared(replace(card, quick=False))
     with pytest.raises(SinkscopeError, match="no number in common"):
         card.compared(replace(card, parts=()))
-
-
-@pytest.mark.slow
-def test_the_command_and_the_demo(light, model, tmp_path, monkeypatch, typed):
-    printed = typed(f"scan {model} --quick --out {tmp_path}/d")
-    assert printed.err.splitlines()[-1] == f"Card: {tmp_path / 'd/card.html'}"
-    lines = printed.out.splitlines()
-    verdicts = read_card(tmp_path / "d").verdicts()
-    assert lines[-len(verdicts) :] == [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
-    said = typed(f"scan {model} --against {tmp_path}/nothing --out {tmp_path}/t", 2)
-    assert "holds no card" in said.err
-    monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
-    shown = typed(f"demo --out {tmp_path}/d").out
-    assert shown.startswith("The attention of a head adds up to 100%.")
-    said = " ".join(shown.split())
-    places = [said.index(f"{topic}, by `sinkscope {part.command}`: ") for topic, _, part in verdicts]
-    assert places == sorted(places)  # in the order of the card
-    assert len(shown.splitlines()) <= 24
-    assert shown.splitlines()[-1] == f"Card, with all figures: {tmp_path / 'd/card.html'}"
-    assert (tmp_path / "d/card.html").is_file()

@@ -153,13 +153,6 @@ def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
 
 
-def test_the_command_lists_the_models_that_python_lists(typed):
-    for words in ("models", "models --all"):
-        lines = typed(words).out.splitlines()
-        assert lines[-1].startswith("Conclusion: ") and (len(lines) <= SCREEN) == (words == "models")
-    assert {line.split()[0] for line in lines[1:-2]} == {entry.name for entry in sinkscope.models()}
-
-
 def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, typed):
     arguments = {}
 

@@ -6,12 +6,10 @@ import copy
 import json
 import os
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import stranger
 import torch
 from organisms import organism
 from organisms.tiny import tiny_model
@@ -62,23 +60,6 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
         assert (tmp_path / "x").read_text() == content
     (tmp_path / "empty").write_text("")  # as a temporary file is made
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
-
-
-def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, typed):
-    """Its format carries no mark, so a file that is there is not replaced, and this is said before the work."""
-    source = stranger.SOURCE.read_text()
-    source = source.replace("@measurement(", '@measurement(outputs=[Output("table", "Write a table.", save)], ')
-    source = source.replace("measurement\n", "measurement, Output\n", 1)
-    marked = source.index("@measurement(")
-    save = "def save(result, path):\n    open(path, 'w').write('1')\n\n\n"
-    (tmp_path / "package").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with stranger.installed(tmp_path / "package", source[:marked] + save + source[marked:]):
-        assert typed("attention-entropy --table t.csv").err == "File: t.csv\n"
-        assert Path("t.csv").read_text() == "1"
-        told = typed("attention-entropy --table t.csv", 2)
-    assert told.out == ""
-    assert told.err.startswith("error: t.csv is there already") and told.err.count("\n") == 1
 
 
 # --- Decoding --------------------------------------------------------------------------------------------------------

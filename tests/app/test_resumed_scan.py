@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sinkscope.app import scan as scanning
 from sinkscope.app.scan import PARTS, scan
 from sinkscope.models.draws import seed_of
 
@@ -53,18 +51,6 @@ def compare_resumed(model: Path | None, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_scan_of_the_bundled_model_is_the_same_after_a_stop_behind_each_part(tmp_path):
     compare_resumed(None, tmp_path)
-
-
-def test_only_one_place_makes_random_numbers_of_a_seed():
-    """A test that reads the text: what draws in another way could depend on what ran before."""
-    made: list[str] = []
-    for file in sorted(Path(scanning.__file__).parents[1].rglob("*.py")):
-        if re.search(r"manual_seed|torch\.Generator\b(?! =)", file.read_text()):
-            made.append(file.name)
-    # A sampler of transformers and a new model take the random state of torch. The others have a generator for each
-    # layer, length or prompt, whose seed says so.
-    names = ["models.py", "sample.py", "generate.py", "draws.py", "short.py", "sample.py", "sums.py"]
-    assert made == [*names, "sequences.py", "tokens.py"]
 
 
 def test_the_seed_of_a_draw_is_the_same_in_every_process_and_differs_by_purpose():

@@ -19,13 +19,12 @@ from starlette.testclient import TestClient
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
-from sinkscope.app.view.explorer import Explorer, Request
+from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import neuron_name
-from sinkscope.sinks.circuit.circuit import circuit
 
 
 def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:
@@ -91,27 +90,6 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
     assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
-
-
-@pytest.mark.slow
-def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path):
-    o = organism("llama", 1)
-    one = explorer(o, tmp_path)
-    one.sink.circuit = circuit.on(one.sink.setup, max_repeats=8)
-    ids = o.natural(1, 24)[0].tolist()
-    marks = [f"L{layer}.H{head}" for layer, head in one.sink.marks]
-    text = o.tokenizer.decode(ids[1:])
-    found = one.view(text)
-    variants = {variant.name: variant for variant in found.texts[0].variants}
-    assert marks and found.marks == tuple(marks) and found.circuit
-    replaced = variants["marking heads replaced"]
-    assert replaced.norm[found.layer, 0] < 0.5 * variants["intact"].norm[found.layer, 0]
-    for asked in (Request(text=text, off=tuple(marks)), Request(text=text, switch=replaced.name)):
-        (again,) = one.answer_to(asked).texts[0].variants  # measured alone, it is the same
-        assert (again.norm == replaced.norm).all() and again.sentence.split(":")[1] == replaced.sentence.split(":")[1]
-    for words, message in (("L0.H99", "H99|head 99"), ("L0.N1.2.3", "neuron"), ("nothing", "expected a")):
-        with pytest.raises(SinkscopeError, match=message):
-            one.answer_to(Request(text=text, off=(words,)))
 
 
 def test_values_are_packed_in_eight_bits():

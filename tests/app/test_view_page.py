@@ -46,7 +46,7 @@ def view(bundled):
 def chrome():
     if browser.found() is None:
         pytest.skip("needs chromium or Chrome on the PATH")
-    with browser.Browser(seconds=240) as tab:
+    with browser.chromium() as tab:
         yield tab
 
 

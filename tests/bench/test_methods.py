@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
-from bench_kit import tiny
 
 from sinkscope.bench.methods import RandomSlots, method_classes, read_method, read_methods
 from sinkscope.errors import SinkscopeError
@@ -73,14 +71,3 @@ def test_a_policy_that_is_registered_later_is_a_method(monkeypatch: pytest.Monke
     method_classes()
     monkeypatch.setattr("sinkscope.bench.methods.policies", lambda: {"late": H2O})
     assert read_method("late:8").make() == H2O(budget=8)
-
-
-def test_random_slots_stay_once_chosen_and_differ_between_layers():
-    model = tiny()[0]
-    ids = torch.tensor([[(7 * i) % 50 + 4 for i in range(60)]])
-    with RandomSlots(budget=20).on(model), torch.no_grad():
-        output = model.generate(
-            ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
-        )
-    layers = [layer.pos[0, 0].tolist() for layer in output.past_key_values.layers]
-    assert layers[0] != layers[1] and all(len([p for p in layer if 0 <= p < 63]) <= 21 for layer in layers)

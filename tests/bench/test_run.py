@@ -80,17 +80,6 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
 
 
-def test_samples_depend_on_seed_and_prompt_alone(tmp_path):
-    for seed in (3, 4):
-        run(["full"], temperature=1.0, seed=seed, out=tmp_path / "r")
-    records = read_run(tmp_path / "r")
-    assert {r.seed for r in records} == {3, 4} and len(records) == 12
-    again = run(["full"], temperature=1.0, seed=4, batch_size=2)
-    drawn = {r.key: r.tokens for r in records}
-    assert all(drawn[r.key] == r.tokens for r in again)
-    assert {r.tokens for r in records if r.seed == 3} != {r.tokens for r in records if r.seed == 4}
-
-
 def test_the_answers_of_all_shares_are_those_of_the_whole_run(tmp_path):
     whole = run(["full", "random:16"], temperature=1.0)
     first = run(["full", "random:16"], temperature=1.0, shard="1/2", out=tmp_path / "1")

@@ -124,14 +124,6 @@ def test_the_sinks_do_to_other_pipelines_what_the_page_says(run):
     assert names["in_dims"][0] > 0.99 and names["in_dims"][1] < 0.1
 
 
-def test_an_autoencoder_trained_without_sinks_explains_more_of_ordinary_positions(run):
-    pytest.importorskip("sae_lens")
-    names = run("docs/measure/masks.md")
-    (autoencoder,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/measure/masks.md").read_text(), re.M | re.S)
-    exec(autoencoder, names)
-    assert names["left"][0] > 3 * names["left"][1]
-
-
 @pytest.mark.few_texts
 def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
     names = run("docs/measure/training.md")

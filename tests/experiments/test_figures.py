@@ -20,13 +20,6 @@ def test_figure_shows_the_numbers_of_the_result():
     assert band["y"] == [2.5, 3.5, 4.5, 5.5, 4.5, 3.5, 2.5, 1.5]
 
 
-def test_bars_are_per_neuron_beside_their_control():
-    data = json.loads(sample_find_sinks().figure().to_json())["data"]
-    lost, control = [bar for bar in data if bar["type"] == "bar" and bar.get("name")]
-    assert lost["x"] == control["x"] == ["L2<br>N412", "L2<br>N77", "L2<br>N3"]
-    assert (lost["y"], control["y"]) == ([0.93, 0.12, -0.01], [0.004] * 3)
-
-
 def test_no_sink_is_drawn_and_said():
     figure = sample_without_sink().figure()
     assert "Neither an attention sink nor a norm spike" in figure.layout.title.text

@@ -5,16 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from report_kit import PIXEL
-from sample_results import sample_find_sinks
 
-from experiments import gallery
 from experiments.script import run
 from sinkscope.files.envelope import known_kinds
 from sinkscope.results.result import Result
@@ -33,18 +29,6 @@ def test_gallery_names_every_committed_picture_and_its_command():
     assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
     assert all((root / name).is_file() for name in shown)
     assert len(re.findall(r"^`(?:sinkscope |(?:python|torchrun .*) -m experiments\.)\S.*`$", page, re.M)) == len(shown)
-
-
-def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path):
-    argv = ("/x/sinkscope/__main__.py", "find-sinks", "--json", "a.json", "--top-k", "3", "--png", "a.png")
-    made = replace(sample_find_sinks().provenance, argv=argv)
-    sample_find_sinks(provenance=made).save(tmp_path / "sinks_a.json")
-    (tmp_path / "sinks_a.png").write_bytes(PIXEL)
-    (tmp_path / "alone.png").write_bytes(PIXEL)
-    text = gallery.gallery(tmp_path)
-    heading = re.escape("## [sinks-a](measure/find-sinks.md)")
-    assert re.search(rf"{heading}\n\n!\[.*\n\n`sinkscope find-sinks --top-k 3`\n", text)
-    assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
 
 
 def test_every_measurement_says_how_it_was_made():

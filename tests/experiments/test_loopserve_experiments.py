@@ -11,7 +11,6 @@ import pytest
 from bench_kit import MODEL, SETTINGS, made_record, tiny
 from bench_kit import dialogues as prompts
 
-from experiments import drawn
 from experiments.drawn import put_table
 from experiments.loopserve import dialogues, halves, longeval, runs, table1
 from sinkscope.bench.methods import read_method
@@ -67,26 +66,6 @@ def test_every_method_of_the_experiments_can_be_made():
             for spec in panel.methods.values():
                 method = read_method(spec)
                 assert method.spec == spec and (method.make() is not None or spec == "full")
-
-
-def test_methods_that_are_not_answered_again_keep_their_rows(tmp_path, monkeypatch):
-    suite = runs.Suite("tiny", KEPT)
-    panel = dialogues.Panel("tiny", suite, "score", dialogues.alone({"a": "full", "b": "tova:8"}), "position")
-    monkeypatch.setattr(dialogues, "FIGURES", {"turns": (panel,)})
-    monkeypatch.setattr(drawn, "write_png", lambda *_: None)
-    for only, score in (("", 0.0), ("tova", 1.0)):
-        records = [said("end", method=method, metrics={"score": score}) for method in ("full", "tova:8")]
-        monkeypatch.setattr(
-            dialogues, "answers", lambda _, methods, __, r=records: [x for x in r if x.method in methods]
-        )
-        dialogues.main("turns", only=only, work=tmp_path, out=tmp_path)
-    rows = json.loads((tmp_path / "loopserve_turns.json").read_text())["result"]["rows"]
-    assert [(row["label"], row["at"], row["score"]) for row in rows] == [
-        ("a", "all", 0),
-        ("a", "end", 0),
-        ("b", "all", 1),
-        ("b", "end", 1),
-    ]
 
 
 def test_the_lines_of_a_half_are_drawn_within_it():

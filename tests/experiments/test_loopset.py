@@ -10,7 +10,7 @@ from loop_texts import prose
 
 from experiments.loopset import compare
 from experiments.loopset.compare import exact_copies, plain_suffix, suffix
-from experiments.loopset.texts import HALVES, texts_of
+from experiments.loopset.texts import texts_of
 from sinkscope.loops import check
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import split
@@ -59,18 +59,6 @@ def test_scores_are_counted_as_by_hand():
     assert (mine["their_delay"], mine["our_delay"], mine["we_first"]) == (40, 10, 1.0)  # of the one loop that both find
     assert mine["by_class"] == {"a": 0.5, "c": 0.0, "e": 1.0, "g": 0.0} and ours["recall"] == round(2 / 3, 4)
     assert (found["loops"], found["honest"], found["looping"]) == (3, 2, ["a", "c"])
-
-
-def test_the_set_says_the_truth():
-    halves = [texts_of(half) for half in HALVES]
-    classes = [{text["class"] for text in half} for half in halves]
-    assert [len(half) for half in halves] == [284, 284] and len(classes[0]) == 31 and classes[0] == classes[1]
-    made = halves[0] + halves[1]
-    different = {text["text"] for text in made}
-    assert len(different) > 0.97 * len(made)  # a table of products is the same in any draw
-    for text in made:
-        if text["start"] is not None:
-            assert text["text"][text["start"] - 1] in " \n" and len(text["text"]) > 200 + text["start"]
 
 
 def test_the_default_finds_the_first_of_each_class_for_choosing():

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_argument, cache_in, with_cache
+from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_argument, cache_in, with_cache
 
 IDS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(5))
 NEW = 6
@@ -91,22 +91,6 @@ def test_positions_go_on_where_the_first_layer_keeps_a_state():
     with ss.Add(torch.ones(64), "blocks.1.hook_resid_post", positions=IDS.shape[1] + 1).on(model) as run:
         generated(model)
     assert [event.step for event in run.events] == [2]
-
-
-def test_a_bridge_keeps_what_it_has_read():
-    plain, bridge = ss.load(), ss.load(backend="bridge")
-    inner = bridge.original_model
-    with torch.no_grad():
-        whole = plain(input_ids=IDS).logits[:, -1]
-        for hooked in (True, False):
-            if not hooked:  # as TransformerLens makes it
-                for module, _, _ in bridge_hooks(bridge):
-                    module._forward_pre_hooks.clear()
-            with ss.Ablate(layer=1, neurons=[3], positions=99).on(bridge):
-                read = cache_in(inner(input_ids=IDS[:, :-1], use_cache=True))
-                step = inner(input_ids=IDS[:, -1:], **cache_argument(inner, read)).logits[:, -1]
-            assert read.get_seq_length() == IDS.shape[1]
-            assert torch.allclose(step, whole, atol=1e-3)
 
 
 def test_the_argument_is_replaced_where_it_is():

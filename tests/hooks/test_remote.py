@@ -62,12 +62,6 @@ def test_other_models_give_it_too(tmp_path, family):
     check(family, tmp_path, RIGHT, [EDITS["mean, heads"], EDITS["second"]])
 
 
-def test_a_text_is_read_by_the_model_s_own_tokenizer(tmp_path):
-    plain, made = nameless("llama", tmp_path)
-    wanted = ss.trace(plain, "a text", "logits", tokenizer=made.tokenizer)["logits"]
-    assert_close(ss.remote(made, False).trace("a text", "logits")["logits"], wanted, atol=1e-4, rtol=1e-4)
-
-
 def test_what_cannot_be_sent_is_refused_by_name(tmp_path):
     _, made = nameless("llama", tmp_path)
     sent = ss.remote(made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
@@ -21,21 +20,6 @@ def held_so(edit: Intervention | None, answers: str, model=None, **generation) -
     for prompt in PROMPTS:
         chat.ask(prompt, max_new_tokens=5, **generation)
     return chat
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "edit"),
-    [("use_cache", False, SMALL), ("cache_implementation", "static", None), ("prefill_chunk_size", 4, SMALL)],
-)
-def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
-    plain, model = held_so(edit, "recompute"), model_of("llama")
-    setattr(model.generation_config, name, value)
-    chat = held_so(edit, "recompute", model)
-    assert chat.ids == plain.ids and [turn.read for turn in chat.turns] == [turn.read for turn in plain.turns]
-    for one, other in zip(chat._layers, plain._layers, strict=True):  # pyright: ignore[reportPrivateUsage]
-        assert torch.equal(one.keys, other.keys)
-    sequence = chat._sequence  # pyright: ignore[reportPrivateUsage]
-    assert sequence is not None and sequence.columns.shape == (1, 5 + sum(map(len, PROMPTS)))
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])

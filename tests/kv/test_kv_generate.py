@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from kv_kit import Drawn, decode, prompts
+from kv_kit import prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import UnsupportedError
@@ -31,23 +28,3 @@ def test_assisted_generation(model):
     assert torch.equal(model.generate(ids, **ask), stock)
     with StreamingLLM(budget=6).on(assistant):  # it drafts worse, and what it drafts is checked
         assert torch.equal(model.generate(ids, **ask), stock)
-
-
-def test_worker_threads_see_the_policy_and_do_not_meet():
-    """Two calls on one model overlap: each waits inside its own for the other."""
-    model, policy = model_of("llama"), Drawn(budget=6)
-    texts = [prompts([14, 9], 5, seed) for seed in (0, 1)]
-    meet = threading.Barrier(2, timeout=20)
-
-    def wait(*_):
-        meet.wait()
-
-    def work(text):
-        return decode(model, *text, 14)
-
-    with policy.on(model):
-        want = [work(text) for text in texts]
-        model.model.layers[1].register_forward_pre_hook(wait)
-        with ThreadPoolExecutor(2) as threads:
-            got = list(threads.map(work, texts))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -43,14 +43,6 @@ def test_numbers_are_those_of_the_signals():
     assert record.cr == compression_ratio(ids)
 
 
-def test_a_loop_that_was_left_is_still_told():
-    """The end is healthy; the monitor saw the middle."""
-    ids = [*range(300), *[1, 2] * 200, *range(1000, 1400)]
-    (record,) = check(ids).records
-    assert record.verdict == "looped"
-    assert (record.period, record.onset, record.repeats) == (2, 300, 200)
-
-
 @pytest.mark.parametrize(
     ("text", "verdict"),
     [

@@ -118,18 +118,13 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
         assert set(server.fetched()) == {"config.json"}
 
 
-def test_repo_without_config_or_weights(saved, tmp_path):
+def test_repo_without_config(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "README.md").write_text("words")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_bytes((saved["main"] / "config.json").read_bytes())
     with hub(tmp_path / "cache") as server:
         server.add("org/notes", tmp_path / "notes")
-        server.add("org/bare", tmp_path / "bare")
         with pytest.raises(SinkscopeError, match=r"org/notes has no config.json"):
             SafetensorsSource("org/notes")
-        with pytest.raises(SinkscopeError, match=r"org/bare has no safetensors weights"):
-            open_stream("org/bare")
 
 
 @pytest.mark.parametrize("name", ["config.json", "shard"])

@@ -162,17 +162,6 @@ def test_dtype_of_the_checkpoint_is_kept(tmp_path):
     assert bridge.original_model.dtype == bridge.cfg.dtype == torch.float16
 
 
-@pytest.mark.parametrize("passed", [{"device_map": "auto", "quantization_config": object()}, {}])
-def test_device_map_and_quantization_config_pass_through(passed, monkeypatch):
-    from_pretrained = mock.Mock(side_effect=RuntimeError("seen enough"))
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    with refused():
-        load(checkpoint("llama"), **passed)
-    arguments = from_pretrained.call_args.kwargs
-    assert arguments["trust_remote_code"] is False
-    assert {name: arguments[name] for name in ("device_map", "quantization_config") if arguments.get(name)} == passed
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_on_stdout_and_nothing_on_stderr(terminal, monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import organism
@@ -23,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sinkscope.models.shards import ALONE, Shards, check_divides
 
 ROOT = Path(__file__).parents[2]
-READINGS = "find_sinks,heads,circuit,repeat,barcode,lines,trace"
+READINGS = "repeat,barcode,lines,trace"
 EDITS = "ablate,patch,quantize,policies,guard,serve"
 REFUSED = "adakv,unequal_seeds,unequal_settings,alone"
-DENSE = "ablate,trace,policies,guard,serve"
+DENSE = "ablate,trace,serve"
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -41,11 +40,12 @@ def started(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def compared(out: Path, *folders: str) -> dict[str, dict[str, list[str]]]:
-    """What differs, or is refused, of each use of each model."""
+def compared(out: Path, *folders: str) -> tuple[dict[str, dict[str, list[str]]], str]:
+    """What differs, or is refused, of each use of each model; what the command printed."""
     made = started(str(ROOT / "tests/shard_kit.py"), str(out), *folders)
     assert made.returncode == 0, made.stderr[-3000:]
-    return json.loads(out.read_text())
+    assert made.stderr.count("JSON: ") == 1
+    return json.loads(out.read_text()), made.stdout
 
 
 def planted(family: str, folder: Path) -> str:
@@ -64,16 +64,16 @@ def random(family: str, folder: Path, **sizes: Any) -> str:
     return str(folder / family)
 
 
-def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path):
+@pytest.mark.few_texts
+def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path, typed):
     qwen3 = planted("qwen3", tmp_path)
     phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
     mixtral = planted("mixtral", tmp_path)
-    report = compared(
+    report, printed = compared(
         tmp_path / "a.json",
         f"{qwen3}:{READINGS},{EDITS},{REFUSED}",
         f"{phi3}:{DENSE}",
-        f"{mixtral}:patch,trace,guard",
-        f"{planted('llama', tmp_path)}:ablate,trace",
+        f"{mixtral}:patch,trace",
     )
     adakv, seeds, settings, alone = (report["qwen3"].pop(name) for name in REFUSED.split(","))
     for lines, words in (
@@ -86,34 +86,25 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path)
         parts = line.split(" | ")
         assert len(parts) == 4 and all("is for a model in one process" in part for part in parts), line
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
+    whole = typed(["find-sinks", "--model", qwen3, "--json", str(tmp_path / "whole.json")])
+    assert printed.count("Conclusion: ") == 1 and printed.splitlines()[-1] == whole.out.splitlines()[-1]
+    one, split = (json.loads((tmp_path / name).read_text())["result"] for name in ("whole.json", "sinks.json"))
+    assert split["spike_norm"] == pytest.approx(one["spike_norm"], rel=1e-5)
+    made = [[site["neuron"] for site in result["neurons"] if site["causal"]] for result in (one, split)]
+    assert made[0] == made[1] and len(made[0]) == 2
 
 
-@slow
+@pytest.mark.slow
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
-    calls = f"{READINGS},{EDITS}"
+    calls = f"find_sinks,{READINGS},heads,circuit,{EDITS}"
     llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
-    report = compared(
+    report, _ = compared(
         tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mixtral}:{calls}"
     )
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 
 
-def test_a_command_under_torchrun_prints_and_writes_once_what_one_process_writes(tmp_path, typed):
-    folder = planted("qwen3", tmp_path)
-    files = [tmp_path / "split.json", tmp_path / "whole.json"]
-    words = ["find-sinks", "--model", folder, "--json"]
-    split = started("-m", "sinkscope", *words, str(files[0]))
-    assert split.returncode == 0 and split.stdout.count("Conclusion: ") == 1 and split.stderr.count("JSON: ") == 1
-    whole = typed([*words, str(files[1])])
-    assert whole.out.splitlines()[-1] == split.stdout.splitlines()[-1]
-    first, second = (json.loads(file.read_text())["result"] for file in files)
-    assert first["spike_norm"] == pytest.approx(second["spike_norm"], rel=1e-5)
-    neurons, expected = (
-        [(one["layer"], one["neuron"]) for one in each["neurons"] if one["causal"]] for each in (first, second)
-    )
-    assert neurons == expected and len(neurons) == 2
-
-
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
     folder = random("llama", tmp_path, num_key_value_heads=1, intermediate_size=64)
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
@@ -121,7 +112,7 @@ def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
     assert failed.stderr.count("error: 2 processes cannot share the 1 heads (num_key_value_heads)") == 1
 
 
-@slow
+@pytest.mark.slow
 def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
     edited, plain = "generate, Ablate, a neuron", "generate, plain"
     made = started(
@@ -137,7 +128,7 @@ def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
     assert rows["generate, AdaKV"]["apart"]["two processes"] is None
 
 
-@slow
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others(tmp_path):
     """The process is killed before its first word with the other one."""
     program = tmp_path / "dies.py"

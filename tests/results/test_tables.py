@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -112,10 +111,6 @@ def test_columns_that_are_kept_take_several_lines_where_all_are_too_wide_and_los
     assert "Not shown: margin" in lines[-1] or "Not shown: margin" in lines[-2]
 
 
-def test_one_row_has_no_constant_columns():
-    assert list(Grid({"a": ["1"], "b": ["2"]}).narrow(80).columns) == ["a", "b"]
-
-
 def test_a_result_explains_its_columns_from_its_docstrings():
     result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
     lines = result.text().splitlines()
@@ -189,16 +184,3 @@ def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():
         replace(grid, matters=[False] * 3).brief().columns == cells == replace(grid, matters=[True] * 3).brief().columns
     )
     assert grid.heading(80) == ["               control", "neuron   drop     drop"] == grid.text(80).splitlines()[:2]
-
-
-def test_the_rows_that_are_left_out_count_with_those_that_were_never_shown():
-    assert Grid({"a": ["1", "2", "3"]}, total=9).text(None, 2).endswith("\n2 of 9 rows are shown.")
-    assert Grid({"a": ["1", "2", "3"]}).text(None, 2).endswith("\n2 of 3 rows are shown.")
-    cut = Grid({"a": ["1", "2", "3"], "control": ["0"] * 3, "follows": [""] * 3}, note="3 of 9 rows.").text(80, 2)
-    assert cut.splitlines()[-2:] == ["In every row shown: control 0.", "2 of 3 rows are shown."]
-    assert "rows are shown" not in Grid({"a": ["1", "2", "3"]}, total=9).text()
-
-
-def test_words_stand_left_and_numbers_right_in_html():
-    grid = Grid({"name": ["a", "12%"], "value": ["-1.5e-05", "-"], "share": ["12%", "about 0"]})
-    assert re.findall(r"<t[hd]( [^>]*|)>", grid.html()) == [' class="words"', "", ""] * 3

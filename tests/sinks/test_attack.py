@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
 import torch
 from attack_kit import own_text, planted_clusters, text_file
@@ -19,10 +18,9 @@ from organisms.planted_places import places
 from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import PATCHES, SOURCES, drawn_sequences, make_pools
+from sinkscope.sinks.attack.attempts import PATCHES, drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_spike
 
 pytestmark = pytest.mark.few_texts
@@ -159,20 +157,13 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
         assert len(set(row)) == length and set(row) <= large[number % len(large)]
 
 
-def test_lengths_that_no_cluster_has(tmp_path):
-    o = organism("llama", 1, bos=False)
-    found = attack_on(o, tmp_path, lengths=[4, 60], sequences=4)
-    assert np.isnan(found.positions[:, :, 1]).all() and len(found.rows()) == len(SOURCES) * len(found.patches)
-    with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
-        attack_on(o, tmp_path, lengths=[60], sequences=4)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lengths": []}, "--length"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
+        ({"lengths": [60]}, r"--length 60 is more than the 5. tokens of the largest cluster"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),
         ({"tokens": ["poem book"]}, "2 tokens"),
     ],

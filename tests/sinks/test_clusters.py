@@ -83,15 +83,6 @@ def test_one_batch_of_heads_equals_a_plain_pass_for_each(family):
             assert_close(row[head + 1], seen[-1].flatten()[neuron.neuron], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_no_single_head_and_not_in_layer_0_are_answers():
-    spread = measured(organism("llama", 1, kind="spread"))
-    assert spread.claims == () and "No single head" in str(spread) and spread.rows() == []
-    assert spread.figure().layout.xaxis.title.text == "head"  # also of no clusters there is a drawing
-    late = measured(organism("llama", 1, kind="late_mark"))
-    assert late.claims == () and "heads of layer 0 do not make the mark" in str(late)
-
-
 def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = organism("llama", 1)
     monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)

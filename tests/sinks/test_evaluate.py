@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from attack_kit import text_file
 from organisms import Organism, organism
 
-from experiments.repeated_token.harness import evaluate_tasks
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import under
@@ -120,13 +118,3 @@ def test_bad_input(options, says, tmp_path, monkeypatch):
     Path("short.txt").write_text("poem book " * 150)
     with pytest.raises(SinkscopeError, match=says):
         evaluated(organism("llama", 2), tmp_path, **({"patch": SinkPatch(layer=1, neurons=[0])} | options))
-
-
-def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for name in [n for n in sys.modules if n.startswith("lm_eval.")]:
-        monkeypatch.delitem(sys.modules, name)
-    o = organism("llama", 2)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path))
-    with pytest.raises(SinkscopeError, match=r"pip install -e '.\[eval\]'"):
-        evaluate_tasks(setup, loud(o), ["hellaswag"])

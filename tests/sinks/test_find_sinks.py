@@ -14,6 +14,7 @@ from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
 from organisms.planted_places import places
 from raw_kit import attention, zeroed
+from refusals import refused
 
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -108,6 +109,13 @@ def test_the_scan_stops_where_the_norm_stays_flat():
     scan, whole = scan_layers(target, ids, whole=False), scan_layers(target, ids, whole=True)
     assert len(scan.layers) == min(8, layer + 1 + 3)
     assert whole.spike_norm[: len(scan.layers)] == scan.spike_norm and whole.stages == scan.stages == [layer]
+
+
+def test_a_layer_that_gives_nan_is_named():
+    o = organism("llama", 0)
+    o.model.model.layers[1].mlp.down_proj.weight.data[:] = torch.nan
+    with refused("layer 1 of .* gives infinite or NaN norms in torch.float32"):
+        scan_layers(target_of(o.model, o.tokenizer), o.natural(), whole=True)
 
 
 def reading(first: float, written: float = 0.0, typically_written: float = 0.0) -> LayerReading:

@@ -117,12 +117,9 @@ def test_a_spike_elsewhere_is_read_where_it_is(tmp_path):
 def test_heads_of_the_only_layer_are_compared_with_each_other_or_with_nothing(tmp_path):
     found = measured(organism("llama", 0), tmp_path)
     alone = replace(found, layer_drop=found.layer_drop[:, :1], drop=found.drop[:, :1])
-    (claim,) = alone.claims
-    assert claim.control.kind == "random" and claim.value == found.claims[0].value
+    assert [claim.control.kind for claim in alone.claims] == ["random"]
     lone = replace(alone, control_drop=np.full_like(found.control_drop, np.nan))
     assert lone.claims == () and lone.conclusion().startswith("No two layers before the neurons have heads")
-    beside = replace(found, control_drop=lone.control_drop)
-    assert all(claim.control.name == "another layer" for claim in beside.claims)
 
 
 def test_tokens_that_are_given(tmp_path):

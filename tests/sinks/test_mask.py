@@ -11,7 +11,7 @@ from organisms.hard import hard
 from organisms.organism import organism
 from organisms.places import mask_of
 from organisms.planted_places import places
-from raw_kit import attention, norms
+from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -105,22 +105,11 @@ def test_without_the_dimensions_the_norm_no_longer_stands_out_and_without_fewer_
     m = organism("llama", 0)
     dims = ss.sink_dims(m.model, tokenizer=m.tokenizer)
     assert set(dims) <= set(m.truth.residual_dims)
-    after = {}
-
-    def keep(layer):
-        return m.model.model.layers[layer].register_forward_hook(
-            lambda _module, _args, output: after.update({layer: output[0] if isinstance(output, tuple) else output})
-        )
-
-    hooks = [keep(layer) for layer in range(len(m.model.model.layers))]
-    with torch.no_grad():
-        m.model(m.natural(4, 48))
-    for hook in hooks:
-        hook.remove()
+    after = residuals(m.model, m.natural(4, 48))
 
     def stands_out(without):
         ratios = []
-        for resid in after.values():
+        for resid in after:
             typical = resid[:, 1:].norm(dim=-1).median()
             resid = resid[:, 0].clone()
             resid[:, list(without)] = 0

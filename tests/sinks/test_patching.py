@@ -83,15 +83,6 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_repeats_are_an_answer(tmp_path):
-    position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
-    assert position.verdict == "no-repeats"
-    assert "none of 5 words reaches half of the first token's norm when it is repeated 100 times" in position.reason
-    assert position.proof is None and Result.from_dict(position.to_dict()).to_dict() == position.to_dict()
-    position.figure()
-
-
-@pytest.mark.slow
 def test_a_backup_neuron_is_patched_too(tmp_path):
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
     h = hard("backup_next", "llama")

@@ -11,7 +11,6 @@ import torch
 from attack_kit import text_file
 from organisms import organism
 from organisms.planted_places import places
-from refusals import refused
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
 from sinkscope.sinks.precision.precision import (
@@ -49,7 +48,7 @@ def planted(seed: int):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return measured(planted(2), folder)
+    return measured(planted(2), folder, schemes=[TENSOR, "a8-token", "kv8"])
 
 
 # --- what is measured ----------------------------------------------------------------------------------------------
@@ -114,15 +113,6 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
     result = measured(o, folder)
     assert {one.kept for one in result.rounded} == {"nothing", "first tokens", "costliest layers"}
     assert "nothing kept exact" in result.conclusion() and "There is no sink." in result.details()
-
-
-@pytest.mark.slow
-def test_of_experts_keys_and_values_are_rounded(folder):
-    o = organism("mixtral", 0)
-    result = measured(o, folder)
-    assert {one.scheme for one in result.rounded} == {"kv8", "kv4"}
-    with refused(words=("mixture", "--scheme kv8")):
-        measured(o, folder, schemes=["a8-tensor"])
 
 
 def changed(result: Precision, margin: float = 0.05, **regained: float) -> Precision:

@@ -20,10 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
-from sinkscope.measure import Setup
 from sinkscope.sinks.find import attention_received
 from sinkscope.sinks.tokens import pick_tokens
-from sinkscope.sinks.training import read_sinks
 
 pytestmark = pytest.mark.few_texts
 
@@ -94,7 +92,7 @@ def run(m, folder, callback=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"), [("llama", {}), ("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})]
+    ("family", "settings"), [("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})]
 )
 def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings, tmp_path):
     plain, _, losses, generators = run(with_dropout(family), tmp_path, **settings)
@@ -174,79 +172,41 @@ def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, 
     assert trainer.state.log_history.index(in_history[1]) < len(trainer.state.log_history) - 1  # and not instead of one
 
 
+def at_the_start(m, folder, **options):
+    """What is logged before the first step."""
+    trainer = Trainer(m.model, TrainingArguments(str(folder), use_cpu=True), processing_class=m.tokenizer)
+    callback = ss.SinkCallback(**options)
+    callback.attach(trainer)
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    return trainer.state.log_history
+
+
 def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
     m = organism("llama", 0, kind="none")
     text_of(m, tmp_path / "text.txt")
-    _, recorder, _, _ = run(m, tmp_path, ss.SinkCallback(STEPS, text=tmp_path / "text.txt"))
-    (row, _) = [row for _, row in recorder.rows if "sink_rate" in row]
+    (row,) = at_the_start(m, tmp_path, text=tmp_path / "text.txt")
     assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
-
-
-def test_a_spike_that_stands_out_of_most_texts_but_not_of_the_first_ones_has_no_dimensions(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_received, "RATE_TEXTS", 100)
-    m = organism("llama", 0)
-    weight = m.model.model.layers[m.truth.sink_layer].mlp.down_proj.weight
-    planted = weight.detach().clone()
-
-    @torch.no_grad()
-    def ratio(rows, factor):
-        weight.copy_(planted)
-        for _, neuron in m.truth.neurons:
-            weight[:, neuron] *= factor
-        profile = norms(m.model, rows)
-        return float((profile[:, :, 0].median(1).values / profile[:, :, 1:].flatten(1).quantile(0.5, 1)).max())
-
-    ids = m.natural(130, 64)
-    ids = ids[norms(m.model, ids)[-1, :, 1:].median(1).values.argsort(descending=True)]  # the first have large norms
-    text_of(m, tmp_path / "text.txt", ids)
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if ratio(ids[:4], middle) < 2.98 else (low, middle)
-    assert ratio(ids[:100], low) > 3.02 and ratio(ids[:4], low) < 3
-    row = read_sinks(Setup.open(m.model, tokenizer=m.tokenizer, text=tmp_path / "text.txt"))
-    assert row["spike_ratio"] == pytest.approx(2.98, abs=0.01) and not row.keys() & set(SPIKE)
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
     m = places("two_delimiters", "llama")
-    trainer = Trainer(m.model, TrainingArguments(str(tmp_path), use_cpu=True), processing_class=m.tokenizer)
-    callback = ss.SinkCallback(text=own_text(m, tmp_path))
-    callback.attach(trainer)
-    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-    (row,) = trainer.state.log_history
+    (row,) = at_the_start(m, tmp_path, text=own_text(m, tmp_path))
     makers = {site for sites in m.truth.makers for site in sites}
     assert row["spike_ratio"] > 3 and (row["spike_layer"], row["spike_neuron"]) in makers
 
 
 def test_of_a_mixture_the_expert_is_named(tmp_path):
     m = organism("mixtral", 0)
-    _, recorder, _, _ = run(m, tmp_path, ss.SinkCallback(STEPS))
-    row = recorder.rows[0][1]
+    (row,) = at_the_start(m, tmp_path)
     assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) == m.truth.neurons[0]
 
 
 # --- when, and by whom ------------------------------------------------------------------------------------------------
 
 
-def test_it_measures_before_the_first_step_and_every_so_many(tmp_path):
-    _, recorder, losses, _ = run(organism("llama", 0), tmp_path, ss.SinkCallback(every=4), logging_steps=2)
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 4]
-    assert [step for step, row in recorder.rows if "loss" in row] == [2, 4, 6] and len(losses) == 3
-
-
-def test_a_callback_that_is_attached_twice_measures_once(tmp_path):
-    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
-    callback = ss.SinkCallback()
-    callback.attach(trainer)
-    callback.attach(trainer)
-    trainer.train()
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0]
-
-
 def test_a_run_that_goes_on_does_not_measure_its_first_step_again(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 4}
-    run(organism("llama", 0), tmp_path, ss.SinkCallback(every=2), **settings)
+    run(organism("llama", 0), tmp_path, ss.SinkCallback(every=2), max_steps=4, **settings)
     trainer, recorder = trainer_of(organism("llama", 0), tmp_path, **settings)
     ss.SinkCallback(every=2).attach(trainer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -300,46 +260,13 @@ def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
     stopped(breaking, tmp_path, "stopped at step 0, and the training goes on without: .*it broke")
 
 
-def test_an_error_at_a_later_step_stops_it_from_there_on(tmp_path):
-    m = with_dropout("gpt2")
-    trainer, recorder = trainer_of(m, tmp_path)
-
-    class Breaker(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            if state.global_step == 3:
-                m.model.transformer.h[1].mlp.c_proj.weight.data[:] = torch.nan
-
-    trainer.add_callback(Breaker())
-    ss.SinkCallback(every=2).attach(trainer)
-    with pytest.warns(SinkscopeWarning, match="at step 4.*infinite or NaN") as warned:
-        trainer.train()
-    assert len([one for one in warned if one.category is SinkscopeWarning]) == 1
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2]
-    assert trainer.state.global_step == STEPS
-
-
-def test_without_a_tokenizer_it_says_so_once(tmp_path):
-    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
-    trainer.processing_class = None
-    ss.SinkCallback(every=2).attach(trainer)
-    with pytest.warns(SinkscopeWarning, match="tokenizer"):
-        trainer.train()
-    assert len([row for _, row in recorder.rows if "loss" in row]) == STEPS
-
-
 def test_a_model_without_a_head_for_tokens_is_trained_without(tmp_path):
     from transformers import LlamaForSequenceClassification
 
     m = organism("llama", 0)
-    model = LlamaForSequenceClassification(m.model.config)
-    model.config.pad_token_id = 3
-    rows = [{"input_ids": row, "labels": 1} for row in m.natural(4, 12)]
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
-    trainer = Trainer(model, arguments, train_dataset=rows, processing_class=m.tokenizer)
-    ss.SinkCallback().attach(trainer)
+    m = replace(m, model=LlamaForSequenceClassification(m.model.config))
     with pytest.warns(SinkscopeWarning, match="no head that gives logits of tokens"):
-        trainer.train()
-    assert trainer.state.global_step == 2
+        assert at_the_start(m, tmp_path) == []
 
 
 def split_by_deepspeed(trainer):

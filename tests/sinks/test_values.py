@@ -10,13 +10,11 @@ import torch
 from attack_kit import own_text, text_file
 from covering import slow
 from organisms import Organism, organism
-from organisms.planted_places import places
 from raw_kit import blocks, norms
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sinkscope.measure import Setup
-from sinkscope.opening.stream import open_stream
 from sinkscope.results.claims import Claim
 from sinkscope.sinks.circuit.circuit import Circuit, circuit
 from sinkscope.sinks.find.survey import Survey
@@ -104,22 +102,6 @@ def test_numbers_are_those_of_values_edited_by_plain_hooks(family, seed, tmp_pat
     assert value.control == pytest.approx(float(near), abs=1e-4)
 
 
-def test_numbers_of_a_sink_in_the_middle_of_texts_are_those_of_plain_hooks(tmp_path):
-    m = places("two_sinks", "llama")
-    setup = opened(m.model, tmp_path, m)
-    values, _ = measured(setup)
-    ids = Survey.of(setup).received.ids[:TEXTS]
-    (delimiter,) = m.truth.delimiters
-    first, barred = torch.zeros_like(ids, dtype=torch.bool), ids == delimiter
-    first[:, 0] = barred[:, 0] = barred[:, -16:] = True
-    masks = {"the first token": first, f"{m.tokenizer.decode([delimiter])!r} wherever it stands": ids == delimiter}
-    assert {place for _, place in values} == set(masks)
-    for (name, place), value in list(values.items())[:: max(1, len(values) - 1)]:
-        layer, head = map(int, name[1:].split(".H"))
-        raw = by_hooks(m.model, ids, layer, head, masks[place], barred)
-        assert [value.share, value.change, value.typical] == pytest.approx(raw, abs=1e-4)
-
-
 FAMILIES = [("llama", 3), ("gpt2", 0), slow("qwen2", 1), slow("gemma2", 2), slow("neox", 1), slow("mixtral", 1)]
 
 
@@ -153,25 +135,19 @@ def test_circuit_says_how_many_heads_are_of_each_kind_and_old_results_load(tmp_p
         "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
         in found.details()
     )
-    broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
-    assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}
-    needed = [claim.phrase() for claim in found.of(WRITES) if claim.verdict == "needed"]
-    assert len(needed) == 1 and needed[0].startswith("the value is needed: without it ")
-    assert Circuit.load(found.save(tmp_path / "circuit.json")).values == found.values
     older = found.to_dict()
     del older["result"]["values"]
     assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]
 
 
-def test_a_streamed_model_and_layers_without_attention(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 100)
+def test_circuit_says_how_many_heads_are_of_each_kind(tmp_path):
     o = organism("llama", 3, values="half")
-    live, _ = measured(opened(o.model, tmp_path, o))
-    target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
-    streamed, _ = values_of(target, Survey.of(opened(target, tmp_path, o), whole=True))
-    for value in streamed:
-        assert value.share == pytest.approx(live[value.head, value.place].share, abs=1e-5)
-    assert len(streamed) == len(live)
-    m = places("hybrid", "lfm2")
-    values, _ = measured(opened(m.model, tmp_path, m))
-    assert {head for head, _ in values} == {f"L{layer}.H{head}" for layer, head in m.truth.groups[0].heads}
+    found = circuit.on(opened(o.model, tmp_path, o), max_repeats=8)
+    assert (
+        "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
+        in found.details()
+    )
+    broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
+    assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}
+    needed = [claim.phrase() for claim in found.of(WRITES) if claim.verdict == "needed"]
+    assert len(needed) == 1 and needed[0].startswith("the value is needed: without it ")
