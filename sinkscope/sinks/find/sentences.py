@@ -112,7 +112,13 @@ def spike_sentences(spike: Spike) -> str:
     said = f"{where}: about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})."
     if not spike.claims:
         return f"{said} Of it, {NOTHING} ({spike.search})."
-    return f"{said} For it, {'; '.join(claim.phrase() for claim in spike.claims[:SAID])}."
+    parts: list[str] = []
+    for claim in spike.claims[:SAID]:
+        part = claim.phrase()
+        if claim.role == "serves":
+            part = f"at {claim.place}, {part}"
+        parts.append(part)
+    return f"{said} For it, {'; '.join(parts)}."
 
 
 def left_over(left: LeftOver, what: str) -> list[str]:
