@@ -96,7 +96,8 @@ class Claim:
     All values are shares of one unit, so that 1 is all of the effect and 0 nothing.
 
     Attributes:
-        role: What the subject is thought to do: "makes", "serves", "adds", "marks", "carries", "repeats".
+        role: What the subject is thought to do: "makes", "serves", "adds", "depends", "marks", "carries",
+            "repeats".
         subject: What was edited.
         outcome: What was read.
         place: Words for the place, or what else identifies it.

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .build import KINDS, Build, HardTruth, kinds
 from .noise import NORM
 from .organism import mixed
-from .plant import MARK
+from .plant import MARK, unit
 from .tokens import BOS, N_SPECIAL, tokenizer_for
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
@@ -285,6 +285,28 @@ def _two_classes(b: Build) -> HardTruth:
         b.write((gate, b.full(b.at, feature)), b.way, size, neuron=neuron)
     b.measure_on(whole)
     return sink(b, b.way, bos=False)
+
+
+@_alone("llama", count=1, layers=(8, 8), at=1)
+def _dependent(b: Build) -> HardTruth:
+    """Heads of layer 2 that read the first token's spike write at all later tokens, and the neuron that makes the spike
+    of a delimiter needs that beside the embedding.
+    """
+    where = b.flag(b.delimiter)
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    layer, ratio = b.views.layers[2], b.plan.n_heads // b.plan.n_kv
+    carrying = b.read([2], b.way)
+    value = unit(b.way, b.surgeon.seen(layer.attn_norm))
+    for _, head in carrying:
+        layer.v[head // ratio, 0] = value
+        layer.o[head] = 0.0
+        layer.o[head, 0] = MARK / len(carrying) * b.space.clean
+    gate, _ = b.surgeon.on(3, b.feature, where)
+    rows = gate, unit(b.space.clean, b.surgeon.mlp_input(3, where))
+    two = b.write(rows, b.side, layer=3, neuron=b.spare[0], where=where)
+    reading = b.read(range(4, b.plan.n_layers), b.side, where=where)
+    return HardTruth(True, True, "spike", b.at, (frozenset({one}), frozenset({two})), reading=reading)
 
 
 def calm(b: Build, marked: bool = False):

@@ -16,6 +16,7 @@ from conclusion_kit import check_size
 from covering import covering, slow
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, UNSEEN, HardModel, hard
+from organisms.planted_places import places
 from raw_kit import attention, norms, zeroed
 
 from sinkscope.errors import SinkscopeError
@@ -280,3 +281,24 @@ def test_neurons_that_serve_different_tokens_are_told_apart(seed, tmp_path):
     assert result.sink is not None
     for group in result.sink.groups:
         assert {neuron.site for neuron in group.needs} == both
+
+
+@pytest.mark.parametrize(("name", "depends"), [("dependent", True), ("two_sinks", False)])
+def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
+    h: Any = hard(name, "llama", 0) if depends else places(name, "llama")
+    text = own_text(h, tmp_path, 30)
+    result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, max_repeats=8)
+    claims = [claim for claim in result.claims if claim.role == "depends"]
+    first, other = result.spikes
+    assert first.set is not None and other.set is not None
+    rows = torch.tensor(h.tokenizer(Path(text).read_text())["input_ids"][: 16 * 40]).view(16, 40)
+    rows[:, 0] = h.tokenizer.bos_token_id
+    there = norms(h.model, rows)[-1] > 10 * norms(h.model, rows)[-1].median()
+    there[:, 0] = False
+    assert there.sum() >= 3
+    intact = norms(h.model, rows)[-1][there]
+    with zeroed(h.model, first.set.edit_sites):
+        gone = norms(h.model, rows)[-1][there] < 0.2 * intact
+    assert gone.all() if depends else not gone.any()
+    assert [claim.subject for claim in claims] == ([first.set.neurons] if depends else [])
+    assert all(claim.place == other.place.words and claim.value < 0.2 for claim in claims)

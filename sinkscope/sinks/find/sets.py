@@ -351,3 +351,22 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
         return FoundSet()
     later = [head for head in heads if head[0] > scan.layer]
     return _SpikeSearch(scan, later, place, seed).search(verify_neurons(scan, top_k, seed))
+
+
+def dependence(scan: LayerScan, place: str, seed: int, others: Sequence[Neurons]) -> tuple[Claim, ...]:
+    """What is left of a spike without neurons that make spikes elsewhere, for those without which most of it is gone.
+
+    Args:
+        scan: The model at the places of the spike.
+        place: The words for these places.
+        seed: Seed of the random neurons.
+        others: The neurons of each other spike.
+    """
+    search = _SpikeSearch(scan, (), place, seed)
+    needed: list[Neurons] = []
+    for neurons in others:
+        layer = search.last_layer(neurons)
+        if layer <= search.ends[1] and float(search.left([neurons], layer).mean()) <= 1 - NEEDED:
+            needed.append(neurons)
+    claims = search.claims(needed, tuple(chain(*others)), "depends")
+    return tuple(claim for claim in claims if claim.verdict == "needed")
