@@ -134,7 +134,8 @@ class Claim:
         gaps = [contrast.value - self.value for contrast in self.contrasts]
         if min(gaps) - slack >= NEEDED:
             return "needed"
-        if -max(gaps) - slack >= NEEDED:
+        there = any(contrast.kind == "intact" and contrast.value >= NEEDED for contrast in self.contrasts)
+        if -max(gaps) - slack >= NEEDED and not there:  # more than an intact model has already is no sign of that
             return "sufficient"
         if min(abs(gap) for gap in gaps) <= NOTHING:
             return "not shown"

@@ -112,18 +112,16 @@ def spike_sentences(spike: Spike) -> str:
     said = f"{where}: about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})."
     if not spike.claims:
         return f"{said} Of it, {NOTHING} ({spike.search})."
-    own = [claim for claim in spike.claims if claim.role != "depends"]
     parts: list[str] = []
-    for claim in own[:SAID]:
-        part = claim.phrase()
-        if claim.role == "serves":
-            part = f"at {claim.place}, {part}"
-        parts.append(part)
-    said = f"{said} For it, {'; '.join(parts)}."
-    for claim in spike.claims:
+    elsewhere = ""
+    for number, claim in enumerate(spike.claims):
         if claim.role == "depends":
-            said += f" It depends on another spike: of what makes that, {claim.phrase()}."
-    return said
+            elsewhere += f" It depends on another spike: of what makes that, {claim.phrase()}."
+        elif claim.role == "serves":
+            parts.append(f"at {claim.place}, {claim.phrase()}")
+        elif number < SAID:
+            parts.append(claim.phrase())
+    return f"{said} For it, {'; '.join(parts)}.{elsewhere}"
 
 
 def left_over(left: LeftOver, what: str) -> list[str]:
