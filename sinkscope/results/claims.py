@@ -94,7 +94,8 @@ class Claim:
     All values are shares of one unit, so that 1 is all of the effect and 0 nothing.
 
     Attributes:
-        role: What the subject is thought to do: "makes", "adds", "marks", "carries", "repeats".
+        role: What the subject is thought to do: "makes", "serves", "adds", "depends", "marks", "carries",
+            "repeats".
         subject: What was edited.
         outcome: What was read.
         place: Words for the place, or what else identifies it.
@@ -126,7 +127,8 @@ class Claim:
         gaps = [contrast.value - self.value for contrast in self.contrasts]
         if min(gaps) - slack >= NEEDED:
             return "needed"
-        if -max(gaps) - slack >= NEEDED:
+        there = any(contrast.kind == "intact" and contrast.value >= NEEDED for contrast in self.contrasts)
+        if -max(gaps) - slack >= NEEDED and not there:  # more than an intact model has already is no sign of that
             return "sufficient"
         if min(abs(gap) for gap in gaps) <= NOTHING:
             return "not shown"

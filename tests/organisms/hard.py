@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .build import KINDS, Build, HardTruth, kinds
 from .noise import NORM
 from .organism import mixed
-from .tokens import BOS, tokenizer_for
+from .plant import MARK, unit
+from .tokens import BOS, N_SPECIAL, tokenizer_for
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
@@ -62,8 +63,11 @@ HARD: dict[str, tuple[str, ...]] = {}
 """Every kind of hard model, and the families that it is built in."""
 UNSEEN: dict[str, tuple[str, ...]] = {}
 """Kinds with other texts, other windows, or other neurons for repeated tokens."""
+ALONE: dict[str, tuple[str, ...]] = {}
+"""Kinds with a test of their own."""
 _kind = kinds(HARD)
 _unseen = kinds(UNSEEN)
+_alone = kinds(ALONE)
 
 
 def spike(b: Build) -> HardTruth:
@@ -264,6 +268,45 @@ def _other_neurons(b: Build) -> HardTruth:
     b.measure_on(rows)
     b.fire(b.feature, b.way, size)
     return sink(b, b.way, repeated=(repeated,))
+
+
+@_alone("llama", count=2, marked=1.0)
+def _two_classes(b: Build) -> HardTruth:
+    """Tokens are of two classes, and each of two neurons makes the spike of one class where it stands first."""
+    b.mark()
+    size, whole = b.surgeon.size(b.at), b.tokens
+    for number, (feature, neuron) in enumerate(zip((b.feature, b.side), b.plan.neurons, strict=True)):
+        members = torch.arange(N_SPECIAL, b.plan.vocab_size)[number::2]
+        b.views.embed[members] += MARK * feature / b.plan.embed_scale
+        rows = whole.clone()
+        rows[:, 0] = members[: len(rows)]
+        b.measure_on(rows)
+        gate, _ = b.surgeon.on(b.at, b.space.mark)
+        b.write((gate, b.full(b.at, feature)), b.way, size, neuron=neuron)
+    b.measure_on(whole)
+    return sink(b, b.way, bos=False)
+
+
+@_alone("llama", count=1, layers=(8, 8), at=1)
+def _dependent(b: Build) -> HardTruth:
+    """Heads of layer 2 that read the first token's spike write at all later tokens, and the neuron that makes the spike
+    of a delimiter needs that beside the embedding.
+    """
+    where = b.flag(b.delimiter)
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    layer, ratio = b.views.layers[2], b.plan.n_heads // b.plan.n_kv
+    carrying = b.read([2], b.way)
+    value = unit(b.way, b.surgeon.seen(layer.attn_norm))
+    for _, head in carrying:
+        layer.v[head // ratio, 0] = value
+        layer.o[head] = 0.0
+        layer.o[head, 0] = MARK / len(carrying) * b.space.clean
+    gate, _ = b.surgeon.on(3, b.feature, where)
+    rows = gate, unit(b.space.clean, b.surgeon.mlp_input(3, where))
+    two = b.write(rows, b.side, layer=3, neuron=b.spare[0], where=where)
+    reading = b.read(range(4, b.plan.n_layers), b.side, where=where)
+    return HardTruth(True, True, "spike", b.at, (frozenset({one}), frozenset({two})), reading=reading)
 
 
 def calm(b: Build, marked: bool = False):

@@ -48,6 +48,12 @@ def test_nothing_is_needed_for_what_is_not_there(reference):
     assert claim(0.0, 1.0, reference).verdict == "not shown"
 
 
+def test_a_part_without_which_there_is_more_is_not_enough():
+    """The norm that later neurons read is divided by what this one writes, so without it they write more."""
+    assert claim(576.0, 1.0, 1.0).verdict == "undecided"
+    assert claim(0.9, 0.0, 0.1).verdict == "sufficient"  # an intact model without it
+
+
 def test_copies_of_a_token_that_has_the_spike_at_once_do_not_suffice():
     copies = Claim(
         "repeats", (Tokens("copies", 9),), Outcome("norm"), "'a'", 1.0,

@@ -16,7 +16,8 @@ from conclusion_kit import check_size
 from covering import covering, slow
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, UNSEEN, HardModel, hard
-from raw_kit import attention, norms
+from organisms.planted_places import places
+from raw_kit import attention, norms, zeroed
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
@@ -254,3 +255,50 @@ def test_four_ordinary_models_have_neither(tmp_path):
 @pytest.mark.slow
 def test_a_hundred_ordinary_models_have_neither(tmp_path):
     nothing_in(100, (4, 5, 6, 7, 8), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_neurons_that_serve_different_tokens_are_told_apart(seed, tmp_path):
+    h = hard("two_classes", "llama", seed)
+    text = own_text(h, tmp_path, 40)
+    result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, bos=False, max_repeats=8)
+    (both,) = h.truth.sets
+    assert result.minimal is not None and {neuron.site for neuron in result.minimal.neurons} == both
+    serving = [claim for claim in result.claims if claim.role == "serves" and claim.place.startswith("the first token")]
+    assert {claim.subject[0].site for claim in serving} == both
+    sink = h.truth.sink_layer
+    for claim in serving:
+        assert claim.verdict == "needed"
+        tokens = h.tokenizer.convert_tokens_to_ids(re.findall("'(.+?)'", claim.place))
+        first = torch.tensor(tokens)[:, None]
+        assert len(tokens) >= 3
+        intact = norms(h.model, first)[sink, :, 0]
+        for site in both:
+            with zeroed(h.model, (site,)):
+                kept = norms(h.model, first)[sink, :, 0] / intact
+            assert (kept < 0.2).all() if claim.subject[0].site == site else (kept > 0.8).all()
+    # A head that reads the spike needs both, also if the first texts that it is read in need the same one.
+    assert result.sink is not None
+    for group in result.sink.groups:
+        assert {neuron.site for neuron in group.needs} == both
+
+
+@pytest.mark.parametrize(("name", "depends"), [("dependent", True), ("two_sinks", False)])
+def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
+    h: Any = hard(name, "llama", 0) if depends else places(name, "llama")
+    text = own_text(h, tmp_path, 30)
+    result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, max_repeats=8)
+    claims = [claim for claim in result.claims if claim.role == "depends"]
+    first, other = result.spikes
+    assert first.set is not None and other.set is not None
+    rows = torch.tensor(h.tokenizer(Path(text).read_text())["input_ids"][: 16 * 40]).view(16, 40)
+    rows[:, 0] = h.tokenizer.bos_token_id
+    there = norms(h.model, rows)[-1] > 10 * norms(h.model, rows)[-1].median()
+    there[:, 0] = False
+    assert there.sum() >= 3
+    intact = norms(h.model, rows)[-1][there]
+    with zeroed(h.model, first.set.edit_sites):
+        gone = norms(h.model, rows)[-1][there] < 0.2 * intact
+    assert gone.all() if depends else not gone.any()
+    assert [claim.subject for claim in claims] == ([first.set.neurons] if depends else [])
+    assert all(claim.place == other.place.words and claim.value < 0.2 for claim in claims)

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.measure import Setup
 from sinkscope.sinks.find import attention_received
 from sinkscope.sinks.tokens import pick_tokens
 

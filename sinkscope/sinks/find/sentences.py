@@ -112,7 +112,16 @@ def spike_sentences(spike: Spike) -> str:
     said = f"{where}: about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})."
     if not spike.claims:
         return f"{said} Of it, {NOTHING} ({spike.search})."
-    return f"{said} For it, {'; '.join(claim.phrase() for claim in spike.claims[:SAID])}."
+    parts: list[str] = []
+    elsewhere = ""
+    for number, claim in enumerate(spike.claims):
+        if claim.role == "depends":
+            elsewhere += f" It depends on another spike: of what makes that, {claim.phrase()}."
+        elif claim.role == "serves":
+            parts.append(f"at {claim.place}, {claim.phrase()}")
+        elif number < SAID:
+            parts.append(claim.phrase())
+    return f"{said} For it, {'; '.join(parts)}.{elsewhere}"
 
 
 def left_over(left: LeftOver, what: str) -> list[str]:

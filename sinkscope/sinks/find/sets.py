@@ -5,23 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 from einops import reduce
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Claims, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, Search
+from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
-from sinkscope.sinks.find.places import SPIKE_RATIO
+from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO
 from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
@@ -34,7 +35,8 @@ BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
 ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
-NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
+NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone, or which need one neuron alone
+LEAST_SERVED = 2  # texts that need a neuron alone, from which on it serves their tokens
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,19 @@ class FoundSet:
     """The smallest set that removes a spike, the candidates with those that the search added, and how many there were.
 
     The set is None if no set that was tried removes the spike.
+
+    Attributes:
+        minimal: The set.
+        neurons: The candidates.
+        tried: How many there were.
+        served: For each neuron of the set, the tokens at which the spike needs it alone. Empty unless nearly every
+            text needs one neuron alone, and not all the same.
     """
 
     minimal: CausalSet | None = None
     neurons: Candidates = ()
     tried: int = 0
+    served: tuple[frozenset[int], ...] = ()
 
     @property
     def set(self) -> Neurons:
@@ -189,9 +199,25 @@ class _SpikeSearch:
             )
         if min(here, last) <= found.control:
             return None
-        alone = [(one,) for one in chosen] if len(chosen) > 1 else []
-        claims = self.claims([chosen], excluded, "makes") + self.claims(alone, chosen, "makes alone")
+        claims = self.claims([chosen], excluded, "makes")
+        if len(chosen) > 1:
+            alone, served = [(one,) for one in chosen], self.served(chosen)
+            role = "makes alone" if served is None else "serves"
+            claims += self.claims(alone, chosen, role, served)
         return replace(found, claims=claims)
+
+    def served(self, chosen: Neurons) -> Bool[Tensor, "neuron text"] | None:
+        """The texts that need each of several neurons alone; None unless nearly all need one, and not all the same."""
+        lost = self.left([(one,) for one in chosen], self.last_layer(chosen)) <= 1 - NEEDED
+        needing = lost & (lost.sum(0) == 1)
+        if float(needing.any(0).float().mean()) < NEARLY_ALL or int(needing.sum(1).min()) < LEAST_SERVED:
+            return None
+        return needing
+
+    def tokens(self, texts: Bool[Tensor, " text"]) -> list[int]:
+        """The tokens at the places of some texts, the most common first."""
+        tokens, counts = self.scan.ids[texts, self.scan.at[texts]].unique(return_counts=True)
+        return tokens[counts.argsort(descending=True, stable=True)].tolist()
 
     def readers(self, chosen: Neurons, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
         """The heads, if each loses half of its attention without a set.
@@ -211,23 +237,49 @@ class _SpikeSearch:
         claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
         return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.scan.ids)))
 
-    def claims(self, sets: Sequence[Neurons], excluded: Neurons, role: str) -> Claims:
+    def last_layer(self, neurons: Iterable[Neuron]) -> int:
+        """The layer after which a spike is read without neurons: before the last of them, it says nothing about it."""
+        return max(self.scan.layer, *(neuron.layer for neuron in neurons))
+
+    def left(self, sets: Sequence[Neurons], layer: int) -> Float[Tensor, "set text"]:
+        """What is left of the spike after a layer without each of some sets."""
+        along = self.read(sets)[1] / self.asked[()][1]
+        return along[..., layer].clamp(min=0)
+
+    def claims(
+        self,
+        sets: Sequence[Neurons],
+        excluded: Neurons,
+        role: str,
+        served: Bool[Tensor, "set text"] | None = None,
+    ) -> Claims:
         """What is left of the spike without each of some sets, beside random ones; all are asked about in one walk.
 
-        It is read after the last of all neurons of these sets: before it, it says nothing about them.
+        Args:
+            sets: The sets.
+            excluded: Neurons that are not drawn.
+            role: What the sets do.
+            served: The texts that each claim is about; the others are a contrast. None: all.
         """
         if not sets:
             return ()
         beside: list[list[Neurons]] = []
         for neurons in sets:
             beside.append([neurons, *random_sets(self.scan.target, neurons, excluded, self.seed)])
-        layer = max(self.scan.layer, *(neuron.layer for neuron in chain(*sets)))
-        along = self.read(list(chain(*beside)))[1] / self.asked[()][1]
+        layer = self.last_layer(chain(*sets))
+        lefts = self.left(list(chain(*beside)), layer).split(len(beside[0]))
         outcome = Outcome("spike", layers=(layer,))
         claims: list[Claim] = []
-        for neurons, left in zip(sets, along[..., layer].clamp(min=0).split(len(beside[0])), strict=True):
-            contrasts = [INTACT, by_chance(neurons, left[1:].mean(1))]
-            claims.append(claim_of(role, neurons, outcome, self.place, left[0], contrasts, self.search_so_far))
+        for number, (neurons, left) in enumerate(zip(sets, lefts, strict=True)):
+            place, contrasts = self.place, [INTACT]
+            if served is not None:
+                here, others = served[number], left[0, ~served[number]]
+                names = [repr(self.scan.target.tokenizer.decode([token])) for token in self.tokens(here)]
+                place = f"{place} (where that is {word_list(names, COMMON)})"
+                contrasts.append(Contrast("other", float(others.mean()), len(others), "other tokens"))
+                left = left[:, here]
+            contrasts.append(by_chance(neurons, left[1:].mean(1)))
+            claims.append(claim_of(role, neurons, outcome, place, left[0], contrasts, self.search_so_far))
         return tuple(claims)
 
     def with_backups(self, candidates: dict[Neuron, Candidate]) -> Neurons | None:
@@ -270,7 +322,9 @@ class _SpikeSearch:
         if best is None:
             return FoundSet(None, tuple(neurons), tried)
         added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
-        found = FoundSet(best, (*neurons, *added), tried)
+        served = self.served(best.neurons) if len(best.neurons) > 1 else None
+        tokens = () if served is None else tuple(frozenset(self.tokens(texts)) for texts in served)
+        found = FoundSet(best, (*neurons, *added), tried, tokens)
         adding = tuple(neuron.address for neuron in found.adding)
         claims = self.claims([(neuron,) for neuron in adding], adding, "adds")
         return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
@@ -295,3 +349,22 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
         return FoundSet()
     later = [head for head in heads if head[0] > scan.layer]
     return _SpikeSearch(scan, later, place, seed).search(verify_neurons(scan, top_k, seed))
+
+
+def dependence(scan: LayerScan, place: str, seed: int, others: Sequence[Neurons]) -> Claims:
+    """What is left of a spike without neurons that make spikes elsewhere, for those without which most of it is gone.
+
+    Args:
+        scan: The model at the places of the spike.
+        place: The words for these places.
+        seed: Seed of the random neurons.
+        others: The neurons of each other spike.
+    """
+    search = _SpikeSearch(scan, (), place, seed)
+    needed: list[Neurons] = []
+    for neurons in others:
+        layer = search.last_layer(neurons)
+        if layer <= search.ends[1] and float(search.left([neurons], layer).mean()) <= 1 - NEEDED:
+            needed.append(neurons)
+    claims = search.claims(needed, tuple(chain(*others)), "depends")
+    return tuple(claim for claim in claims if claim.verdict == "needed")

@@ -92,10 +92,17 @@ def _readers(
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
     number = READER_TEXTS
-    length = max(READER_LENGTH, int(at[:READER_TEXTS].max()) + READER_LENGTH // 3)
     if received.ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
-        number, length = 1, received.ids.shape[1]
-    rows, at = rows[:number], at[:number]
+        number = 1
+    chosen: list[int] = []
+    tokens = received.ids[rows, at].tolist()
+    for served in standing[0].found.served if len(standing) == 1 else ():  # each of its neurons has a text
+        chosen += [text for text, token in enumerate(tokens) if token in served][:number]
+    chosen = chosen or list(range(len(tokens)))[:number]
+    rows, at = rows[chosen], at[chosen]
+    length = max(READER_LENGTH, int(at.max()) + READER_LENGTH // 3)
+    if received.ids.shape[1] > SHORT:
+        length = received.ids.shape[1]
     ids, there = received.ids[rows, :length], place.there(received.ids)[rows, :length]
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from sinkscope.sinks.find.layer_scan import STEP_SHARE, LayerScan
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.places import Place, stands_out
 from sinkscope.sinks.find.records import Candidate, Candidates, Spike
-from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set
+from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set, dependence
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
@@ -61,8 +61,18 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
             if scan.spike_layers:
                 found = causal_set(scan, place.words, setup.seed, survey.readers(place), top_k)
                 made.append(MadeSpike(scan, found, _spike(scan, place, found)))
-        setup.memory[key] = made
+        setup.memory[key] = [_with_dependence(setup, one, made) for one in made]
     return setup.memory[key]
+
+
+def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) -> MadeSpike:
+    """A spike, and whether it needs the neurons of another one."""
+    own = {*spike.found.set}
+    others = [other.found.set for other in made if other.found.set and own.isdisjoint(other.found.set)]
+    if not spike.scan.stages or not others:
+        return spike
+    claims = dependence(spike.scan, spike.spike.place.words, setup.seed, others)
+    return replace(spike, spike=replace(spike.spike, claims=(*spike.spike.claims, *claims)))
 
 
 def sink_spike(setup: Setup) -> MadeSpike | None:
