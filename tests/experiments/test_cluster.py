@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,15 @@ def check(out: Path):
     for row in rows:
         truth = organism(row.scan, 2).truth
         assert row.neurons == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
+
+
+@pytest.mark.slow
+def test_a_killed_process_takes_no_other_model_with_it(tmp_path):
+    words = [sys.executable, "-m", "experiments.cluster.killed", str(tmp_path), "--models", "3"]
+    subprocess.run([*words, "--executors", "processes"], cwd=ROOT, check=True)
+    (row,) = json.loads((tmp_path / "scan_killed.json").read_text())["result"]["rows"]
+    assert row["killed"] == 1 and row["failed"] == row["failed_again"] == []
+    assert row["equal"] == row["files"] > 3
 
 
 @pytest.mark.slow

@@ -270,6 +270,7 @@ ELSEWHERE = {  # name -> the test that runs it
     "loopguard.figure4": "test_loopguard_experiments.py",
     "loopguard.outcome": "test_loopguard_remedies.py",
     "bench_shards": "test_shards.py",
+    "cluster.killed": "test_cluster.py",
     "cluster.on_ray": "test_cluster.py",
     "cluster.on_submitit": "test_cluster.py",
     "make_two_hops": "test_needle.py",
