@@ -36,6 +36,7 @@ from sinkscope.sinks.attack.attempts import (
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.patch.patches import Patches
 from sinkscope.sinks.tokens import vocabulary
 
 Cells = Float[np.ndarray, "patch context length source"]
@@ -228,7 +229,7 @@ def attack(
         )
     if absence or not pools:
         sequences = 0
-    patches = attack_patches(setup) if sequences else {NONE: None}
+    patches: Patches = attack_patches(setup) if sequences else {NONE: None}
     table = np.full((len(COLUMNS), len(patches), len(contexts), len(lengths), len(SOURCES)), np.nan)
     attempts = None
     if sequences and made is not None:
