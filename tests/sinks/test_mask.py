@@ -131,7 +131,7 @@ def test_a_folder_is_read_layer_by_layer(tmp_path):
         (torch.rand(2, 8), None, "whole|integer"),
         (torch.zeros(2, 3, 4, dtype=torch.long), None, "batch pos"),
         (torch.full((1, 4), 10**6), None, "1000000"),
-        (torch.full((2, 8), 9), torch.ones(2, 7), r"\(2, 7\) beside \(2, 8\)"),
+        (torch.full((2, 8), 9), torch.ones(2, 7), r"\(2, 7\) for token ids of shape \(2, 8\)"),
         (torch.full((2, 8), 9), torch.zeros(2, 8), "a real token in every row"),
         (torch.full((1, 5000), 9), None, "the longest row has 5000 tokens"),
         (None, None, "no tokens"),
