@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.base import Event
+from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.outputs import is_plain, split
 
@@ -39,6 +41,54 @@ class WatchedRow:
         self.monitor = self._new_monitor()
         for token in self.tokens:
             self.monitor.update(token, 0.0)
+
+
+class GuardedRow(WatchedRow):
+    """A row under a guard, since its last prompt.
+
+    Args:
+        monitor: Makes its monitor.
+        prompt: Number of real tokens before its first generated token.
+        prompt_ids: The ids of the latest of them that are known.
+
+    Attributes:
+        steering: How it is steered since it looped.
+        waiting: Step of an alarm inside a word, whose end it waits for.
+    """
+
+    def __init__(self, monitor: Callable[[], Monitor], prompt: int, prompt_ids: list[int]) -> None:
+        super().__init__(monitor)
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.steering: Steering | None = None
+        self.waiting: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens."""
+        return self.prompt + len(self.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """Its latest ids, up to the newest."""
+        return self.prompt_ids + self.tokens
+
+
+@dataclass(eq=False)
+class GuardedRows:
+    """The rows that share a cache, since their last prompt.
+
+    Attributes:
+        rows: The rows.
+        seen: Number of tokens in the cache after the last call.
+        ends: Ids that end a row.
+        count: Number of generated tokens of each row, with those after its end.
+    """
+
+    rows: list[GuardedRow]
+    seen: int
+    ends: Collection[int]
+    count: int = 0
 
 
 def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[[], Monitor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,11 +21,11 @@ from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.policy import Anchored, anchors_of
 from sinkscope.kv.session import Session
 from sinkscope.kv.streaming_llm import StreamingLLM
-from sinkscope.loops.guard.detect import WatchedRow, largest_probability, monitors, push
+from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import LONGEST, Words, words_of
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of, interval_phrase
 
@@ -191,54 +191,6 @@ def in_words(event: Event) -> str:
     new = count_of(data["generated"], "new token")
     answer = f"kept {data['kept_count']} of {cached} and took {back} back"
     return f"After {new} the guard found {alarm}. It {answer} ({data['rung']}: {data['why']})."
-
-
-class GuardedRow(WatchedRow):
-    """A row under a guard, since its last prompt.
-
-    Args:
-        monitor: Makes its monitor.
-        prompt: Number of real tokens before its first generated token.
-        prompt_ids: The ids of the latest of them that are known.
-
-    Attributes:
-        steering: How it is steered since it looped.
-        waiting: Step of an alarm inside a word, whose end it waits for.
-    """
-
-    def __init__(self, monitor: Callable[[], Monitor], prompt: int, prompt_ids: list[int]) -> None:
-        super().__init__(monitor)
-        self.prompt = prompt
-        self.prompt_ids = prompt_ids
-        self.steering: Steering | None = None
-        self.waiting: int | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of its tokens."""
-        return self.prompt + len(self.tokens)
-
-    @property
-    def ids(self) -> list[int]:
-        """Its latest ids, up to the newest."""
-        return self.prompt_ids + self.tokens
-
-
-@dataclass(eq=False)
-class GuardedRows:
-    """The rows that share a cache, since their last prompt.
-
-    Attributes:
-        rows: The rows.
-        seen: Number of tokens in the cache after the last call.
-        ends: Ids that end a row.
-        count: Number of generated tokens of each row, with those after its end.
-    """
-
-    rows: list[GuardedRow]
-    seen: int
-    ends: Collection[int]
-    count: int = 0
 
 
 @dataclass(eq=False)
