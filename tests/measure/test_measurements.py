@@ -43,6 +43,7 @@ MARKUP = "<img src=x onerror=alert(1)>"
 LESS = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "circuit": {"max_repeats": 16, "texts": 1},
+    "patch_make": {"max_repeats": 100},
     "attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
 
