@@ -186,7 +186,7 @@ def _unforeseen(error: BaseException) -> str:
 
         drop(sys.stdout)
         return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
-    if world_size() > 1 and "closed by peer" in str(error):
+    if world_size() > 1 and "by peer" in str(error):
         return "another process that torchrun started has ended: torchrun says which below"
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"

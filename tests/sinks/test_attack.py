@@ -55,9 +55,9 @@ def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
         assert found.positions[0, found.contexts.index("BOS"), 0, CLUSTER] == 0
 
 
-def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
-    o = organism("llama", 0)
-    found, layer = attack_on(o, tmp_path), o.truth.sink_layer
+def test_rates_are_counts_of_norms_of_plain_passes():
+    o = organism("neox", 2)
+    found, layer = attack_once("neox", 2), o.truth.sink_layer
     assert layer is not None and found.contexts == ("BOS", "no BOS")
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
     rows = drawn_sequences([torch.tensor(ordinary)], 8, 24, 0)
