@@ -175,3 +175,9 @@ def test_a_huge_column_is_no_false_alarm():
     torch.nn.init.constant_(mlp.down_proj.weight[:, 0], 3e4)
     torch.nn.init.zeros_(mlp.up_proj.weight[0])
     assert probe(target_of(model)).problem is None
+
+
+def test_a_last_layer_that_reaches_no_logit_is_found():
+    model = tiny_model("llama")[0]
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert "does not change the logits" in (probe(target_of(model)).problem or "")

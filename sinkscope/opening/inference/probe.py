@@ -14,7 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
 from sinkscope.models.passes.positions import check_positions
-from sinkscope.models.passes.short import begins_at, token_ids
+from sinkscope.models.passes.short import begins_at, reaches_logits
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.proof import attention_errors
@@ -69,7 +69,8 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
             middle, last = target.n_layers // 2, target.n_layers - 1
             if target.adapter.from_any_layer and not begins_at(target, middle, last):
                 raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
-            target.forward(token_ids(target, 3), unembed=True)
+            if not reaches_logits(target):
+                raise UnsupportedError("what the last layer gives does not change the logits")
             if target.kind != "hf":  # a plain model was checked where it was opened
                 check_positions(target)
         else:
