@@ -202,3 +202,11 @@ def test_short_texts_and_other_models_are_refused():
     for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
         with pytest.raises(UnsupportedError, match="are not offered"):
             lines(other, [ids_of(40)], tokenizer=tokenizer)
+
+
+def test_ids_need_no_tokenizer_and_texts_do():
+    model = tiny_model("llama")[0]
+    assert getattr(model, "tokenizer", None) is None
+    assert lines(model, [ids_of(40), ids_of(24, 1)], layers=[0]).tokens == (40, 24)
+    with pytest.raises(SinkscopeError, match="carries no tokenizer"):
+        lines(model, ["a text"], layers=[0])
