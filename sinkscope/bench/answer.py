@@ -164,10 +164,12 @@ class CacheCounts(Intervention):
 
     Attributes:
         held: `[row]` for each call: mean over layers and kv heads.
+        cached: The same of all tokens that are kept, of which a policy may show only a part.
     """
 
     def __init__(self) -> None:
         self.held: list[Float[Tensor, " row"]] = []
+        self.cached: list[Float[Tensor, " row"]] = []
 
     def enter(self, run: Run, key: int) -> None:
         """Read sinkscope's own cache after every call."""
@@ -176,8 +178,14 @@ class CacheCounts(Intervention):
         session.after_call(lambda moment: self._note(moment.layers))
 
     def _note(self, layers: Sequence[Any]) -> None:
-        held = torch.stack([layer.slots - layer.holes() for layer in layers])
-        self.held.append(held.float().mean(0).cpu())
+        held: list[Tensor] = []
+        cached: list[Tensor] = []
+        for layer in layers:
+            whole = layer.aside or layer
+            held.append(layer.slots - layer.holes())
+            cached.append(whole.slots - whole.holes() + layer.seen - whole.seen)
+        self.held.append(torch.stack(held).float().mean(0).cpu())
+        self.cached.append(torch.stack(cached).float().mean(0).cpu())
 
 
 Logits = Float[Tensor, "row vocab"]
@@ -251,7 +259,7 @@ def answer_rows(
         if edit is not None:
             held = torch.stack(counts.held)[:length, row]
             read = held[1:].tolist()
-            cached_peak = float(held.max())
+            cached_peak = float(torch.stack(counts.cached)[:length, row].max())
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())

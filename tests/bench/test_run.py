@@ -48,6 +48,12 @@ def test_answers_are_those_of_generate_after_right_answers():
         assert full.settings["part"] == prompt.part and full.ended == "cap"
 
 
+def test_a_policy_that_shows_a_part_of_the_cache_keeps_the_whole():
+    for record in run(["loopserve-d:16:first=0"]):
+        length = record.metrics["prompt_tokens"] or 0
+        assert record.metrics["cached_peak"] == length + 5 and (record.metrics["read"] or 0) < length
+
+
 @pytest.mark.parametrize("method", ["h2o:16", "loopguard:48", "sampling"])
 def test_neighbours_in_a_batch_change_nothing(method):
     one, three = untimed(run([method])), untimed(run([method], batch_size=3))
