@@ -90,8 +90,8 @@ class CommandLine(click.Group):
 
 def _is_misspelt(args: list[str]) -> bool:
     """Whether the word after a command, and no file, is nearly that of another: `bench tabel`."""
-    longer = [words for words in commands() if words.startswith(f"{args[0]} ")]
-    return bool(get_close_matches(" ".join(args[:2]), longer, 1, ALIKE)) and not Path(args[-1]).exists()
+    seconds = [words.removeprefix(f"{args[0]} ") for words in commands() if words.startswith(f"{args[0]} ")]
+    return bool(get_close_matches("".join(args[1:2]), seconds, 1, ALIKE)) and not Path(args[-1]).exists()
 
 
 def command_line() -> click.Group:

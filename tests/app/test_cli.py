@@ -195,6 +195,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ("find-sink", "No such command 'find-sink': did you mean find-sinks? (see sinkscope --help)"),
         ("patch", "No such command 'patch': did you mean patch make?"),
         ("patch mak --out x", "No such command 'patch mak': did you mean patch make?"),
+        ("scan a b", "several models need a folder for their folders: give --out DIR"),
         ("bench tabel runs", "No such command 'bench tabel': did you mean bench table?"),
         ("xyz", "No such command 'xyz' (see"),
         ("find-sinks --modle x", "No such option '--modle': did you mean --model? (see sinkscope find-sinks --help)"),
