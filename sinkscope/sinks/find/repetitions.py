@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -112,10 +111,10 @@ def repetition_spike(
     copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
     rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
     layer = max(scan.layer, *(neuron.layer for neuron in neurons))
-    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
+    there = scan.elsewhere(rows, torch.tensor([copies]), layer)  # edits go on from what entered their layer
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
-    trials = [Trial(rows, [neurons, *drawn] if neurons else [], **reading)]
-    trials.append(Trial(torch.cat(beside), [], **reading))
+    trials = [there.trial([neurons, *drawn] if neurons else [], upto=layer)]
+    trials.append(Trial(torch.cat(beside), [], at=copies, upto=layer, without=scan.shared_dims))
     edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
     outcome, intact = Outcome("norm", layers=(layer,)), edited[0]
     heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]
@@ -131,5 +130,5 @@ def repetition_spike(
     result = replace(result, same=same)
     if same.verdict == "needed" or by_copies.verdict != "sufficient":
         return result
-    own = causal_set(scan.elsewhere(rows, torch.tensor([copies]), layer), by_copies.place, setup.seed)
+    own = causal_set(there, by_copies.place, setup.seed)
     return replace(result, set=own.minimal, candidates=own.members)
