@@ -44,7 +44,7 @@ def figure_of(
     *,
     width: int,
     height: int,
-    legend: float = -0.27,
+    legend: float | dict[str, Any] = -0.27,
     bottom: int = 110,
     top: int = 90,
     **more: Any,
@@ -59,7 +59,7 @@ def figure_of(
         title: Title of a figure without a result; it is escaped here.
         width: Width in pixels.
         height: Height in pixels.
-        legend: Vertical position of the legend below the panels.
+        legend: Vertical position of the legend below the panels, or plotly's options for the legend.
         bottom: Margin in pixels for axis titles and legend.
         top: Margin in pixels for the titles.
         more: Further options of plotly's `update_layout`.
@@ -71,7 +71,7 @@ def figure_of(
     top += LINE_OF_TITLE * max(0, len(lines) - 2)
     text = "<br>".join(html.escape(line) for line in lines)
     place = {"x": 0.01, "xanchor": "left", "y": 1 - 16 / height, "yanchor": "top"}
-    below = {"orientation": "h", "y": legend, "x": 0.5, "xanchor": "center", "yanchor": "top"}
+    below = {"orientation": "h", "y": -0.27, "x": 0.5, "xanchor": "center", "yanchor": "top"}
     fig.update_layout(
         template="plotly_white",
         width=width,
@@ -79,7 +79,7 @@ def figure_of(
         font={"size": 13},
         margin={"l": 70, "r": 20, "t": top, "b": bottom},
         title={"text": text, "font": {"size": 15}, **place},
-        legend=below,
+        legend=below | (legend if isinstance(legend, dict) else {"y": legend}),
     )
     for bar in fig.select_traces({"type": "bar"}):
         bar.marker.line = {"width": _edges(bar), "color": bar.marker.color}
