@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.gallery import figure_of
 from experiments.script import run
 from sinkscope.files.envelope import known_kinds
 from sinkscope.results.result import Result
@@ -64,3 +65,10 @@ def test_a_saved_result_is_drawn_by_a_program_that_imports_no_more_than_results(
     sinks = next(file for file in FIGURES if file.stem == "find_sinks")
     made = subprocess.run([sys.executable, "-c", script, sinks], capture_output=True, text=True, check=True)
     assert int(made.stdout) == len(Result.load(sinks).figure().data) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("picture", [file.with_suffix(".png") for file in FIGURES], ids=lambda picture: picture.stem)
+def test_a_picture_is_drawn_from_the_json_beside_it(picture):
+    if picture.exists():
+        assert figure_of(picture).to_plotly_json()["data"]
