@@ -110,6 +110,15 @@ def sizes(target: Target) -> tuple[int, int, int]:
     return heads, target.n_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def drawn(target: Target, n: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values of a layer."""
+    heads, kv_heads, width = sizes(target)
+    made = {"device": target.device, "dtype": getattr(torch, dtype)}
+    query = torch.randn(heads, n, width, **made)
+    key, value = (torch.randn(kv_heads, n, width, **made) for _ in range(2))
+    return query, key, value
+
+
 def same(target: Target, dtype: str) -> Row:
     """Largest difference from PyTorch's attention under the same mask, over the largest output."""
     heads, _, width = sizes(target)
@@ -125,11 +134,8 @@ def same(target: Target, dtype: str) -> Row:
 @torch.no_grad()
 def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> Row:
     """One layer on random lines, over dense attention."""
-    heads, kv_heads, width = sizes(target)
-    made = {"device": target.device, "dtype": getattr(torch, dtype)}
-    query = torch.randn(heads, n, width, **made)
-    key, value = (torch.randn(kv_heads, n, width, **made) for _ in range(2))
-    along = partial(sparse_attention, query, key, value, scattered(heads, n, density, target.device))
+    query, key, value = drawn(target, n, dtype)
+    along = partial(sparse_attention, query, key, value, scattered(len(query), n, density, target.device))
     work = along()[1]
     pairs = pairs_of(partial(dense, query, key, value), along, rounds, partial(clock, target.device))
     return {"n": n, "density": density, **said(work), **faster(pairs)}
@@ -138,11 +144,8 @@ def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> 
 @torch.no_grad()
 def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Row:
     """One layer on columns and lone lines, over dense attention, and FlexAttention on the same lines."""
-    heads, kv_heads, width = sizes(target)
-    made = {"device": target.device, "dtype": getattr(torch, dtype)}
-    query = torch.randn(heads, n, width, **made)
-    key, value = (torch.randn(kv_heads, n, width, **made) for _ in range(2))
-    lines = columns_and_lone(heads, n, min(COLUMNS, n // 8), min(lone, n // 2), target.device)
+    query, key, value = drawn(target, n, dtype)
+    lines = columns_and_lone(len(query), n, min(COLUMNS, n // 8), min(lone, n // 2), target.device)
     along = partial(sparse_attention, query, key, value, lines, dense_above=torch.inf)
     now = partial(clock, target.device)
     output, work = along()
@@ -155,10 +158,10 @@ def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Ro
     if target.device.type == "cuda":
         attend = torch.compile(flex_attention)
     masked = partial(
-        create_block_mask, is_seen, None, heads, n, n, device=target.device, _compile=target.device.type == "cuda"
+        create_block_mask, is_seen, None, len(query), n, n, device=target.device, _compile=target.device.type == "cuda"
     )
     mask = masked()
-    flex = partial(attend, query[None], key[None], value[None], block_mask=mask, enable_gqa=heads != kv_heads)
+    flex = partial(attend, query[None], key[None], value[None], block_mask=mask, enable_gqa=len(query) != len(key))
     flexed = pairs_of(partial(dense, query, key, value), flex, rounds, now)
     difference = (flex()[0] - output).float().abs().max() / output.float().abs().max()
     mask_seconds, _ = seconds_of(masked, now)

@@ -199,12 +199,7 @@ class _SpikeSearch:
             )
         if min(here, last) <= found.control:
             return None
-        claims = self.claims([chosen], excluded, "makes")
-        if len(chosen) > 1:
-            alone, served = [(one,) for one in chosen], self.served(chosen)
-            role = "makes alone" if served is None else "serves"
-            claims += self.claims(alone, chosen, role, served)
-        return replace(found, claims=claims)
+        return replace(found, claims=self.claims([chosen], excluded, "makes"))
 
     def served(self, chosen: Neurons) -> Bool[Tensor, "neuron text"] | None:
         """The texts that need each of several neurons alone; None unless nearly all need one, and not all the same."""
@@ -322,12 +317,17 @@ class _SpikeSearch:
         if best is None:
             return FoundSet(None, tuple(neurons), tried)
         added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
-        served = self.served(best.neurons) if len(best.neurons) > 1 else None
-        tokens = () if served is None else tuple(frozenset(self.tokens(texts)) for texts in served)
+        claims, tokens = best.claims, ()
+        if len(best.neurons) > 1:
+            alone, served = [(one,) for one in best.neurons], self.served(best.neurons)
+            role = "makes alone"
+            if served is not None:
+                role, tokens = "serves", tuple(frozenset(self.tokens(texts)) for texts in served)
+            claims += self.claims(alone, best.neurons, role, served)
         found = FoundSet(best, (*neurons, *added), tried, tokens)
         adding = tuple(neuron.address for neuron in found.adding)
-        claims = self.claims([(neuron,) for neuron in adding], adding, "adds")
-        return replace(found, minimal=replace(best, claims=(*best.claims, *claims)))
+        claims += self.claims([(neuron,) for neuron in adding], adding, "adds")
+        return replace(found, minimal=replace(best, claims=claims))
 
 
 def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
@@ -361,6 +361,7 @@ def dependence(scan: LayerScan, place: str, seed: int, others: Sequence[Neurons]
         others: The neurons of each other spike.
     """
     search = _SpikeSearch(scan, (), place, seed)
+    search.ask(others)  # in one walk
     needed: list[Neurons] = []
     for neurons in others:
         layer = search.last_layer(neurons)

@@ -91,18 +91,17 @@ def _readers(
             return (known.readers,)
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
-    number = READER_TEXTS
-    if received.ids.shape[1] > SHORT:  # a sink of long texts shows in the whole text only
-        number = 1
+    whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
+    number = 1 if whole else READER_TEXTS
     chosen: list[int] = []
     tokens = received.ids[rows, at].tolist()
     for served in standing[0].found.served if len(standing) == 1 else ():  # each of its neurons has a text
         chosen += [text for text, token in enumerate(tokens) if token in served][:number]
     chosen = chosen or list(range(len(tokens)))[:number]
     rows, at = rows[chosen], at[chosen]
-    length = max(READER_LENGTH, int(at.max()) + READER_LENGTH // 3)
-    if received.ids.shape[1] > SHORT:
-        length = received.ids.shape[1]
+    length = received.ids.shape[1]
+    if not whole:
+        length = max(READER_LENGTH, int(at.max()) + READER_LENGTH // 3)
     ids, there = received.ids[rows, :length], place.there(received.ids)[rows, :length]
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
