@@ -32,7 +32,7 @@ from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.find.spikes import sink_spike, without_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, tokens_of_text, vocabulary
 
@@ -286,15 +286,15 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
-    words = vocabulary(setup.target, tokens)
-    if not tokens:
+    if tokens:
+        words = vocabulary(setup.target, tokens)
+    else:
         words = sample_tokens(tokens_of_text(setup), count, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     made = sink_spike(setup)
     if made is None:
-        absence = f"No MLP makes a norm spike, so a mark cannot be read; {instead_of_spike(setup)}."
-        return MarkingHeads(sink_layer=None, absence=absence)
+        return MarkingHeads(sink_layer=None, absence=without_spike(setup, "a mark cannot be read"))
     scan, place = made.scan, made.spike.place
     most = max([neuron.contribution_norm for neuron in made.neurons], default=0.0)
     large = [neuron for neuron in made.neurons if neuron.contribution_norm >= NEEDED * most]

@@ -19,12 +19,17 @@ from organisms.hard import HARD, UNSEEN, HardModel, hard
 from organisms.planted_places import places
 from raw_kit import attention, norms, zeroed
 
+import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.find.records import Sink
+from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, Sink
+from sinkscope.sinks.find.repetitions import repetition_spike
 from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.find.sentences import spike_sentences
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import repeat
@@ -302,3 +307,16 @@ def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
     assert gone.all() if depends else not gone.any()
     assert [claim.subject for claim in claims] == ([first.set.neurons] if depends else [])
     assert all(claim.place == other.place.words and claim.value < 0.2 for claim in claims)
+    if depends:  # also where nothing at its own place was found to make it
+        said = spike_sentences(replace(other, claims=tuple(claims)))
+        assert "Of it, nothing that was removed takes it away" in said and "It depends on another spike" in said
+
+
+def test_copies_make_a_spike_that_no_neurons_are_known_of():
+    setup = Setup.open(ss.load())
+    made = sink_spike(setup)
+    assert made is not None
+    token = setup.tokenizer.encode(" the", add_special_tokens=False)[-1]
+    needed = RepeatsNeeded((RepeatedToken("the", token, 300),), 300.0, 0, 400)
+    found = repetition_spike(setup, made.scan, needed, [setup.bos or 0], ())
+    assert found is not None and found.same is None and found.by_copies.verdict == "sufficient"

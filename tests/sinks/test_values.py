@@ -135,19 +135,11 @@ def test_circuit_says_how_many_heads_are_of_each_kind_and_old_results_load(tmp_p
         "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
         in found.details()
     )
-    older = found.to_dict()
-    del older["result"]["values"]
-    assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]
-
-
-def test_circuit_says_how_many_heads_are_of_each_kind(tmp_path):
-    o = organism("llama", 3, values="half")
-    found = circuit.on(opened(o.model, tmp_path, o), max_repeats=8)
-    assert (
-        "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
-        in found.details()
-    )
     broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
     assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}
     needed = [claim.phrase() for claim in found.of(WRITES) if claim.verdict == "needed"]
     assert len(needed) == 1 and needed[0].startswith("the value is needed: without it ")
+    assert Circuit.load(found.save(tmp_path / "circuit.json")).values == found.values
+    older = found.to_dict()
+    del older["result"]["values"]
+    assert Circuit.from_dict(older).details() == [line for line in found.details() if "(nop)" not in line]

@@ -35,7 +35,7 @@ from sinkscope.sinks.attack.attempts import (
 )
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
-from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.find.spikes import sink_spike, without_spike
 from sinkscope.sinks.patch.patches import Patches
 from sinkscope.sinks.tokens import vocabulary
 
@@ -211,7 +211,7 @@ def attack(
     made = sink_spike(setup)
     absence = None
     if made is None:
-        absence = f"No MLP makes a norm spike, so there are no sink neurons to attack; {instead_of_spike(setup)}."
+        absence = without_spike(setup, "there are no sink neurons to attack")
     elif not made.spike.place.is_first:
         absence = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
     ordinary = vocabulary(target, tokens)

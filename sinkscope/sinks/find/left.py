@@ -95,7 +95,7 @@ def beside(
     for layer in filter(setup.target.has_attention, range(depth + 1)):
         if layer not in whole:
             pool += [head for head in heads_of(setup.target, layer) if head not in barred]
-    size = max(1, len(swapped))
+    size = len(swapped)
     if size <= len(pool):
         generator = draws(setup.seed, f"heads beside {swapped}")
         edits: list[Parts] = []

@@ -106,7 +106,7 @@ class Spike:
             norm.
         by_mlp: Whether MLPs make it.
         set: The smallest set of neurons found whose ablation removes the spike. None if none was found.
-        claims: Of its makers.
+        claims: Of its makers, and of those of other spikes without which this one is gone (role "depends").
         search: What was searched.
         margin: Two standard errors of the ratio over texts; None for too few texts.
     """
@@ -123,6 +123,11 @@ class Spike:
     claims: Claims
     search: Search
     margin: float | None = None
+
+    @property
+    def made_by(self) -> Claims:
+        """The claims of its makers."""
+        return tuple(claim for claim in self.claims if claim.role != "depends")
 
     @property
     def makers(self) -> Parts:

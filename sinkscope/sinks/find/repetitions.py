@@ -110,7 +110,7 @@ def repetition_spike(
     token, before = found[0]
     copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
     rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
-    layer = max(scan.layer, *(neuron.layer for neuron in neurons))
+    layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     there = scan.elsewhere(rows, torch.tensor([copies]), layer)  # edits go on from what entered their layer
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
     trials = [there.trial([neurons, *drawn] if neurons else [], upto=layer)]

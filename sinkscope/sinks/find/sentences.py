@@ -91,9 +91,9 @@ def need(group: Readers, named: int = NAMED[0], *, brief: bool = False) -> str:
 
 def spike_clause(spike: Spike, named: int = NAMED[0]) -> str:
     """What makes a spike, with what is left without it and the control."""
-    if not spike.claims:
+    if not spike.made_by:
         return f"the norm at {spike.place.words} is {spike.ratio:.0f} times the typical one; {NOTHING} ({spike.search})"
-    return f"the spike at {spike.place.words}: {spike.claims[0].phrase(named)}"
+    return f"the spike at {spike.place.words}: {spike.made_by[0].phrase(named)}"
 
 
 def layers_read(read: int, n_layers: int, dims: Sequence[int]) -> str:
@@ -110,18 +110,17 @@ def spike_sentences(spike: Spike) -> str:
     runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
     where = f"The norm at {spike.place.words} is a spike after {word_list(runs)}"
     said = f"{where}: about {spike.ratio:.0f} times the typical norm at its largest (elsewhere {spike.usual:.1f})."
-    if not spike.claims:
-        return f"{said} Of it, {NOTHING} ({spike.search})."
     parts: list[str] = []
-    elsewhere = ""
-    for number, claim in enumerate(spike.claims):
-        if claim.role == "depends":
-            elsewhere += f" It depends on another spike: of what makes that, {claim.phrase()}."
-        elif claim.role == "serves":
+    for number, claim in enumerate(spike.made_by):
+        if claim.role == "serves":
             parts.append(f"at {claim.place}, {claim.phrase()}")
         elif number < SAID:
             parts.append(claim.phrase())
-    return f"{said} For it, {'; '.join(parts)}.{elsewhere}"
+    said += f" For it, {'; '.join(parts)}." if parts else f" Of it, {NOTHING} ({spike.search})."
+    for claim in spike.claims:
+        if claim.role == "depends":
+            said += f" It depends on another spike: of what makes that, {claim.phrase()}."
+    return said
 
 
 def left_over(left: LeftOver, what: str) -> list[str]:

@@ -22,7 +22,7 @@ from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
-from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO
+from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO, by_count
 from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
@@ -211,8 +211,7 @@ class _SpikeSearch:
 
     def tokens(self, texts: Bool[Tensor, " text"]) -> list[int]:
         """The tokens at the places of some texts, the most common first."""
-        tokens, counts = self.scan.ids[texts, self.scan.at[texts]].unique(return_counts=True)
-        return tokens[counts.argsort(descending=True, stable=True)].tolist()
+        return [token for token, _ in by_count(self.scan.ids[texts, self.scan.at[texts]])]
 
     def readers(self, chosen: Neurons, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
         """The heads, if each loses half of its attention without a set.
@@ -361,11 +360,11 @@ def dependence(scan: LayerScan, place: str, seed: int, others: Sequence[Neurons]
         others: The neurons of each other spike.
     """
     search = _SpikeSearch(scan, (), place, seed)
-    search.ask(others)  # in one walk
+    near = [neurons for neurons in others if search.last_layer(neurons) <= search.ends[1]]
+    search.ask(near)  # in one walk
     needed: list[Neurons] = []
-    for neurons in others:
-        layer = search.last_layer(neurons)
-        if layer <= search.ends[1] and float(search.left([neurons], layer).mean()) <= 1 - NEEDED:
+    for neurons in near:
+        if float(search.left([neurons], search.last_layer(neurons)).mean()) <= 1 - NEEDED:
             needed.append(neurons)
     claims = search.claims(needed, tuple(chain(*others)), "depends")
     return tuple(claim for claim in claims if claim.verdict == "needed")

@@ -16,6 +16,7 @@ from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
+from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, Neurons, one_by_one
@@ -85,7 +86,8 @@ def _readers(
     setup: Setup, survey: Survey, place: Place, heads: Heads, standing: Sequence[MadeSpike]
 ) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
-    known = standing[0].found.minimal if len(standing) == 1 else None
+    made = standing[0].found if len(standing) == 1 else FoundSet()
+    known = made.minimal
     if known is not None and known.readers is not None and len(known.readers.heads) == len(heads):
         if len(known.neurons) == 1:  # of several, each head may need another one
             return (known.readers,)
@@ -95,7 +97,7 @@ def _readers(
     number = 1 if whole else READER_TEXTS
     chosen: list[int] = []
     tokens = received.ids[rows, at].tolist()
-    for served in standing[0].found.served if len(standing) == 1 else ():  # each of its neurons has a text
+    for served in made.served:  # each of its neurons has a text
         chosen += [text for text, token in enumerate(tokens) if token in served][:number]
     chosen = chosen or list(range(len(tokens)))[:number]
     rows, at = rows[chosen], at[chosen]

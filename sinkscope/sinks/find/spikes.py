@@ -95,6 +95,11 @@ def instead_of_spike(setup: Setup) -> str:
     return f"no attention sink was found either ({survey.received.most_attended})"
 
 
+def without_spike(setup: Setup, consequence: str) -> str:
+    """Why something cannot be measured if no MLP makes a spike, and what there is; `consequence` is a clause."""
+    return f"No MLP makes a norm spike, so {consequence}; {instead_of_spike(setup)}."
+
+
 def _spike(scan: LayerScan, place: Place, found: FoundSet) -> Spike:
     """The place whose norm stands out, and what makes its spike."""
     maker: Parts = ()

@@ -14,7 +14,7 @@ from sinkscope.results.claims import Claims
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.find.spikes import sink_spike, without_spike
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -167,8 +167,7 @@ def repeat(
     if read == "attention":
         reading = read_attention(setup, sweep, ids)
     elif made is None:
-        why = "No MLP makes a norm spike, so there is no layer to read repetitions at"
-        reading = NoReading(absence=f"{why}; {instead_of_spike(setup)}.")
+        reading = NoReading(absence=without_spike(setup, "there is no layer to read repetitions at"))
     elif every:
         reading = read_vocabulary(setup, made, sweep.max_repeats, sample, resume)
     else:
