@@ -135,12 +135,13 @@ def _mask(given: Any, ids: Ids) -> Ids:
     mask = torch.as_tensor(given)
     if mask.ndim == 1:
         mask = rearrange(mask, "pos -> 1 pos")
-    if mask.shape != ids.shape or not bool(mask.bool().any(1).all()):
+    is_binary = bool(((mask == 0) | (mask == 1)).all())
+    if mask.shape != ids.shape or not is_binary or not bool(mask.bool().any(1).all()):
         raise SinkscopeError(
             f"attention_mask of shape {tuple(mask.shape)} for token ids of shape {tuple(ids.shape)}: expected 1 at "
             "real tokens and 0 at padding, and a real token in every row"
         )
-    return mask.bool().long()
+    return mask.long()
 
 
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
@@ -175,7 +176,7 @@ def _rows_of_ids(given: Any) -> list[list[int]]:
         if not isinstance(row, list) or not row:
             raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}")
         for number in row:
-            if type(number) is not int:
+            if type(number) is not int or abs(number) >> 63:
                 raise SinkscopeError(f"token id {number!r}: expected whole numbers; {_EXPECTED}")
     return rows
 

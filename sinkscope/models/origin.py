@@ -56,13 +56,13 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page:
                 page=page,
             )
     wanted, config = model.get("fingerprint"), target.hf.config
-    known = [None, getattr(config, "_commit_hash", None), fingerprint_of(target)]
+    if not wanted or wanted in (getattr(config, "_commit_hash", None), fingerprint_of(target)):
+        return
     where = Path(getattr(config, "_name_or_path", "") or "/dev/null")  # from where transformers says it was loaded
     with contextlib.suppress(SinkscopeError, OSError):
-        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir():
-            known.append(fingerprint(where))
-    if wanted not in known:
-        warn(
-            f"the {what} was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "
-            f"and other weights, so its sink may have other neurons: make a {what} for this model"
-        )
+        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(where) == wanted:
+            return
+    warn(
+        f"the {what} was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "
+        f"and other weights, so its sink may have other neurons: make a {what} for this model"
+    )

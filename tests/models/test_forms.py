@@ -165,3 +165,11 @@ def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
     for read in (load, ss.find_sinks):
         with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
             read(str(tmp_path))
+
+
+def test_pickled_weights_of_one_byte_are_refused(tmp_path):
+    folder = changed(tmp_path / "m", in_int8)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with refused(words=["m stores 35 weights quantised", "int8"]):
+        load(folder)

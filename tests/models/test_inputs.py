@@ -136,6 +136,9 @@ def test_interventions_may_be_anything(tmp_path):
         ([[1, 2], [3]], {"attention_mask": [[1, 1], [1, 0]]}, ["several lengths"]),
         ([[1, 2]], {"attention_mask": [[1, 1, 1]]}, ["(1, 3)", "(1, 2)"]),
         ([[1, 2]], {"attention_mask": [[0, 0]]}, ["real token in every row"]),
+        ([[1, 2]], {"attention_mask": [[2, 1]]}, ["1 at real tokens"]),
+        ([[1, 2]], {"attention_mask": [[0.0, -10000.0]]}, ["1 at real tokens"]),
+        ([[1, 2**63]], {}, ["token id 9223372036854775808"]),
     ],
 )
 def test_what_cannot_be_read(tokens, more, words):

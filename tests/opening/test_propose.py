@@ -177,3 +177,9 @@ def test_new_names_are_refused_in_one_line_that_shows_the_row_and_the_row_serves
 def _with_thinker(layer, hidden_states, **kwargs):
     hidden_states = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     return hidden_states + layer.thinker(layer.post_attention_layernorm(hidden_states))
+
+
+def test_a_row_names_the_places_that_a_part_may_have(monkeypatch):
+    monkeypatch.setattr(adapters, "ADAPTERS", {})
+    adapters.register(Adapter("llama", attn="linear_attn|self_attn"))
+    assert probe(target_of(random_model("llama"))).problem is None

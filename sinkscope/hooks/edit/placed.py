@@ -98,7 +98,9 @@ class Formula(NamedTuple):
     def applied(self, values: Values) -> Float[Tensor, "batch pos *d"]:
         """The new values of one call. A mean is that of the first call that has one; before it nothing changes."""
         old, memory = values.old, values.memory
-        new = torch.as_tensor(self.value, dtype=old.dtype, device=old.device)
+        new: Any = self.value
+        if not isinstance(new, float):  # a number stays one, which needs no copy to the device
+            new = torch.as_tensor(new, dtype=old.dtype, device=old.device)
         if self.mean_of is not None:
             there = self.mean_of[..., None]
             exact = torch.promote_types(old.dtype, torch.float32)

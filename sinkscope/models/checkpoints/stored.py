@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 
-_ONE_BYTE = ("I8", "U8", "F8_")  # how the types of quantised weights begin in a safetensors header
+_ONE_BYTE = ("I8", "U8", "F8_", "int8", "uint8", "float8_")  # how the types of quantised weights begin, also in torch
 _MATRICES = (2, 3)  # dimensions of weights; masks that old checkpoints store in one byte have 4
 _PACKED = (".qweight", ".weight_packed", "_blocks")  # names of weights of 4 bits, several to a number
 
@@ -55,6 +57,16 @@ def check_quantised(name: str, config: Any, dtypes: Mapping[str, tuple[str, int]
             "weights, or give weights of 16 bits",
             page="quantised-weights",
         )
+
+
+def check_pickled(name: str, config: Any, files: Iterable[Path]) -> None:
+    """The same check of pickled weights, whose types are read with `weights_only` and without the numbers."""
+    dtypes: dict[str, tuple[str, int]] = {}
+    for file in files:
+        for tensor, value in torch.load(file, map_location="meta", weights_only=True).items():
+            if isinstance(value, torch.Tensor):
+                dtypes[tensor] = str(value.dtype).removeprefix("torch."), value.ndim
+    check_quantised(name, config, dtypes)
 
 
 def check_unexpected(

@@ -166,7 +166,18 @@ class LayerLoader:
         state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
         with quiet(bars=False), torch.random.fork_rng(devices=[]):
             module, info = self._base_class.from_pretrained(
-                None, config=config, state_dict=state, dtype=self._dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=state,
+                dtype=self._dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below
+            )
+        if info["mismatched_keys"]:
+            raise SinkscopeError(
+                f"the shapes of {what} in {self._source.name} are not those of its config.json; download both from one "
+                "revision",
+                page="missing-tensors",
             )
         absent = [name for name in sorted(info["missing_keys"]) if name.startswith(part)]
         if absent:

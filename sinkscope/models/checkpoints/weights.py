@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import LocalFiles
+from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
+from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class
 from sinkscope.results.console import note
 
@@ -32,6 +32,7 @@ def model_with_weights(
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
+        check_pickled(source.name, config, weight_files(files.folder))
     loaded: Any = causal_class(config).from_pretrained(
         files.folder,
         config=config,

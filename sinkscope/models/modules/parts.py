@@ -183,9 +183,8 @@ class Parts:
         """Where a layer has the first of some parts that it has, by names of an adapter's fields; None: it has none."""
         row = self.adapter.rows[layer] if self.adapter.rows else self.adapter
         for part in parts:
-            path = getattr(row, part)
-            with suppress(AttributeError):
-                if path:
+            for path in filter(None, (getattr(row, part) or "").split("|")):
+                with suppress(AttributeError):
                     self.layers[layer].get_submodule(path)
                     return path
         return None

@@ -97,7 +97,7 @@ class MlpEdits:
             self.problem = f"the output of {self.adapter.up!r} has width {width}, expected {expected}"
             return 0.0
         post, change = self.post.rows[0], self.post.change(_SCALED)
-        is_gated = self.adapter.gate is not None or self.adapter.fused_gate_up
+        is_gated = self.target.is_gated(self.layer)
         if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
             return 0.0
         expected_change = (post * (_FACTOR - 1) if is_gated else change).clone()

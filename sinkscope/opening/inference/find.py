@@ -50,11 +50,12 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
         check_positions(target)
+        firsts = layer_kinds(target)  # of the sample, which may have fewer kinds of layers than a quantised model
         report = probe(target, every_layer=False)
     if proves and row is None and report.problem is not None:
         raise _refusal(target, report.problem)
     if report.unproved:  # layers of a kind share what was found in the first of it
-        adapter = _noted(adapter, {layer: report.unproved[number] for layer, number in enumerate(numbers)})
+        adapter = _noted(adapter, {layer: report.unproved[firsts[number]] for layer, number in enumerate(numbers)})
     elif report.problem is not None:  # the model does not run so
         adapter = replace(adapter, unproved=(("*", report.problem),))
     _KNOWN[key] = adapter
