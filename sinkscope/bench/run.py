@@ -22,6 +22,7 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.loops.generate import Temperature
 from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.loading.config import float32_by_default
@@ -140,15 +141,14 @@ def run_bench(
     if isinstance(task, str):
         task = read_task(task)
     chosen = read_methods(methods, task.budget)
-    for method in chosen:
-        method.make()  # impossible settings are refused before the run
+    edits = [method.make() for method in chosen]  # impossible settings are refused before the run
     if isinstance(model, partial):
         model = model()
     target = target_of(model, tokenizer)
     target.shards.check_alone("bench")
     tokenizer_of(target)  # a model without one is refused
     new = max_new_tokens or task.new_tokens(target)
-    prompts = shard_of(_prompts(task, target, chosen, new), shard)
+    prompts = shard_of(_prompts(task, target, edits, new), shard)
     fingerprint = fingerprint_of(target)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
@@ -171,7 +171,7 @@ def run_bench(
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
-def _prompts(task: Task, target: Target, methods: Sequence[Method], new: int) -> Sequence[Prompt]:
+def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], new: int) -> Sequence[Prompt]:
     """The prompts of a task, each with an id of its own, which fit the model and every method."""
     prompts = task.prompts(target)
     repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
@@ -181,8 +181,7 @@ def _prompts(task: Task, target: Target, methods: Sequence[Method], new: int) ->
         for turn in range(len(prompt.turns)):
             tokens = len(conversation_ids(target, prompt, turn, task.chat))
             check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
-            for method in methods:
-                edit = method.make()
+            for edit in edits:
                 if edit is not None:
                     edit.check_prompt(tokens)
     return prompts

@@ -81,7 +81,7 @@ class Session:
     # What policies and observers ask for ------------------------------------------------------------------------
 
     def own_cache(self, policy: str | None = None) -> None:
-        """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
+        """Replace the layers of the caches in use by ours, which can evict and count slots.
 
         Args:
             policy: Name of the policy that decides what the cache keeps, if one asks.

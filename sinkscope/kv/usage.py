@@ -66,6 +66,7 @@ class Meter:
         self._in_parts = False
         self._slot_bytes: list[int] = []
         self._heads = 1  # kv heads of a layer that are here
+        self._usage: Usage | None = None  # of these calls; several summaries of a run ask for it
 
     def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
         """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
@@ -91,16 +92,25 @@ class Meter:
             if counts_reads and not kv.gapless:
                 read = read - kv.holes().to(first.keys.device)
         rows = len(first.keys)
+        self._usage = None
         self.calls.append(HeldInCall(rows, first.seen, held, read if counts_reads else None, rows * allocated))
 
     def usage(self, kv_heads: int | None = None) -> Usage:
         """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
+        if self._usage is None:
+            self._usage = self._summed(kv_heads)
+        return self._usage
+
+    def _summed(self, kv_heads: int | None) -> Usage:
         calls, layers = self.calls, len(self._slot_bytes)
-        rows = calls[-1].rows  # if it changed, nobody knows which became which
+        rows = calls[-1].rows
         processes = 1 if kv_heads is None else kv_heads // self._heads
-        held = [_by_row(call.tokens, rows) for call in calls if call.rows == rows]
-        read = [_by_row(call.read, rows) for call in calls if call.rows == rows and call.read is not None]
-        most = max(float(_by_row(call.tokens, call.rows).sum()) for call in calls)
+        tokens = [_by_row(call.tokens, call.rows) for call in calls]
+        # Since the number of rows last changed: nobody knows which became which.
+        since = max((number for number, call in enumerate(calls, 1) if call.rows != rows), default=0)
+        held = tokens[since:]
+        read = [_by_row(call.read, rows) for call in calls[since:] if call.read is not None]
+        most = max(float(of_rows.sum()) for of_rows in tokens)
         return Usage(
             calls=len(calls),
             mean_tokens=_means(held, layers),

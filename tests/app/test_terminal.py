@@ -146,7 +146,7 @@ def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
     assert "1/2" in before and terminal.getvalue() == before
 
 
-def test_the_seconds_of_waiting_are_counted_(monkeypatch):
+def test_the_seconds_of_waiting_are_counted(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
