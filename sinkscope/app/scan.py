@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
@@ -23,7 +23,7 @@ from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import part_of, silent
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
@@ -259,7 +259,7 @@ def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) 
     arguments = context_arguments(arguments, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
-        with nullcontext() if edit is None else edit.on(setup.target):
+        with under(edit, setup.target):
             return part.measure(setup, **arguments)
     except Exception as error:
         if is_out_of_memory(error):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Wording
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
@@ -147,7 +146,7 @@ def generate(
             if progress is not silent:
                 watched = _Watched(tok, max(map(len, batch)), max_new_tokens, progress)
                 options["stopping_criteria"] = StoppingCriteriaList([watched])
-            with nullcontext() if edit is None else edit.on(target) as run:
+            with under(edit, target) as run:
                 rewinds = run is not None and run.session is not None and Rewinder in run.session.guests
                 options["streamer"] = None
                 if on_text is not None and not rewinds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.decode import decode, watched
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv.observe import Observe
@@ -163,9 +163,7 @@ class Setup:
 
     def edited(self) -> AbstractContextManager[Any]:
         """A `with` block in which the caller's interventions act; `attention` enters them itself."""
-        if self.edit is None:
-            return nullcontext()
-        return self.edit.on(self.target)
+        return under(self.edit, self.target)
 
     def attention(self, *, last: int | None = None, layers: Sequence[int] | None = None) -> Iterator[TextAttention]:
         """Attention of every layer on each piece of typical text, under the caller's interventions.

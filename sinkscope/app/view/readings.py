@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import Observer, attention_rows, trace
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.models.norms import norm_of
@@ -59,7 +58,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
 
     last = LastLogits()
     posts: dict[int, Float[Tensor, "pos neuron"]] = {}
-    with nullcontext() if edit is None else edit.on(target):
+    with under(edit, target):
         with attention_rows(target, see):
             norm = norms_of(sink, ids, observers=[last])
         for layer in {site[0] for site in sink.neurons}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
-from sinkscope.hooks.edit.base import Event, Intervention
+from sinkscope.hooks.edit.base import Event, Intervention, under
 from sinkscope.models.call_cache import cache_argument
 from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
@@ -125,7 +125,7 @@ def decode(
     options: dict[str, Any] = {}
     if forced is not None:
         options = {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
-    with edit.on(target) if edit is not None else nullcontext() as run:
+    with under(edit, target) as run:
         out = target.hf.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -171,7 +171,7 @@ def repeat_probabilities(
     ids = torch.tensor([[*head, *[word] * most]], device=target.device)
     cache = DynamicCache(config=target.config)
     probabilities, likeliest = list[Tensor](), list[Tensor]()
-    with edit.on(target) if edit is not None else nullcontext():
+    with under(edit, target):
         for chunk in ids.split(_CHUNK, 1):
             output = target.hf(input_ids=chunk, use_cache=True, **cache_argument(target.hf, cache))
             logits = output.logits[0].float()
