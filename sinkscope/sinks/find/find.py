@@ -16,7 +16,7 @@ from sinkscope.models.checkpoints.names import published_for
 from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, Stage
-from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
+from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
@@ -77,8 +77,9 @@ def find_sinks(
     if made:
         scan, found = made[0].scan, made[0].found
         if scan.stages:
-            repeats = repeat_until_half(scan, words, first_tokens, limit, setup.progress)
-            repetition = repetition_spike(setup, scan, repeats, first_tokens, found.set)
+            entered = Entered(scan.entering.at(min((neuron.layer for neuron in found.set), default=0)))
+            repeats = repeat_until_half(scan, words, first_tokens, limit, setup.progress, entered)
+            repetition = repetition_spike(setup, scan, repeats, first_tokens, found.set, entered)
 
     reported = published_for(setup.target.name)
     published = None

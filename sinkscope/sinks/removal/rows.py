@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import groups_of, site_of
-from sinkscope.models.hooks import Hook, first_tensor, on_output
+from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
-from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
+from sinkscope.sinks.removal.components import adds_residual, key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
@@ -43,7 +43,7 @@ class Trial:
         at: The position that swaps edit, and where effects are read; one, or one of each text.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
         source: The position whose values replace those of swapped components; one, or one of each text.
-        upto: The last layer to run. None: all.
+        upto: The last layer to run; its MLP is not run where attention is read. None: all.
         attention: Whether to read attention; else it is 0.
         behind: The first layer whose attention is read; that of earlier layers is 0.
         without: Residual dimensions that norms leave out.
@@ -64,11 +64,18 @@ class Trial:
     entering: Entering = NOT_READ
 
     @property
+    def begins(self) -> list[int]:
+        """The layer of the first part of each edit."""
+        begins: list[int] = []
+        for edit in self.edits:
+            layers = [part.layer or 0 for part in edit if isinstance(part, Neuron | Head | Component)]
+            begins.append(min(layers, default=max(self.entering.inputs, default=0)))
+        return begins
+
+    @property
     def begin(self) -> int:
         """The first layer that is run: before it, no edit differs and nothing is read."""
-        parts = chain.from_iterable(self.edits)
-        begins = [part.layer or 0 for part in parts if isinstance(part, Neuron | Head | Component)]
-        begin = min(begins, default=max(self.entering.inputs, default=0))
+        begin = min(self.begins, default=max(self.entering.inputs, default=0))
         if self.attention:
             begin = min(begin, self.behind)
         if self.upto is not None:
@@ -79,9 +86,11 @@ class Trial:
 class Rows:
     """One batch: all texts intact, then all of them under the first edit, then under the second, and so on.
 
-    What is written by an edit is taken from the rows of the intact texts.
+    The rows of an edit join in the layer of its first part, as copies of the intact ones, if passes over the model may
+    begin at a layer. What is written by an edit is taken from the rows of the intact texts.
 
     Attributes:
+        edits: No edit, and the edits in the order in which they join.
         norms: Norm of the position after each layer; NaN where nothing was run.
         along: Its projection on the directions, if there are any.
         received: Attention to the position, summed over later queries that see it.
@@ -90,57 +99,110 @@ class Rows:
 
     def __init__(self, target: Target, trial: Trial, edits: Sequence[Parts]) -> None:
         self.target = target
-        self.trial = trial
-        self.edits = [(), *edits]
+        self.trial = replace(trial, edits=edits)
+        self._layer = self.trial.begin  # the next to run
+        joins = [self._layer] * len(edits)
+        if target.skips_layers:
+            joins = self.trial.begins
+        self._order = sorted(range(len(edits)), key=joins.__getitem__)
+        self._joins = sorted(joins)
+        self.edits = [(), *(edits[number] for number in self._order)]
+        self._joined = 1  # the intact texts, and edits
         self.texts, length = trial.ids.shape
-        self.count = self.texts * len(self.edits)
         self._at, self._source = ((torch.as_tensor(at) % length).expand(self.texts) for at in (trial.at, trial.source))
         self._places = torch.nn.functional.one_hot(self._at, length).bool()
         if trial.places is not None:
             self._places = trial.places
-        self._layer = trial.begin  # the next to run
         self._next: LayerInput | None = None
         if self._layer:
-            self._next = trial.entering.part(slice(None), length).at(self._layer, len(self.edits))
+            self._next = trial.entering.part(slice(None), length).at(self._layer)
         depth = target.n_layers
         if trial.upto is not None:
             depth = trial.upto + 1
-        self.norms = torch.full((self.count, depth), torch.nan)
-        self.along = self.norms.clone()
-        self.received = torch.zeros(self.count, depth, target.n_heads)
-        self.seeing = torch.zeros(self.count, depth)
+        self.seeing = torch.zeros(len(self.edits), self.texts, depth)
+        self.received = torch.zeros(*self.seeing.shape, target.n_heads)
+        self.norms, self.along = self.seeing.clone(), self.seeing.clone()
+        self.norms[..., : self._layer] = torch.nan
+        self.along[..., : self._layer] = torch.nan
+        self.along[..., 0 if trial.directions is None else len(trial.directions) :] = torch.nan
 
     def read(self) -> list[Float[Tensor, "edit text layer *head"]]:
         """Norms and projections after each layer, and mean attention from later queries."""
         attention = self.received / self.seeing.clamp(min=1)[..., None]
-        return [read.unflatten(0, (-1, self.texts)) for read in (self.norms, self.along, attention)]
+        given = torch.tensor([0, *(1 + self._order.index(number) for number in range(len(self._order)))])
+        return [read[given] for read in (self.norms, self.along, attention)]
 
     def run(self, upto: int) -> None:
         """Go on to the end of a layer, or to the last layer that is wanted; nothing to do if it has been passed."""
-        last = min(upto, self.norms.shape[1] - 1)
-        if self._layer > last:
-            return
+        last = min(upto, self.seeing.shape[2] - 1)
+        while self._layer <= last:
+            self._pass(min([last, *(join - 1 for join in self._joins if join > self._layer)]))
+
+    def _pass(self, last: int) -> None:
+        """Run layers in which no edit joins but at the first."""
+        joining = 1 + sum(join <= self._layer for join in self._joins) - self._joined
+        start = self._next
+        if start is not None and joining:
+            start = replace(start, hidden=torch.cat([start.hidden, start.hidden[: self.texts].repeat(joining, 1, 1)]))
+        self._joined += joining
         layers = range(self._layer, last + 1)
         hooks = self._hooks(layers)
         for layer in layers:
             hooks.append((self.target.layers[layer], "post", on_output(partial(self._layer_done, layer))))
+        if last == self.trial.upto:
+            hooks += self._ending(last)
         listening = nullcontext()
         if self.trial.attention and last >= self.trial.behind:
             attending = list(range(self.trial.behind, last + 1))
             listening = visible_rows(self.target, self._attention_read, layers=attending, whole=False)
-        ids = repeat(self.trial.ids, "text pos -> (edit text) pos", edit=len(self.edits))
         with listening, self.target.hooks(*hooks):
-            self.target.forward(ids, upto=last, start=self._next)
+            self.target.forward(self._of_edits(self.trial.ids), upto=last, start=start)
         self._layer = last + 1
+
+    def _ending(self, layer: int) -> list[Hook]:
+        """Hooks by which the last layer computes only what is read: its attention, or else its MLP at the position."""
+        if self.trial.attention:
+            return self.target.part_hooks(layer, "attn", "post", lambda *_: self.target.stop())
+        is_swapped = any(Component("mlp", layer) in edit for edit in self.edits)
+        if is_swapped or not self.target.has_part(layer, "mlp") or adds_residual(self.target.sub(layer, "mlp")):
+            return []
+        rows = self._joined * self.texts
+
+        def here(entering: Tensor) -> Tensor:
+            there = self._here(entering.reshape(rows, -1, entering.shape[-1]))
+            return there[:, None] if entering.dim() > 2 else there  # OPT runs row and position together
+
+        def everywhere(leaving: Tensor) -> Tensor:
+            there = leaving.reshape(rows, 1, -1).repeat(1, self.trial.ids.shape[1], 1)
+            return there if leaving.dim() > 2 else there.flatten(0, 1)
+
+        return [
+            *self.target.part_hooks(layer, "mlp", "pre", on_input(here)),
+            *self.target.part_hooks(layer, "mlp", "post", on_hidden(everywhere)),
+        ]
+
+    def _of_edits(self, values: Shaped[Tensor, "text *value"]) -> Shaped[Tensor, "row *value"]:
+        """The same values for each edit that has joined."""
+        return values.repeat(self._joined, *[1] * (values.dim() - 1))
+
+    def _take(self, into: Tensor, layer: int, values: Shaped[Tensor, "row *value"]) -> None:
+        """Add what some queries of a layer show; edits that are still to join have what the intact texts have."""
+        of_edits = values.unflatten(0, (-1, self.texts))
+        into[: self._joined, :, layer] += of_edits
+        into[self._joined :, :, layer] += of_edits[0]
 
     def _layer_done(self, layer: int, output: Any) -> None:
         hidden = first_tensor(output)
-        there = hidden[torch.arange(self.count), self._at.repeat(len(self.edits))]
-        self.norms[:, layer] = norm_of(there, self.trial.without)
+        there = self._here(hidden)
+        self._take(self.norms, layer, norm_of(there, self.trial.without))
         directions = self.trial.directions
         if directions is not None and layer < len(directions):
-            self.along[:, layer] = (there.float() @ directions[layer].to(there.device)).cpu()
+            self._take(self.along, layer, (there.float() @ directions[layer].to(there.device)).cpu())
         self._next = LayerInput(layer + 1, hidden, isinstance(output, tuple))
+
+    def _here(self, values: Values) -> Float[Tensor, "row d"]:
+        """The values of the position."""
+        return values[torch.arange(len(values)), self._of_edits(self._at)]
 
     def _attention_read(
         self,
@@ -150,20 +212,20 @@ class Rows:
         visible: Callable[[], Bool[Tensor, "row _ query key"]],
     ) -> None:
         queries = torch.arange(first, first + probs.shape[2])
-        keys = self._places.repeat(len(self.edits), 1).to(probs.device)[:, : probs.shape[-1]]
+        keys = self._of_edits(self._places).to(probs.device)[:, : probs.shape[-1]]
         later = queries > rearrange(keys.int().argmax(1).cpu(), "row -> row 1")
-        sees = visible().expand(self.count, -1, -1, -1)[:, 0]  # one that sees the position may give it exactly nothing
+        sees = visible().expand(len(probs), -1, -1, -1)[:, 0]  # one that sees the position may give it exactly nothing
         later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
         given = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query")
         received = (given * rearrange(later.to(given.device), "row query -> row 1 query")).sum(-1)
-        self.received[:, layer] += self.target.shards.gather(received, self.target.n_heads, 1).cpu()
-        self.seeing[:, layer] += later.sum(1)
+        self._take(self.received, layer, self.target.shards.gather(received, self.target.n_heads, 1).cpu())
+        self._take(self.seeing, layer, later.sum(1))
 
     # --- edits ---
 
     def _hooks(self, layers: range) -> list[Hook]:
         """The hooks that carry out the edits in some layers."""
-        parts = dict.fromkeys(chain.from_iterable(self.edits))
+        parts = dict.fromkeys(chain.from_iterable(self.edits[: self._joined]))
         silenced = [site_of(part.site) for part in parts if isinstance(part, Neuron)]
         hooks: list[Hook] = []
         for group in groups_of(silenced):
@@ -181,20 +243,20 @@ class Rows:
 
     def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
         """The rows whose edit has this part."""
-        having = torch.tensor([part in edit for edit in self.edits])
+        having = torch.tensor([part in edit for edit in self.edits[: self._joined]])
         return repeat(having, "edit -> (edit text) 1 1", text=self.texts)
 
     def _swap(self, component: Component | Head) -> list[Hook]:
         """What a component writes at the source of the intact texts is put where it is swapped."""
-        where = self._rows_with(component) & self._places.repeat(len(self.edits), 1)[..., None]
+        where = self._rows_with(component) & self._of_edits(self._places)[..., None]
         embedded: list[Tensor] = []
 
         def at_source(values: Values) -> Float[Tensor, "row 1 d"]:
-            return values[torch.arange(self.texts), self._source].repeat(len(self.edits), 1)[:, None]
+            return self._of_edits(values[torch.arange(self.texts), self._source])[:, None]
 
         def moved(entering: Values) -> Values:
             """The learned position embedding is what the first layer gets beyond the token embedding."""
-            positions = (entering - embedded.pop())[: self.texts].repeat(len(self.edits), 1, 1)
+            positions = self._of_edits((entering - embedded.pop())[: self.texts])
             return entering + (at_source(positions) - positions)
 
         if component == POSITIONS:
