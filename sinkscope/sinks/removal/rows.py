@@ -163,9 +163,12 @@ class Rows:
         """Hooks by which the last layer computes only what is read: its attention, or else its MLP at the position."""
         if self.trial.attention:
             return self.target.part_hooks(layer, "attn", "post", lambda *_: self.target.stop())
+        path = self.target.path(layer, "mlp")
         is_swapped = any(Component("mlp", layer) in edit for edit in self.edits)
-        if is_swapped or not self.target.has_part(layer, "mlp") or adds_residual(self.target.sub(layer, "mlp")):
+        if path is None or is_swapped or adds_residual(self.target.sub(layer, "mlp")):
             return []
+        if path == self.target.path(layer, "experts"):
+            return []  # it also gets the experts that were chosen at each position
         rows = self._joined * self.texts
 
         def here(entering: Tensor) -> Tensor:
