@@ -64,7 +64,8 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
     match component.kind:
         case "attention":
             module = target.sub(layer, "attn")
-            if adds_residual(module):
+            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
+            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
                 return [target.output_projection(layer)]
             return [module]
         case "mixer":
@@ -73,12 +74,6 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
             return target.mlp_writers(layer)
         case _:
             return [target.embedding]
-
-
-def adds_residual(module: Any) -> bool:
-    """Whether a module adds the residual stream to what it computes, as those of BLOOM do."""
-    original = getattr(module, "original_component", module)  # also below a bridge's wrapper
-    return "residual" in signature(original.forward).parameters
 
 
 def key_projection(target: Target, layer: int) -> Any:

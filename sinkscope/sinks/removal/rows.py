@@ -16,11 +16,12 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import groups_of, site_of
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, first_tensor, hidden_of, on_hidden, on_output, with_hidden
+from sinkscope.models.modules.experts import Args, Kwargs
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
-from sinkscope.sinks.removal.components import adds_residual, key_bias, key_projection, writing_modules
+from sinkscope.sinks.removal.components import key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
@@ -163,32 +164,33 @@ class Rows:
         """Hooks by which the last layer computes only what is read: its attention, or else its MLP at the position."""
         if self.trial.attention:
             return self.target.part_hooks(layer, "attn", "post", lambda *_: self.target.stop())
-        path = self.target.path(layer, "mlp")
-        is_swapped = any(Component("mlp", layer) in edit for edit in self.edits)
-        if path is None or is_swapped or adds_residual(self.target.sub(layer, "mlp")):
+        if any(Component("mlp", layer) in edit for edit in self.edits):
             return []
-        if path == self.target.path(layer, "experts"):
-            return []  # it also gets the experts that were chosen at each position
-        rows = self._joined * self.texts
+        rows, length = self._joined * self.texts, self.trial.ids.shape[1]
 
-        def here(entering: Tensor) -> Tensor:
-            there = self._here(entering.reshape(rows, -1, entering.shape[-1]))
-            return there[:, None] if entering.dim() > 2 else there  # OPT runs row and position together
+        def here(_module: object, args: Args, kwargs: Kwargs) -> Any:
+            entering = hidden_of(args, kwargs)
+            if sum(isinstance(given, Tensor) for given in (*args, *kwargs.values())) > 1:
+                return None  # such as the residual stream in BLOOM, or what a router said of each position
+            there = self._here(entering.reshape(rows, length, -1))
+            if entering.dim() > 2:  # OPT runs row and position together
+                there = there[:, None]
+            return with_hidden(args, kwargs, there)
 
-        def everywhere(leaving: Tensor) -> Tensor:
-            there = leaving.reshape(rows, 1, -1).repeat(1, self.trial.ids.shape[1], 1)
+        def everywhere(leaving: Tensor) -> Tensor | None:
+            if leaving.flatten(0, -2).shape[0] > rows:
+                return None
+            there = leaving.reshape(rows, 1, -1).repeat(1, length, 1)
             return there if leaving.dim() > 2 else there.flatten(0, 1)
 
-        return [
-            *self.target.part_hooks(layer, "mlp", "pre", on_input(here)),
-            *self.target.part_hooks(layer, "mlp", "post", on_hidden(everywhere)),
-        ]
+        narrowed = self.target.part_hooks(layer, "mlp", "pre", here)
+        return [*narrowed, *self.target.part_hooks(layer, "mlp", "post", on_hidden(everywhere))]
 
-    def _of_edits(self, values: Shaped[Tensor, "text *value"]) -> Shaped[Tensor, "row *value"]:
+    def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
         """The same values for each edit that has joined."""
         return values.repeat(self._joined, *[1] * (values.dim() - 1))
 
-    def _take(self, into: Tensor, layer: int, values: Shaped[Tensor, "row *value"]) -> None:
+    def _take(self, into: Tensor, layer: int, values: Shaped[Tensor, "row ..."]) -> None:
         """Add what some queries of a layer show; edits that are still to join have what the intact texts have."""
         of_edits = values.unflatten(0, (-1, self.texts))
         into[: self._joined, :, layer] += of_edits
