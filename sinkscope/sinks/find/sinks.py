@@ -195,7 +195,8 @@ class HeadByHead:
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
         edits = [self.edit(parts), *others]
-        values = effect.values(edits)
+        by_text = effect.by_text(edits)
+        values, in_texts = by_text.mean(1), by_text.mean(2)
         intact, edited = values[:2]
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
@@ -220,6 +221,6 @@ class HeadByHead:
             contrasts=tuple(contrasts),
             draws=len(effect.ids),
             search=tried,
-            margin=margin_of((edited / intact).numpy()) if len(effect.ids) > 1 else None,
+            margin=margin_of((in_texts[1] / in_texts[0]).numpy()),
         )
         return replace(readers, by_spike=by_spike, claim=claim)

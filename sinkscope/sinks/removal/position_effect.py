@@ -74,8 +74,8 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
-        """The norm, or the attention of each head, without an edit and then under each; mean over texts.
+    def by_text(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state text part"]:
+        """The norm, or the attention of each head, without an edit and then under each.
 
         Args:
             edits: The edits; they act at the position.
@@ -88,10 +88,14 @@ class PositionEffect:
             reading["places"] = self.places
         if not self.heads:  # later tokens do not change norms
             ids = ids[:, : max(int(torch.as_tensor(place).max()) for place in (at, source)) + 1]
-            return effects(self.target, ids, edits, upto=self.layer, **reading).norms[..., -1:].mean(1)
+            return effects(self.target, ids, edits, upto=self.layer, **reading).norms[..., -1:]
         behind = min(layer for layer, _ in self.heads)
         edited = effects(self.target, ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        return edited.attention_from(self.heads).mean(1)
+        return edited.attention_from(self.heads)
+
+    def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
+        """The mean over texts."""
+        return self.by_text(edits, reverse).mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:
