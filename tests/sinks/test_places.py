@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.sinks.find.places import (
+    LEAST_CASES,
     Place,
     Rule,
     pieces,
@@ -123,6 +124,7 @@ def test_what_the_words_leave_out_is_a_piece_of_its_own():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 0.3), st.booleans())
+@example(2713, 0.09375, False)  # the words of two pieces mean some places both
 def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     ids = put(texts(seed, bos), COMMA, seed % 3)
     generator = torch.Generator().manual_seed(seed)
@@ -131,11 +133,14 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     found, left = pieces(ids, there, decode)
     covered = torch.zeros_like(there)
     for place in found:
-        covered |= place.there(ids)
-        meant = place.there(ids) if place.rule is None else place.means(ids)
+        piece = place.there(ids)
+        assert not bool((piece & covered).any()) and int(piece.sum()) >= LEAST_CASES
+        assert place.coverage == pytest.approx(int(piece.sum()) / int(there.sum()))
+        covered |= piece
+        meant = piece if place.rule is None else place.means(ids)
+        assert not bool((piece & ~meant).any())
         both = int((meant & there).sum())
         assert place.precision == pytest.approx(both / int(meant.sum())) and place.precision >= 0.9
-        assert place.coverage == pytest.approx(both / int(there.sum()))
     assert not bool((covered & ~there).any()) and int((there & ~covered).sum()) == left.count
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
 from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
@@ -375,38 +375,75 @@ def scan_layers(
     Raises:
         SinkscopeError: A layer gives infinite or NaN norms.
     """
-    rows, layers = torch.arange(len(ids)), []
-    scan = LayerScan(target, ids, torch.as_tensor(at).expand(len(ids)), layers)
-    parts = {}  # of the layer that runs
-    calls = []
+    scan = LayerScan(target, ids, torch.as_tensor(at).expand(len(ids)), [])
 
-    def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
+    def read(reading: LayerReading) -> None:
+        scan.layers.append(reading)
+        progress("layers", len(scan.layers), target.n_layers)
+        if not whole and replace(scan).is_flat:  # a copy, because the scan keeps what it has worked out
+            target.stop()
+
+    with target.hooks(*_Passing(target, ids, scan.at, read).hooks()):
+        target.forward(ids, upto=upto)
+    return scan
+
+
+class _Passing:
+    """What passes through the layers of a model in a pass, read layer by layer."""
+
+    def __init__(self, target: Target, ids: TokenRows, at: PerText, read: Callable[[LayerReading], None]) -> None:
+        self.target = target
+        self.read = read
+        self.keeps = target.skips_layers and ids.numel() <= KEPT_POSITIONS
+        self._rows, self._at = torch.arange(len(ids)), at
+        self._entering: Tensor | None = None  # the layer that runs
+        self._written: Tensor | None = None
+        self._calls: list[Any] = []
+
+    def hooks(self) -> list[Hook]:
+        """The hooks that read."""
+        hooks: list[Hook] = []
+        for number, layer in enumerate(self.target.layers):
+            if self.target.has_neurons(number) and not self.target.adapter.adds:
+                hooks.append(keep_call(self.target, number, self._calls))
+            elif self.target.has_neurons(number):
+                hooks += self.target.on_mlp(number, self._added)
+                hooks += self.target.part_hooks(number, "post_mlp_norm", "post", on_hidden(self._added))
+            if self.keeps:
+                hooks.append((layer, "pre", on_input(self._begun)))
+            hooks.append((layer, "post", on_output(partial(self._done, number))))
+        return hooks
+
+    def _by_row(self, tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
-        return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
+        return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(self._rows))
 
-    def added(given: Tensor) -> None:
-        parts["added"] = by_row(given).float() * target.adapter.write_factor
+    def _begun(self, hidden: Tensor) -> None:
+        self._entering = hidden.detach().clone()  # some layers add to it in place
 
-    def layer_begun(hidden: Tensor) -> None:
-        parts["entering"] = hidden.detach().clone()  # some layers add to it in place
+    def _added(self, given: Tensor) -> None:
+        self._written = self._by_row(given).float() * self.target.adapter.write_factor
 
-    def layer_done(output: Any) -> None:
-        resid = by_row(first_tensor(output))
-        written = parts.get("added", torch.zeros_like(resid, dtype=torch.float32))  # it may have no MLP
-        if calls:
-            written = by_row(calls.pop().added(first_tensor(output))).float()
+    def _done(self, layer: int, output: Any) -> None:
+        resid = self._by_row(first_tensor(output))
+        written = self._written
+        if self._calls:
+            written = self._by_row(self._calls.pop().added(first_tensor(output))).float()
+        elif written is None:
+            written = torch.zeros_like(resid, dtype=torch.float32)  # it has no MLP
+        entering = None
+        if self._entering is not None:
+            entering = LayerInput(layer, self._entering, isinstance(output, tuple))
+        self._entering, self._written = None, None
         norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
-                f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
+                f"layer {layer} of {self.target.name} gives infinite or NaN norms in {self.target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
-        here = resid[rows, scan.at].float()
+        here = resid[self._rows, self._at].float()
         sample = _sample(resid)
         massive = massive_dims(sample, here)
-        entering = None
-        if "entering" in parts:
-            entering = LayerInput(len(layers), parts["entering"], isinstance(output, tuple))
         reading = LayerReading(
             norms=norms.cpu(),
             other_norms=norm_of(resid, massive).cpu(),
@@ -414,27 +451,8 @@ def scan_layers(
             residual=here.mean(0).cpu(),
             mlp_norms=written.norm(dim=-1).cpu(),
             hidden=float(sample.abs().median()),
-            written=written[rows, scan.at].mean(0).cpu(),
+            written=written[self._rows, self._at].mean(0).cpu(),
             sample=_sample(written).cpu().clone(),
             entering=entering,
         )
-        parts.clear()
-        layers.append(reading)
-        progress("layers", len(layers), target.n_layers)
-        if not whole and replace(scan).is_flat:  # a copy, because the scan keeps what it has worked out
-            target.stop()
-
-    adapter = target.adapter
-    hooks = []
-    for number, layer in enumerate(target.layers):
-        if target.has_neurons(number) and not adapter.adds:
-            hooks.append(keep_call(target, number, calls))
-        elif target.has_neurons(number):
-            hooks += target.on_mlp(number, added)
-            hooks += target.part_hooks(number, "post_mlp_norm", "post", on_hidden(added))
-        if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
-            hooks.append((layer, "pre", on_input(layer_begun)))
-        hooks.append((layer, "post", on_output(layer_done)))
-    with target.hooks(*hooks):
-        target.forward(ids, upto=upto)
-    return scan
+        self.read(reading)
