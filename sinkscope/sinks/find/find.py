@@ -14,13 +14,13 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.checkpoints.names import published_for
 from sinkscope.results.claims import NEEDED
-from sinkscope.sinks.find.layer_scan import typical_quantiles
+from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, Stage
 from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
-from sinkscope.sinks.find.spikes import made_spikes
+from sinkscope.sinks.find.spikes import MadeSpike, made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
 
@@ -59,34 +59,16 @@ def find_sinks(
     limit = repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
-    whole = all_layers or setup.target.resident
-    while True:
-        # Where are the sinks and the spikes, and what makes the spike of each kind of place?
-        survey = Survey.of(setup, whole=whole)
-        made = made_spikes(setup, survey, top_k)
-        depth = len(survey.first.layers)
-        # If the neurons do not carry the attention to the first kind of place, the layers read were too few.
-        minimal = made[0].found.minimal if made else None
-        if whole or depth == setup.target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED):
-            break
-        whole = True
-
-    # Does repetition go through the same neurons?
+    survey, made = _makers(setup, all_layers or setup.target.resident, top_k)
+    depth = len(survey.first.layers)
     scan, found = survey.first, FoundSet()
     repeats, repetition = RepeatsNeeded((), None, 0, limit), None
     if made:
         scan, found = made[0].scan, made[0].found
-        if scan.stages:
+        if scan.stages:  # does repetition go through the same neurons?
             entered = Entered(scan.entering.at(min((neuron.layer for neuron in found.set), default=0)))
             repeats = repeat_until_half(scan, words, first_tokens, limit, setup.progress, entered)
             repetition = repetition_spike(setup, scan, repeats, first_tokens, found.set, entered)
-
-    reported = published_for(setup.target.name)
-    published = None
-    if reported is not None:
-        causal = {(neuron.layer, neuron.neuron) for neuron in found.neurons if neuron.causal}
-        matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
-        published = None if matches is None else PublishedSink(reported.source, matches)
 
     unread = [None] * (setup.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
@@ -111,5 +93,33 @@ def find_sinks(
         layers_read=depth,
         repeats=repeats,
         sink_rate=survey.rate,
-        published=published,
+        published=_published(setup.target.name, scan, found),
     )
+
+
+def _makers(setup: Setup, whole: bool, top_k: int) -> tuple[Survey, list[MadeSpike]]:
+    """Where the sinks and the spikes are, and what makes the spike of each kind of place.
+
+    Args:
+        setup: The model and its text.
+        whole: Read every layer. If not, this is done if the layers read were too few: the neurons do not carry the
+            attention to the first kind of place.
+        top_k: Number of candidate neurons of the sink layer.
+    """
+    survey = Survey.of(setup, whole=whole)
+    made = made_spikes(setup, survey, top_k)
+    minimal = made[0].found.minimal if made else None
+    carried = minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED
+    if whole or carried or len(survey.first.layers) == setup.target.n_layers:
+        return survey, made
+    return _makers(setup, True, top_k)
+
+
+def _published(name: str, scan: LayerScan, found: FoundSet) -> PublishedSink | None:
+    """What is published of a model, and whether this agrees."""
+    reported = published_for(name)
+    if reported is None:
+        return None
+    causal = {(neuron.layer, neuron.neuron) for neuron in found.neurons if neuron.causal}
+    matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
+    return None if matches is None else PublishedSink(reported.source, matches)

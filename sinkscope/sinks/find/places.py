@@ -253,7 +253,7 @@ def pieces(
     rest = whole
     for rule in _rules(ids, whole, decode, holds):
         fits = rule.means(ids) & rest  # the pieces have no place in common
-        if int(fits.sum()) >= min(LEAST_CASES, len(ids)):
+        if bool(fits.any()):
             found.append(Place.of(ids, whole, fits, rule, decode))
             rest = rest & ~fits
     count, size = int(rest.sum()), int(whole.sum())

@@ -297,37 +297,6 @@ class _SpikeSearch:
                 return whole
         return None
 
-    def search(self, neurons: Sequence[Candidate]) -> FoundSet:
-        """The smallest set of these neurons and, if necessary, of further ones."""
-        candidates = {neuron.address: neuron for neuron in neurons}
-        minimal = self.smallest(tuple(candidates), *self.ends)
-        if minimal is None:
-            most = min(MORE_CANDIDATES, self.scan.target.d_mlp // 2)
-            for neuron in stage_neurons(self.scan, self.scan.layer, most, self.seed):
-                candidates.setdefault(neuron.address, neuron)
-            minimal = self.smallest(tuple(candidates), *self.ends)
-        tried = len(candidates)
-        if minimal is None:
-            minimal = self.with_backups(candidates)
-        best = None
-        if minimal is not None:
-            others = tuple(neuron for neuron in candidates if neuron not in minimal)
-            best = self.compared(minimal, tuple(candidates), others)
-        if best is None:
-            return FoundSet(None, tuple(neurons), tried)
-        added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
-        claims, tokens = best.claims, ()
-        if len(best.neurons) > 1:
-            alone, served = [(one,) for one in best.neurons], self.served(best.neurons)
-            role = "makes alone"
-            if served is not None:
-                role, tokens = "serves", tuple(frozenset(self.tokens(texts)) for texts in served)
-            claims += self.claims(alone, best.neurons, role, served)
-        found = FoundSet(best, (*neurons, *added), tried, tokens)
-        adding = tuple(neuron.address for neuron in found.adding)
-        claims += self.claims([(neuron,) for neuron in adding], adding, "adds")
-        return replace(found, minimal=replace(best, claims=claims))
-
 
 def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
@@ -347,7 +316,39 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
     if not scan.stages:
         return FoundSet()
     later = [head for head in heads if head[0] > scan.layer]
-    return _SpikeSearch(scan, later, place, seed).search(verify_neurons(scan, top_k, seed))
+    return _searched(_SpikeSearch(scan, later, place, seed), verify_neurons(scan, top_k, seed))
+
+
+def _searched(search: _SpikeSearch, neurons: Candidates) -> FoundSet:
+    """The smallest set of these neurons and, if necessary, of further ones."""
+    candidates = {neuron.address: neuron for neuron in neurons}
+    minimal = search.smallest(tuple(candidates), *search.ends)
+    if minimal is None:
+        most = min(MORE_CANDIDATES, search.scan.target.d_mlp // 2)
+        for neuron in stage_neurons(search.scan, search.scan.layer, most, search.seed):
+            candidates.setdefault(neuron.address, neuron)
+        minimal = search.smallest(tuple(candidates), *search.ends)
+    tried = len(candidates)
+    if minimal is None:
+        minimal = search.with_backups(candidates)
+    best = None
+    if minimal is not None:
+        others = tuple(neuron for neuron in candidates if neuron not in minimal)
+        best = search.compared(minimal, tuple(candidates), others)
+    if best is None:
+        return FoundSet(None, neurons, tried)
+    added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
+    claims, tokens = best.claims, ()
+    if len(best.neurons) > 1:
+        alone, served = [(one,) for one in best.neurons], search.served(best.neurons)
+        role = "makes alone"
+        if served is not None:
+            role, tokens = "serves", tuple(frozenset(search.tokens(texts)) for texts in served)
+        claims += search.claims(alone, best.neurons, role, served)
+    found = FoundSet(best, (*neurons, *added), tried, tokens)
+    adding = tuple(neuron.address for neuron in found.adding)
+    claims += search.claims([(neuron,) for neuron in adding], adding, "adds")
+    return replace(found, minimal=replace(best, claims=claims))
 
 
 def dependence(scan: LayerScan, place: str, seed: int, others: Sequence[Neurons]) -> Claims:
