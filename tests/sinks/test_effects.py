@@ -82,6 +82,9 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
     assert_close(whole.norms, parts.norms)
     assert_close(whole.attention, parts.attention)
+    entering = scan_layers(target, ids, whole=True).entering  # edits of a later batch begin in a later layer
+    begun = effects(target, ids, edits, without=[0, 3], entering=entering)
+    assert_close(whole.norms, begun.norms)
     assert (effects(target, ids, []).norms[0] > whole.norms[0]).all(), "dimensions were left out"
 
 

@@ -100,11 +100,11 @@ class Rows:
 
     def __init__(self, target: Target, trial: Trial, edits: Sequence[Parts]) -> None:
         self.target = target
-        self.trial = replace(trial, edits=edits)
-        self._layer = self.trial.begin  # the next to run
+        self.trial = trial
+        self._layer = trial.begin  # the next to run
         joins = [self._layer] * len(edits)
         if target.skips_layers:
-            joins = self.trial.begins
+            joins = replace(trial, edits=edits).begins
         self._order = sorted(range(len(edits)), key=joins.__getitem__)
         self._joins = sorted(joins)
         self.edits = [(), *(edits[number] for number in self._order)]
@@ -122,9 +122,11 @@ class Rows:
             depth = trial.upto + 1
         self.seeing = torch.zeros(len(self.edits), self.texts, depth)
         self.received = torch.zeros(*self.seeing.shape, target.n_heads)
-        self.norms, self.along = self.seeing.clone(), self.seeing.clone()
+        self.norms = self.seeing.clone()
         self.norms[..., : self._layer] = torch.nan
-        self.along[..., : self._layer] = torch.nan
+        if trial.attention and trial.upto is not None:
+            self.norms[..., trial.upto] = torch.nan
+        self.along = self.norms.clone()
         self.along[..., 0 if trial.directions is None else len(trial.directions) :] = torch.nan
 
     def read(self) -> list[Float[Tensor, "edit text layer *head"]]:
@@ -192,7 +194,7 @@ class Rows:
 
     def _take(self, into: Tensor, layer: int, values: Shaped[Tensor, "row ..."]) -> None:
         """Add what some queries of a layer show; edits that are still to join have what the intact texts have."""
-        of_edits = values.unflatten(0, (-1, self.texts))
+        of_edits = values.cpu().unflatten(0, (-1, self.texts))
         into[: self._joined, :, layer] += of_edits
         into[self._joined :, :, layer] += of_edits[0]
 
@@ -202,7 +204,7 @@ class Rows:
         self._take(self.norms, layer, norm_of(there, self.trial.without))
         directions = self.trial.directions
         if directions is not None and layer < len(directions):
-            self._take(self.along, layer, (there.float() @ directions[layer].to(there.device)).cpu())
+            self._take(self.along, layer, there.float() @ directions[layer].to(there.device))
         self._next = LayerInput(layer + 1, hidden, isinstance(output, tuple))
 
     def _here(self, values: Values) -> Float[Tensor, "row d"]:
@@ -223,7 +225,7 @@ class Rows:
         later &= (sees.to(probs.device) & rearrange(keys, "row key -> row 1 key")).any(-1).cpu()
         given = einsum(probs, keys.to(probs.dtype), "row head query key, row key -> row head query")
         received = (given * rearrange(later.to(given.device), "row query -> row 1 query")).sum(-1)
-        self._take(self.received, layer, self.target.shards.gather(received, self.target.n_heads, 1).cpu())
+        self._take(self.received, layer, self.target.shards.gather(received, self.target.n_heads, 1))
         self._take(self.seeing, layer, later.sum(1))
 
     # --- edits ---
