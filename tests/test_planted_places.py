@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,25 @@ def test_heads_need_the_neuron_alone_whose_spike_they_read(name, tmp_path):
         heads = frozenset(f"L{layer}.H{head}" for layer, head in group.heads)
         planted[heads] = [neuron_name(*site) for site in group.needs if isinstance(site, tuple)]
     assert found == planted
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "made"), [("two_delimiters", "The same heads attend to", "2 of"), ("two_sinks", None, "one of")]
+)
+def test_it_is_said_which_sinks_have_the_same_heads_and_makers(name, same, made, tmp_path):
+    m = places(name, "llama")
+    found = find_sinks(m.model, max_repeats=8, **options(m, tmp_path))
+    if same:  # each planted head attends to both tokens, by the model itself
+        ids = m.ids(length=48)
+        rows = attention(m.model, ids)
+        for token, group in product(m.truth.sink, m.truth.groups):
+            there = ids == token
+            for layer, head in group.heads:
+                given = rows[layer, :, head] * there[:, None] * ~there[:, :, None]
+                assert float(given.sum(-1).max()) > 0.3
+    text = " ".join(found.details())
+    assert (same in text) if same else ("The same head" not in text)
+    assert f"{made} this model's 2 attention sinks" in found.conclusion()
 
 
 def test_a_head_that_attends_in_the_same_way_and_writes_nothing_does_not_mark(tmp_path):

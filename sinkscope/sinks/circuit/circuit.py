@@ -26,7 +26,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.records import Sink, Spike
-from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statement
+from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statements
 from sinkscope.sinks.find.spikes import made_spikes
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import key_bias, key_projection
@@ -121,8 +121,8 @@ class Circuit(Result):
         lines = [layers_read(self.layers_read, self.model.n_layers, ())]
         lines += [f"{spike_clause(spike)}." for spike in self.spikes[:TRACED] if spike.claims]
         lines += [f"At {claim.place}, {claim.phrase()}." for claim in self.of(COPIES)]
-        for sink in self.sinks:
-            lines.append(f"{statement(sink)}.")
+        for sink, said in zip(self.sinks, statements(self.sinks), strict=True):
+            lines.append(said)
             lines += values_sentence([value for value in self.values if value.place == sink.words])
         if self.untested:
             lines.append(f"Not tested: {word_list(self.untested)}.")

@@ -194,6 +194,11 @@ class Sink:
     window: int | None = None
 
     @property
+    def heads(self) -> set[str]:
+        """The heads that attend to a place."""
+        return {head for group in self.groups for head in group.heads}
+
+    @property
     def words(self) -> str:
         """Where it is."""
         return "their learned sink logits" if self.place is None else self.place.words

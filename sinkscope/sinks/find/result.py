@@ -171,7 +171,7 @@ class FindSinks(Result):
             lines[0] += (
                 f" The sink layer is layer {self.sink_layer}, which builds most of the spike at {self.spikes[0].place}."
             )
-        attention = [f"{sentences.statement(sink)}." for sink in self.sinks]
+        attention = sentences.statements(self.sinks)
         if not self.sinks:
             attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]
         if self.sink_rate is not None:

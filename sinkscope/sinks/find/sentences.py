@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkscope.results.claims import Search
+from sinkscope.results.claims import Claim, Search
 from sinkscope.results.notation import count_of, short_sentence, word_form, word_list
 from sinkscope.results.parts import POSITION, in_words, kind_of, removed
 from sinkscope.sinks.find.places import LeftOver
@@ -32,20 +32,30 @@ def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> 
 def maker_sentence(sinks: Sequence[Sink], named: int) -> str:
     """That neurons make the first sink, if all its heads need the spike that they make; else nothing."""
     sink = sinks[0]
-    claim = sink.groups[0].claim if len(sink.groups) == 1 and sink.groups[0].by_spike else None
-    if claim is None or claim.verdict != "needed" or kind_of(claim.subject) != "neurons" or _when(sink):
+    claim = _spike_needed(sink)
+    if claim is None or kind_of(claim.subject) != "neurons" or _when(sink):
         return ""
     count = len(claim.subject)
     who = word_form(count, "One neuron", f"{count} neurons")
     what = "this model's attention sink"
     if len(sinks) > 1:
-        what = f"one of this model's {len(sinks)} attention sinks"
+        needed = list(filter(None, map(_spike_needed, sinks)))
+        made = sum(claim.subject == other.subject for other in needed)
+        what = f"{'one' if made == 1 else made} of this model's {len(sinks)} attention sinks"
     lost, control = claim.beside_control(lost=True)
     make = word_form(count, "makes", "make")
     return (
         f"{who}, {in_words(claim.subject, named)}, {make} {what}: {removed(claim.subject)} {sink.readers} of "
         f"{sink.n_heads} heads lose {lost} of their attention to {sink.words} ({control})."
     )
+
+
+def _spike_needed(sink: Sink) -> Claim | None:
+    """The claim that all heads of a sink need its spike; None if that is not shown."""
+    if len(sink.groups) != 1 or not sink.groups[0].by_spike:
+        return None
+    claim = sink.groups[0].claim
+    return claim if claim is not None and claim.verdict == "needed" else None
 
 
 def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups: int = GROUPS) -> str:
@@ -64,6 +74,20 @@ def statement(sink: Sink, named: int = NAMED[0], *, brief: bool = False, groups:
     for group in known[:groups]:
         parts.append(f"for {len(group.heads)}, {need(group, named, brief=brief and group is not known[0])}")
     return f"{who}: {'; '.join(parts)}"
+
+
+def statements(sinks: Sequence[Sink]) -> list[str]:
+    """A statement on each sink, and whether its heads attend to one before it as well."""
+    said: list[str] = []
+    for number, sink in enumerate(sinks):
+        said.append(f"{statement(sink)}.")
+        for other in sinks[:number]:
+            both = sink.heads & other.heads
+            if both:
+                which = "The same" if both == sink.heads == other.heads else str(len(both))
+                said[-1] += f" {which} {word_form(len(both), 'head attends', 'heads attend')} to {other.words}."
+                break
+    return said
 
 
 def _when(sink: Sink) -> str:
