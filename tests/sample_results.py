@@ -41,7 +41,7 @@ def claim(role: str, kind: str, place: str, left: float) -> Claim:
     return Claim(role, PAIR, Outcome(kind, (2,)), place, left, contrasts, 4, TRIED, 0.01)
 
 
-MADE = CausalSet(PAIR, 0.99, 0.98, 0.9, 1.0, 0.01, claims=(claim("makes", "spike", FIRST.words, 0.02),))
+MADE = CausalSet(PAIR, 1.0, (claim("makes", "spike", FIRST.words, 0.02),))
 CARRIED = claim("carries", "attention", FIRST.words, 0.1)
 HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, TRIED, True, CARRIED)
 

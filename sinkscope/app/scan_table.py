@@ -29,7 +29,7 @@ ON_CARDS = {
     "sink": ("find_sinks", "sink"),
     "sink_layer": ("find_sinks", "sink_layer"),
     "neurons": ("find_sinks", "neurons"),
-    "norm_lost": ("find_sinks", "norm_lost"),
+    "spike_lost": ("find_sinks", "spike_lost"),
     "spike_ratio": ("find_sinks", "ratio"),
     "heads": ("find_sinks", "heads"),
     "copies": ("repeat", "norm.tokens"),
@@ -50,8 +50,8 @@ class ScanRow:
         sink_layer: The layer that adds most to the norm of the spike.
         neurons: The smallest set of neurons found whose ablation removes the spike.
         share: Share of the MLP's output at the spike that the first causal neuron writes.
-        norm_lost: Share of the spike's norm that is lost without these neurons.
-        norm_lost_margin: Two standard errors over texts, as for every margin.
+        spike_lost: Share of the spike that is lost without these neurons, along its direction.
+        spike_lost_margin: Two standard errors over texts, as for every margin.
         spike_ratio: Norm of the spike over the typical norm.
         heads: Share of heads that attend to the sink.
         sink_rate: Share of heads whose mean attention to position 0 exceeds 0.3 (Gu et al. 2024).
@@ -69,8 +69,8 @@ class ScanRow:
     sink_layer: str | None = None
     neurons: str | None = None
     share: float | None = None
-    norm_lost: float | None = None
-    norm_lost_margin: float | None = None
+    spike_lost: float | None = None
+    spike_lost_margin: float | None = None
     spike_ratio: float | None = None
     spike_ratio_margin: float | None = None
     heads: float | None = None

@@ -68,9 +68,9 @@ def test_every_part_and_the_card_are_in_the_folder(folder):
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
-    lost = numbers["norm lost without its neurons"]
-    minimal = sinks.to_dict()["result"]["spikes"][0]["set"]
-    assert (lost.value, lost.control) == (minimal["drop_sink_layer"], minimal["control"])
+    lost = numbers["spike lost without its neurons"]
+    claim = sinks.minimal.claims[0]
+    assert (lost.value, lost.control) == (1 - claim.value, 1 - claim.control.value)
     assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron()
     assert card.to_dict() == SinkCard.load(folder / "card.json").to_dict()
     page = (folder / "card.html").read_text()

@@ -47,7 +47,7 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
         card = json.loads((folder / name / "card.json").read_text())["result"]
         numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
         for column, label in (
-            ("norm_lost", "norm lost without its neurons"),
+            ("spike_lost", "spike lost without its neurons"),
             ("spike_ratio", "norm of the spike over the typical one"),
             ("heads", "share of heads that attend to the sink"),
             ("copies", "norm with these tokens"),

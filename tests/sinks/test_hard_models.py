@@ -112,11 +112,11 @@ def unproven(h: HardModel, result: FindSinks) -> list[str]:
     """Numbers that are no proof of what is said."""
     truth, wrong, minimal = h.truth, [], result.minimal
     if minimal is not None:
-        drops = [minimal.drop_sink_layer, minimal.drop_last_layer]
-        if truth.sink and truth.carried_by == "spike":
-            drops.append(minimal.drop_attention or 0.0)
-        if min(drops) <= max(0.5, minimal.control):
-            wrong.append(f"minimal set: drops {drops}, control {minimal.control:.2f}")
+        claim = minimal.claims[0]
+        if claim.verdict != "needed":
+            wrong.append(f"minimal set: {claim.phrase()}")
+        if truth.sink and truth.carried_by == "spike" and (minimal.heads_lost or 0.0) < 0.5:
+            wrong.append(f"minimal set: {minimal.heads_lost} of the heads lose their attention")
     planted = frozenset[tuple[int, ...]]().union(*truth.sets)
     for neuron in result.causal:  # neurons of smaller stages make their part of the norm
         smaller_stage = neuron.layer in truth.step_up and neuron.layer != truth.sink_layer

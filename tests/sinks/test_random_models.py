@@ -9,7 +9,7 @@ import pytest
 import torch
 from covering import covering
 from organisms.tiny import tiny_model
-from raw_kit import attention, norms, zeroed
+from raw_kit import attention, norms, residuals, zeroed
 from torch import Tensor
 
 from sinkscope.sinks.find.find import find_sinks
@@ -78,8 +78,11 @@ def test_no_verdict_is_false(model_type, way, tmp_path):
         assert found.sinks, says
     minimal = found.minimal
     if minimal is not None and found.sink_layer is not None:
-        intact = norms(model, ids[:4, :1])[found.sink_layer].median()
+        claim = minimal.claims[0]
+        (layer,) = claim.outcome.layers
+        intact = residuals(model, ids[:4, :1])[layer, :, 0]
         with zeroed(model, minimal.edit_sites):
-            left = norms(model, ids[:4, :1])[found.sink_layer].median()
-        assert float(1 - left / intact) == pytest.approx(minimal.drop_sink_layer, abs=0.02), says
-        assert minimal.drop_sink_layer > minimal.control
+            edited = residuals(model, ids[:4, :1])[layer, :, 0]
+        left = ((edited @ intact.mean(0)) / (intact @ intact.mean(0))).clamp(min=0)
+        assert float(left.mean()) == pytest.approx(claim.value, abs=0.02), says
+        assert claim.value < claim.control.value

@@ -60,29 +60,14 @@ class CausalSet:
 
     Attributes:
         neurons: The neurons of the set.
-        drop_sink_layer: Share of the spike's norm that is lost when the set is zeroed, at the layer that builds most of
-            it.
-        drop_last_layer: The same share at the last layer after which the norm stands out.
-        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
-        drop_attention: Share of the attention to the place that is lost, over the heads of the sink after this layer.
-            None if there are no such heads among the layers read.
-        heads_lost: Share of these heads that lose at least half of that attention.
-        margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
-        margin_attention: The same of the drop in attention.
+        heads_lost: Share of the heads in later layers that lose at least half of their attention to the place when the
+            set is zeroed. None if no such heads were read.
         claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: The heads of the sink, if all of them lose at least half of that attention without the set.
     """
 
     neurons: Neurons
-    drop_sink_layer: float
-    drop_last_layer: float
-    control: float
-    drop_attention: float | None = None
-    heads_lost: float | None = None
-    margin_norm: float | None = None
-    margin_attention: float | None = None
-    claims: Claims = ()
-    readers: Readers | None = None
+    heads_lost: float | None
+    claims: Claims
 
     @property
     def edit_sites(self) -> Sites:

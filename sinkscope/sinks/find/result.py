@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.parts import in_words
-from sinkscope.results.result import Number
+from sinkscope.results.parts import in_words, kind_of
+from sinkscope.results.result import Number, lost_without
 from sinkscope.sinks.find import sentences
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
@@ -123,13 +123,9 @@ class FindSinks(Result):
         """What zeroing the neurons takes away, how far the norm stands out, and who attends to the sink how much."""
         numbers = []
         minimal, spike = self.minimal, self.spike
-        if minimal is not None:
-            beside: dict[str, Any] = {"control": minimal.control, "share": True, "contrast": "random neurons"}
-            for key, lost, margin in (
-                ("norm", minimal.drop_sink_layer, minimal.margin_norm),
-                ("attention", minimal.drop_attention, minimal.margin_attention),
-            ):
-                numbers.append(Number(f"{key}_lost", f"{key} lost without its neurons", lost, margin=margin, **beside))
+        for key, claim in (("spike", minimal and minimal.claims[0]), ("attention", self._carried)):
+            if claim:
+                numbers.append(lost_without(f"{key}_lost", f"{key} lost without its neurons", claim))
         if spike is not None:
             numbers += [
                 Number("ratio", "norm of the spike over the typical one", spike.ratio, spike.usual, spike.margin),
@@ -140,6 +136,15 @@ class FindSinks(Result):
         if minimal is not None:
             numbers.append(Number("neurons", "neurons that make the spike", in_words(minimal.neurons)))
         return numbers + self._attention_numbers()
+
+    @property
+    def _carried(self) -> Claim | None:
+        """What is left of the attention to the first sink, of the most heads that need the neurons of the spike."""
+        groups = () if self.sink is None else self.sink.groups
+        for group in groups:
+            if group.by_spike and group.claim is not None and kind_of(group.claim.subject) == "neurons":
+                return group.claim
+        return None
 
     def _attention_numbers(self) -> list[Number]:
         """Who attends to the sink, and how much."""

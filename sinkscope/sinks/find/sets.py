@@ -10,20 +10,18 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
-from einops import reduce
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
-from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
-from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO, by_count
-from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
+from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
@@ -33,7 +31,6 @@ CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
-FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is compared; random sets in the first
 ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone, or which need one neuron alone
 LEAST_SERVED = 2  # texts that need a neuron alone, from which on it serves their tokens
@@ -102,12 +99,12 @@ class _SpikeSearch:
         """How many sets were tried."""
         return Search("sets of neurons", len(self.asked))
 
-    def attention_trial(self, sets: Sequence[Neurons], texts: slice = FIRST_TEXT) -> Trial:
-        """Silences each set; the attention to the place is read, in some texts."""
+    def attention_trial(self, sets: Sequence[Neurons]) -> Trial:
+        """Silences each set; the attention to the place is read, in the first text."""
         length = max(ATTENTION_LENGTH, self.scan.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
-        return self.scan.trial(sets, length, texts, **reading)
+        return self.scan.trial(sets, length, slice(1), **reading)
 
     def ask(self, sets: Sequence[Neurons], *others: Trial) -> list[Effects]:
         """Silence each set that was not asked about before, and run other trials in the same walk."""
@@ -165,41 +162,17 @@ class _SpikeSearch:
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
         """
-        sets = [chosen, *random_sets(self.scan.target, chosen, excluded, self.seed)]
-        trials: list[Trial] = []
+        lost = None
         if self.heads:
-            trials.append(self.attention_trial([*sets, chosen + others]))
-            if len(self.scan.ids) > 1:
-                trials.append(self.attention_trial([chosen], OTHER_TEXTS))
-        read = self.ask(sets, *trials)
-        lost = 1 - self.read(sets)[0] / self.asked[()][0]
-        drops = lost.mean(1)[:, list(self.ends)]
-        here, last = drops[0].tolist()
-        found = CausalSet(
-            neurons=chosen,
-            drop_sink_layer=here,
-            drop_last_layer=last,
-            control=float(drops[1:].max()),
-            margin_norm=margin_of(lost[0, :, self.scan.layer].numpy()),
-        )
-        if read:
-            attention = read[0].attention_drops(self.heads)
-            of_heads = heads_lost(attention)
-            if of_heads[0] < NEEDED <= of_heads[-1]:
+            sets = [chosen, *random_sets(self.scan.target, chosen, excluded, self.seed)]
+            (read,) = self.ask(sets, self.attention_trial([chosen, chosen + others]))
+            lost, most = heads_lost(read.attention_drops(self.heads))
+            if lost < NEEDED <= most:
                 return self.compared(self.grown(chosen, others), excluded)
-            given = torch.cat([each.attention_from(self.heads)[:2] for each in read], 1)
-            in_texts = reduce(given[1] / given[0], "text pair -> text", "mean")
-            found = replace(
-                found,
-                drop_attention=1 - float(in_texts.mean()),
-                heads_lost=of_heads[0],
-                control=max(found.control, float(attention[1 : len(sets)].mean(1).max())),
-                margin_attention=margin_of(in_texts.numpy()),
-                readers=self.readers(chosen, read[0], in_texts),
-            )
-        if min(here, last) <= found.control:
+        claims = self.claims([chosen], excluded, "makes")
+        if claims[0].value >= claims[0].control.value:
             return None
-        return replace(found, claims=self.claims([chosen], excluded, "makes"))
+        return CausalSet(chosen, lost, claims)
 
     def served(self, chosen: Neurons) -> Bool[Tensor, "neuron text"] | None:
         """The texts that need each of several neurons alone; None unless nearly all need one, and not all the same."""
@@ -212,24 +185,6 @@ class _SpikeSearch:
     def tokens(self, texts: Bool[Tensor, " text"]) -> list[int]:
         """The tokens at the places of some texts, the most common first."""
         return [token for token, _ in by_count(self.scan.ids[texts, self.scan.at[texts]])]
-
-    def readers(self, chosen: Neurons, read: Effects, left: Float[Tensor, " text"]) -> Readers | None:
-        """The heads, if each loses half of its attention without a set.
-
-        Args:
-            chosen: The set.
-            read: What edits leave: of the set, of random ones, and of one more.
-            left: What the set leaves of the attention in each text.
-        """
-        drops = read.attention_drops(self.heads)
-        if float(drops[0].min()) < NEEDED:
-            return None
-        intact, after = read.attention_from(self.heads)[:2].mean(1)
-        readers = readers_of(self.heads, intact, after, chosen, self.search_so_far)
-        outcome = Outcome("attention", heads=readers.heads)
-        contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
-        claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
-        return replace(readers, by_spike=True, claim=replace(claim, draws=len(self.scan.ids)))
 
     def last_layer(self, neurons: Iterable[Neuron]) -> int:
         """The layer after which a spike is read without neurons: before the last of them, it says nothing about it."""

@@ -87,10 +87,6 @@ def _readers(
 ) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
     made = standing[0].found if len(standing) == 1 else FoundSet()
-    known = made.minimal
-    if known is not None and known.readers is not None and len(known.readers.heads) == len(heads):
-        if len(known.neurons) == 1:  # of several, each head may need another one
-            return (known.readers,)
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
     whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
