@@ -2,7 +2,7 @@
 
 A comment beside the numbers names the file and, for each number as the page writes it, where it stands:
 
-    <!-- figures/find_sinks.json: 217 = {r.spikes[0].ratio:.0f}; 99.6 % = {r.spikes[0].set.drop_sink_layer:.1%} -->
+    <!-- figures/find_sinks.json: 217 = {r.spikes[0].ratio:.0f}; 99.6 % = {r.neurons[0].ablation_drop:.1%} -->
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, Neurons, one_by_one
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
-READER_TEXTS = 2
-READER_LENGTH = 48  # typical text in which components are replaced
+READER_TEXTS = 4  # texts in which the attention without what heads need is read
+COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # of these: in which components are replaced one by one, and random parts
+READER_LENGTH = 48
 
 
 def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> tuple[Sink, ...]:
@@ -163,7 +164,7 @@ class HeadByHead:
 
     def _needs_of_components(self, heads: Sequence[int]) -> list[Parts]:
         """What each of some heads needs that do not need the spike: components, or the position."""
-        effect, components = self.effect.only(heads), self.effect.components
+        effect, components = self.effect.in_texts(COMPONENT_TEXTS).only(heads), self.effect.components
         lost = effect.lost([*one_by_one(components), self.edit((POSITION,))])
         needs: list[Parts] = []
         for needed, all_lost in zip(effect.needed(components, lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
@@ -186,11 +187,11 @@ class HeadByHead:
         effect = self.effect.only(numbers)
         by_spike = not self.made.isdisjoint(parts)
         if not by_spike:
-            parts = effect.with_heads(parts, alone=True)
+            parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts, alone=True)
         others, name = [], ""
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
-        edits = [self.edit(parts), *others]
+        edits = [self.edit(parts)]
         by_text = effect.by_text(edits)
         values, in_texts = by_text.mean(1), by_text.mean(2)
         intact, edited = values[:2]
@@ -204,7 +205,8 @@ class HeadByHead:
             contrasts = [Contrast("other", typical, 1, "an ordinary position")]
             contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
         elif others:
-            contrasts.append(by_chance(parts, values[2:].mean(1) / attention, name))
+            beyond = effect.in_texts(RANDOM_TEXTS).values(others).mean(1)
+            contrasts.append(by_chance(parts, beyond[1:] / beyond[0], name))
         readers = readers_of(effect.heads, intact, edited, parts, tried)
         if len(contrasts) < 2:
             return readers

@@ -57,6 +57,12 @@ class PositionEffect:
         """The same with some of the heads."""
         return replace(self, heads=[self.heads[part] for part in parts])
 
+    def in_texts(self, count: int) -> PositionEffect:
+        """The same in the first texts alone."""
+        at, other = (torch.as_tensor(place).expand(len(self.ids))[:count] for place in (self.at, self.other))
+        places = None if self.places is None else self.places[:count]
+        return replace(self, ids=self.ids[:count], at=at, other=other, places=places)
+
     @property
     def depth(self) -> int:
         """The last layer of a head."""
