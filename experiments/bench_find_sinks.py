@@ -6,7 +6,8 @@ Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
-  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs.
+  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs:
+  typical text, the copies and their two contrasts, and 22 short rows under edits.
   Each arm is a process of its own; time runs from load to result, imports are excluded; memory is the growth of
   resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
@@ -143,6 +144,7 @@ def plain_arm(folder: str) -> Row:
 
         forward(4, 64, last)  # typical text
         forward(1, REPEATS + 1, layer)  # repetitions
+        forward(2, REPEATS + 1, layer)  # their contrasts: one copy at the position of the last, and other tokens
         forward(22, 32, last)  # the ablated text, 20 random sets, and all candidates
         return {"layers_read": last + 1}
 
