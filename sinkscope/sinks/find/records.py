@@ -63,11 +63,14 @@ class CausalSet:
         heads_lost: Share of the heads in later layers that lose at least half of their attention to the place when the
             set is zeroed. None if no such heads were read.
         claims: What is left of the spike along its direction: without the set, and without each of it.
+        readers: These heads, if all of them lose that much; of a single neuron, because of several each head may need
+            another one.
     """
 
     neurons: Neurons
     heads_lost: float | None
     claims: Claims
+    readers: Readers | None = None
 
     @property
     def edit_sites(self) -> Sites:

@@ -20,6 +20,7 @@ from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, Neurons, one_by_one
+from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 READER_TEXTS = 4  # texts in which the attention without what heads need is read
@@ -88,6 +89,9 @@ def _readers(
 ) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
     made = standing[0].found if len(standing) == 1 else FoundSet()
+    known = made.minimal
+    if known is not None and known.readers is not None and len(known.readers.heads) == len(heads):
+        return (known.readers,)
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
     whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
@@ -192,9 +196,9 @@ class HeadByHead:
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
         edits = [self.edit(parts)]
-        by_text = effect.by_text(edits)
-        values, in_texts = by_text.mean(1), by_text.mean(2)
-        intact, edited = values[:2]
+        trials = [effect.trial(edits), effect.in_texts(RANDOM_TEXTS).trial(others)]
+        by_text, beyond = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
+        (intact, edited), in_texts = by_text.mean(1), by_text.mean(2)
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
         if not parts:
@@ -205,8 +209,8 @@ class HeadByHead:
             contrasts = [Contrast("other", typical, 1, "an ordinary position")]
             contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
         elif others:
-            beyond = effect.in_texts(RANDOM_TEXTS).values(others).mean(1)
-            contrasts.append(by_chance(parts, beyond[1:] / beyond[0], name))
+            left = beyond.mean((1, 2))
+            contrasts.append(by_chance(parts, left[1:] / left[0], name))
         readers = readers_of(effect.heads, intact, edited, parts, tried)
         if len(contrasts) < 2:
             return readers

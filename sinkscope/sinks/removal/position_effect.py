@@ -20,8 +20,8 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import effects
-from sinkscope.sinks.removal.rows import KEY_BIAS, At
+from sinkscope.sinks.removal.effects import side_by_side
+from sinkscope.sinks.removal.rows import KEY_BIAS, At, Trial
 from sinkscope.sinks.removal.search import Removal, smallest_set
 from sinkscope.sinks.tokens import Mask, TokenRows
 
@@ -80,28 +80,29 @@ class PositionEffect:
             return [*self.written, KEY_BIAS]
         return self.written
 
-    def by_text(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state text part"]:
-        """The norm, or the attention of each head, without an edit and then under each.
+    def trial(self, edits: Sequence[Parts], reverse: bool = False) -> Trial:
+        """Edits that act at the position, whose effect is read there.
 
         Args:
-            edits: The edits; they act at the position.
+            edits: The edits.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
         """
         at, source = (self.other, self.at) if reverse else (self.at, self.other)
         reading: dict[str, Any] = {"at": at, "source": source, "without": self.without}
-        ids = self.ids
         if not reverse:
             reading["places"] = self.places
-        if not self.heads:  # later tokens do not change norms
-            ids = ids[:, : max(int(torch.as_tensor(place).max()) for place in (at, source)) + 1]
-            return effects(self.target, ids, edits, upto=self.layer, **reading).norms[..., -1:]
-        behind = min(layer for layer, _ in self.heads)
-        edited = effects(self.target, ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        return edited.attention_from(self.heads)
+        if self.heads:
+            behind = min(layer for layer, _ in self.heads)
+            return Trial(self.ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
+        last = max(int(torch.as_tensor(place).max()) for place in (at, source))  # later tokens do not change norms
+        return Trial(self.ids[:, : last + 1], edits, upto=self.layer, **reading)
 
     def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
-        """The mean over texts."""
-        return self.by_text(edits, reverse).mean(1)
+        """The norm, or the attention of each head, without an edit and then under each; mean over texts."""
+        (read,) = side_by_side(self.target, [self.trial(edits, reverse)])
+        if self.heads:
+            return read.attention_from(self.heads).mean(1)
+        return read.norms[..., -1:].mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:
