@@ -16,12 +16,16 @@ from organisms.planted_places import places
 from raw_kit import attention, zeroed
 from refusals import refused
 
+from sinkscope.hooks.edit.sites import head_of
+from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.stream import open_stream
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.search import Removal, smallest_set
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
@@ -68,6 +72,26 @@ def test_recovers_random_organisms_of_every_kind(tmp_path):
 @pytest.mark.slow
 def test_recovers_hundreds_of_random_organisms(tmp_path):
     check_random_organisms(tmp_path, 200, shallow=False)
+
+
+@pytest.mark.parametrize(("family", "neurons"), [("llama", 2), ("qwen3", 1)])
+def test_the_margin_of_what_carries_attention_is_over_texts(family, neurons, tmp_path):
+    """With one neuron, heads are read in the walk that compares it; with several, one by one."""
+    o = organism(family, 3)
+    assert len(o.truth.neurons) == neurons
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path, 8))
+    (group,) = find_sinks.on(setup, max_repeats=8).sinks[0].groups
+    claim = group.claim
+    assert claim is not None and claim.draws == 4 and claim.verdict == "needed"
+    ids = Survey.of(setup).received.ids[:4, :48]
+    layers, numbers = zip(*map(head_of, group.heads), strict=True)
+    received = []
+    for sites in ((), tuple(part.site for part in claim.subject)):
+        with zeroed(o.model, sites):
+            received.append(attention(o.model, ids)[layers, :, numbers, 1:, 0].mean(-1))
+    intact, left = (each.mean(0) for each in received)
+    assert claim.value == pytest.approx(float(left.mean() / intact.mean()), rel=1e-3)
+    assert claim.margin == pytest.approx(margin_of((left / intact).numpy()), rel=0.02)
 
 
 def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
