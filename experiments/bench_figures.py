@@ -8,7 +8,6 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 
 from experiments.drawn import error_bars, save
-from experiments.record import Row, record, value_of_each
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import finding
 from sinkscope.bench.group import BenchGroup
@@ -153,8 +152,7 @@ def main(
             row |= {"low": rate.low, "high": rate.high}
     if only:
         again = set(value_of_each(rows, "method"))
-        earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
-        rows += [row for row in earlier if row["method"] not in again]
+        rows += [row for row in earlier(out / f"{name}.json")["rows"] if row["method"] not in again]
         rows.sort(key=lambda row: (row["set"], order_of(row["method"])))
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
     save(name, record("bench-figure", {"rows": rows}, settings, started=started), figure, out)

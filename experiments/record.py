@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sinkscope.files.plain import pathless, plain
@@ -23,6 +24,13 @@ def value_of_each(rows: Iterable[Row], name: str) -> list[Any]:
     for row in rows:
         values.append(row[name])
     return values
+
+
+def earlier(file: Path) -> Row:
+    """The result that a file holds, so that what is not measured again stays; empty if there is no file."""
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))["result"]
+    return {}
 
 
 def record(

@@ -9,8 +9,6 @@ presses of kvpress, which run in an environment of their own (`presses`). What f
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from experiments.check_cache.right import RIGHT, ROUNDING
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
+from experiments.timing import child
 from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, Kit
 from sinkscope.results.style import BLUE, GREY, RED, figure_of
@@ -46,13 +45,6 @@ def faulty_row(name: str) -> Row:
     control = Kit(name, fault.right).checked(CHECKS[fault.check])
     more = {"named": fault.check, "thread": fault.thread, "control": control.verdict}
     return {**row, **more, "caught": verdicts[fault.check] == "fails"}
-
-
-def press_rows(python: Path) -> Row:
-    """The presses, in their own environment."""
-    command = [str(python), "-m", "experiments.check_cache.presses"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def figure(data: Row) -> Any:
@@ -100,7 +92,7 @@ def main(*, kvpress: Path | None = None, out: Path = Path("figures/check_cache.j
         right.append(row_of(factory.__name__, factory, ROUNDING.get(factory.__name__, TOLERANCE)))
     versions: Row = {}
     if kvpress is not None:
-        presses = press_rows(kvpress)
+        presses = child("check_cache.presses", python=str(kvpress))
         versions = presses["versions"]
         right += presses["rows"]
     faulty: list[Row] = []

@@ -81,18 +81,23 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def equalities(target: Target, prompt: int, new: int, dtype: str) -> Row:
-    """Untriggered is stock, bit for bit; evicted is masked and padded is single, within the tolerance."""
+    """Untriggered is stock, bit for bit; padded is single, within the tolerance; evicted is not stock."""
     ids = ids_of(target, 1, prompt + new)
     budget = prompt // 2
     stock = hidden(target, ids, prompt, None)
     untriggered = bool(torch.equal(hidden(target, ids, prompt, LoopGuard()), stock))
-    evicted, masked = (hidden(target, ids, prompt, StreamingLLM(budget, mode=mode)) for mode in ("evict", "select"))
+    evicted = hidden(target, ids, prompt, StreamingLLM(budget))
     pad = torch.zeros(1, 7, dtype=ids.dtype, device=ids.device)
     mask = torch.cat([torch.zeros_like(pad), torch.ones_like(ids)], 1)
     padded = hidden(target, torch.cat([pad, ids], 1), prompt + 7, StreamingLLM(budget), mask)
-    found = {"evicted_is_masked": distance(evicted, masked), "padded_is_single": distance(evicted, padded)}
-    right = untriggered and max(found.values()) <= TOLERANCE[dtype] and distance(stock, evicted) > 0
-    return {"untriggered_is_stock": untriggered, **found, "tolerance": TOLERANCE[dtype], "right": right}
+    apart = distance(evicted, padded)
+    right = untriggered and apart <= TOLERANCE[dtype] and distance(stock, evicted) > 0
+    return {
+        "untriggered_is_stock": untriggered,
+        "padded_is_single": apart,
+        "tolerance": TOLERANCE[dtype],
+        "right": right,
+    }
 
 
 def sinks(found: Any, truth: Row) -> Row:

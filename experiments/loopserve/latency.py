@@ -36,7 +36,7 @@ from transformers import DynamicCache
 
 from experiments.drawn import save
 from experiments.loopserve import paper
-from experiments.planted_lines import MARKED, SHAPES, VOCAB, made
+from experiments.planted_lines import SHAPES, made, text
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory_growth
@@ -50,7 +50,7 @@ from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
 NAME = "loopserve_latency"
 OUTPUTS = paper.LENGTHS
-SMALL = 3e-4
+SMALL = 3e-4  # of what layers write, beside what the lines are made of
 WARM = 164
 TENTH = 0.1  # of the text is marked
 LIMITS = {"h2o": 4096, "minference": 16384}  # longest context: the slowest prompts
@@ -90,24 +90,6 @@ def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[s
         "h2o": H2O(budget=budget),
         "minference": MInference(),
     }
-
-
-def shape_of(name: str, seed: int) -> Target:
-    """Planted lines in every layer: what layers write is small beside what the lines are made of."""
-    target = made(name, seed)
-    with torch.no_grad():
-        for layer in target.hf.model.layers:
-            layer.self_attn.o_proj.weight *= SMALL
-            layer.mlp.down_proj.weight *= SMALL
-    return target
-
-
-def text(length: int, seed: int, marked: float) -> Tensor:
-    """Random tokens, a share of them marked: `[1 pos]`."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)
-    ids[:, torch.rand(length, generator=generator) < marked] = MARKED - 1
-    return ids
 
 
 @torch.no_grad()
@@ -303,8 +285,8 @@ def main(
     torch.set_num_threads(1)
     outputs = sorted(set(outputs))
     runs = plan(contexts, long, names, rounds)
-    target = shape_of(shape, 0)
-    ids = text(max([*contexts, *long]) + outputs[-1], 0, TENTH)
+    target = made(shape, 0, SMALL)
+    ids = text(max([*contexts, *long]) + outputs[-1], TENTH)
     for name, edit in arms(budget, 0).items():  # libraries are loaded, loops compiled
         if name in names:
             turn(target, edit, ids[:, :WARM], WARM - 4, time.thread_time)
@@ -312,9 +294,9 @@ def main(
     measured: list[Run] = []
     for number, planned in enumerate(runs):
         part = ids[:, : planned.context + outputs[-1]]
-        made = fresh(partial(turn, target, edits[planned.arm], part, planned.context, time.thread_time))
-        measured.append({**planned._asdict(), **made})
-        note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
+        told = fresh(partial(turn, target, edits[planned.arm], part, planned.context, time.thread_time))
+        measured.append({**planned._asdict(), **told})
+        note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {told['seconds'][0]:.2f} s")
     rows = rows_of(measured, outputs)
     settings = {
         "contexts": contexts,
