@@ -92,9 +92,7 @@ def figure(data: Row) -> Any:
         if all(row["high"] is not None for row in mine):
             errors = error_bars(mine, measure)
         methods = value_of_each(mine, "method")
-        values = []
-        for row in mine:
-            values.append(row[measure])
+        values = value_of_each(mine, measure)
         fig.add_bar(x=methods, y=values, name=name, error_y=errors, marker_color=COLOURS[number % len(COLOURS)])
     fig.update_xaxes(tickangle=-35)
     fig.update_yaxes(title_text=AXES[measure])

@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from experiments.timing import child, interleaved, ratio
 from sinkscope.files.output import write_atomic
 
 SHAPE = {
+    "num_hidden_layers": 12,
     "vocab_size": 8192,
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -50,22 +52,22 @@ SECTIONS = ("overhead", "decoding")
 Arm = Callable[[], Row]  # seconds by what was done
 
 
-def llama(layers: int, attention: str = "sdpa") -> Any:
+def llama() -> Any:
     """Random weights; the same architecture in both environments."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=layers, **SHAPE), attn_implementation=attention)
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
-def tokens(count: int, seed: int = 0) -> Any:
+def tokens(count: int) -> Any:
     import torch
 
-    return torch.randint(5, SHAPE["vocab_size"], (1, count), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(5, SHAPE["vocab_size"], (1, count), generator=torch.Generator().manual_seed(0))
 
 
 def ratios(seconds: dict[str, list[Row]]) -> Row:
@@ -118,7 +120,7 @@ def overhead(rounds: int) -> Row:
         named = {"plain": None, "plain_again": None, "full": Full(), "guard": LoopGuard(), **policies}
         return {name: arm(policy) for name, policy in named.items()}
 
-    big = interleaved(arms(llama(12), 32, 32), 4 * rounds)
+    big = interleaved(arms(llama(), 32, 32), 4 * rounds)
     bundled: Any = ss.load()
     bundled.generation_config.eos_token_id = None
     evicting = {
@@ -160,7 +162,7 @@ def decoding(rounds: int) -> Row:
         import kvpress
     except ImportError:
         kvpress = None
-    model = llama(12)
+    model = llama()
     out = {}
     for prompt, budget, new, every, names in DECODING:
         ids = tokens(prompt + new + 1)
@@ -192,16 +194,10 @@ def decoding(rounds: int) -> Row:
             "milliseconds_per_token": {name: median_token(rounds) * 1e3 for name, rounds in seconds.items()},
             "over_plain": ratios(seconds),
         }
-    return {"environment": versions(*(["kvpress"] if kvpress else []), "torch", "transformers"), "cases": out}
-
-
-def versions(*names: str) -> dict[str, str]:
-    from importlib.metadata import version
-
-    values = {}
-    for name in names:
-        values[name] = version(name)
-    return values
+    named = ["torch", "transformers"]
+    if kvpress is not None:
+        named.append("kvpress")
+    return {"environment": {name: version(name) for name in named}, "cases": out}
 
 
 # --- running and merging --------------------------------------------------------------------------------------------

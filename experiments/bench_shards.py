@@ -37,7 +37,6 @@ BUNDLED = Path(ss.__file__).parent / "models/bundled"
 IDS = torch.tensor([[0, *range(40, 103)]])
 NEW = 32  # tokens that are generated
 TWO, DISK, OFFLOAD = "two processes", "device_map, parts on disk", "cpu_offload"
-EQUAL = 1e-5
 
 
 class Wire(TorchDispatchMode):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.processes import world_size
 from sinkscope.files.provenance import provenance
@@ -33,6 +34,14 @@ def earlier(file: Path) -> Row:
     return {}
 
 
+def write_rows(file: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON lines."""
+    lines: list[str] = []
+    for row in rows:
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(file, "".join(lines))
+
+
 def record(
     kind: str,
     result: Row,
@@ -41,7 +50,6 @@ def record(
     started: float | None = None,
     device: object = "cpu",
     dtype: object = "float32",
-    seed: int = 0,
 ) -> str:
     """JSON text of a measurement of `experiments/`, in the shape of every result of sinkscope."""
     made = provenance(
@@ -50,7 +58,7 @@ def record(
         dtype=dtype,
         attention="sdpa",
         bos=True,
-        seed=seed,
+        seed=0,
     )
     starter = ["python"]
     if world_size() > 1:

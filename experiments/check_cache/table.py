@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import RIGHT, ROUNDING
+from experiments.check_cache.verdicts import row_of
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
@@ -26,21 +27,10 @@ from sinkscope.results.style import BLUE, GREY, RED, figure_of
 VALUES = {"does not apply": 0, "passes": 1, "fails": 2}
 
 
-def row_of(name: str, factory: Any, tolerance: float) -> Row:
-    """The verdicts of all checks on a cache."""
-    started = time.process_time()
-    kit = Kit(name, factory, tolerance)
-    checks: list[Row] = []
-    for check, one in CHECKS.items():
-        found = kit.checked(one)
-        checks.append({"check": check, "verdict": found.verdict, "seen": found.seen})
-    return {"cache": name, "checks": checks, "seconds": round(time.process_time() - started, 1)}
-
-
 def faulty_row(name: str) -> Row:
     """A faulty cache, the check that has to catch it, and that check on the right cache."""
     fault = FAULTS[name]
-    row = row_of(name, fault.factory, TOLERANCE)
+    row = row_of(name, fault.factory)
     verdicts = {one["check"]: one["verdict"] for one in row["checks"]}
     control = Kit(name, fault.right).checked(CHECKS[fault.check])
     more = {"named": fault.check, "thread": fault.thread, "control": control.verdict}

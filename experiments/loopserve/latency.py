@@ -19,12 +19,10 @@ to twice as long in one arm and not in another. Bytes of keys and values are tho
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,7 +38,7 @@ from experiments.planted_lines import SHAPES, made, text
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory_growth
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.lines.serve import LoopServe, tokens_read
 from sinkscope.lines.shapes import MInference
@@ -104,7 +102,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     """
     cache = DynamicCache(config=target.hf.config)
     seconds = list[float]()
-    with edit.on(target) if edit is not None else nullcontext() as run:
+    with under(edit, target) as run:
         for begin, end in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             start = clock()
             target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -312,8 +310,6 @@ def main(
     }
     result = {"rows": rows, "runs": measured}
     save(NAME, record("loopserve-latency", result, settings, started=started), figure, out)
-    for row in rows:
-        print(json.dumps(row))
 
 
 if __name__ == "__main__":
