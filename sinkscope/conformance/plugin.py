@@ -24,17 +24,15 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if place is None:
         return
     from sinkscope.conformance.checks import CHECKS
-    from sinkscope.conformance.kit import TOLERANCE, Kit
-    from sinkscope.conformance.subject import factory_named, without_budget
+    from sinkscope.conformance.kit import TOLERANCE, kit_named
     from sinkscope.errors import SinkscopeError
 
-    place = without_budget(place)
     try:
-        kit = Kit(place, factory_named(place), config.getoption(_TOLERANCE) or TOLERANCE)
+        kit = kit_named(place, config.getoption(_TOLERANCE) or TOLERANCE)
         kit.subject()
     except SinkscopeError as error:
         raise pytest.UsageError(str(error)) from None
-    parent = _Checks.from_parent(session, name=place, nodeid=place)
+    parent = _Checks.from_parent(session, name=kit.place, nodeid=kit.place)
     for name, check in CHECKS.items():
         items.append(_Check.from_parent(parent, name=name, kit=kit, check=check))
 
