@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from experiments.timing import child, interleaved, ratio
 from sinkscope.files.output import write_atomic
+from sinkscope.results.console import note
 
 SHAPE = {
     "num_hidden_layers": 12,
@@ -64,10 +66,10 @@ def llama() -> Any:
     return model.eval()
 
 
-def tokens(count: int) -> Any:
+def tokens(length: int) -> Any:
     import torch
 
-    return torch.randint(5, SHAPE["vocab_size"], (1, count), generator=torch.Generator().manual_seed(0))
+    return torch.randint(5, SHAPE["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0))
 
 
 def ratios(seconds: dict[str, list[Row]]) -> Row:
@@ -105,8 +107,10 @@ def overhead(rounds: int) -> Row:
         ids = tokens(prompt) % model.config.vocab_size
 
         def arm(policy: Any) -> Arm:
+            seeds = count()  # in each round another text, the same for all arms
+
             def run() -> Row:
-                torch.manual_seed(0)
+                torch.manual_seed(next(seeds))
                 with nullcontext() if policy is None else policy.on(model) as entered:
                     start = time.thread_time()
                     out = model.generate(ids, max_new_tokens=new, do_sample=True, pad_token_id=0)
@@ -262,6 +266,7 @@ def main(
         return
     started = time.perf_counter()
     for name in only:
+        note(name)
         words = ("--section", name, "--rounds", str(rounds))
         made = child("bench_kv", *words)
         if name == "decoding" and peer is not None:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.console import note
 
 DRAWS = 4000
 Measured = TypeVar("Measured")
@@ -76,7 +75,6 @@ def interleaved(arms: Mapping[str, Callable[[], Measured]], rounds: int) -> dict
             value = arms[name]()
             if number >= 0:
                 measured[name].append(value)
-        note(f"round {number + 1} of {rounds}")
     return measured
 
 
