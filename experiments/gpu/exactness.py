@@ -20,7 +20,6 @@ from experiments.gpu.steps import Steps
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.conformance.check_cache import checked
-from sinkscope.conformance.kit import Kit
 from sinkscope.sinks.precision.precision import precision
 
 
@@ -36,7 +35,7 @@ def conforms(name: str, checks: Sequence[str], device: str) -> Row:
     """The verdicts of the checks on a cache."""
     tolerance = right.ROUNDING.get(name, 1e-3)
     with torch.device(device):
-        found = checked(Kit(name, getattr(right, name), tolerance), only=checks)
+        found = checked(name, getattr(right, name), only=checks, tolerance=tolerance)
     verdicts = {one.check: one.verdict for one in found.checks}
     return {"verdicts": verdicts, "right": "fails" not in verdicts.values()}
 

@@ -10,9 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from sinkscope.conformance.checks import CHECKS
-from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit, kit_named
+from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
+from sinkscope.conformance.subject import Factory, factory_named, without_budget
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress, silent
+from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Hidden, Option, command
@@ -107,25 +108,44 @@ def check_cache(
         sinkscope check-cache transformers:DynamicCache
         sinkscope check-cache snapkv
     """
-    return checked(kit_named(factory, tolerance), only, without, progress or silent)
+    place = without_budget(factory)
+    return checked(place, factory_named(place), only, without, tolerance, progress)
 
 
-def checked(kit: Kit, only: Sequence[str] = (), without: Sequence[str] = (), progress: Progress = silent) -> CacheCheck:
-    """Check the cache of a kit; the other arguments are those of `check_cache`."""
+def checked(
+    name: str,
+    factory: Factory,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    tolerance: float = TOLERANCE,
+    progress: Progress | None = None,
+) -> CacheCheck:
+    """Check what a function gives.
+
+    Args:
+        name: Its name, as module:function.
+        factory: The function.
+        only: As for `check_cache`.
+        without: As for `check_cache`.
+        tolerance: As for `check_cache`.
+        progress: Called as `progress(what, done, total)`.
+    """
     started = time.perf_counter()
     for one in (*only, *without):
         if one not in CHECKS:
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
+    kit = Kit(name, factory, tolerance)
     kit.subject()  # bad input is said before anything is checked
     names = [one for one in CHECKS if (not only or one in only) and one not in without]
     rows: list[CheckedBehaviour] = []
     for done, one in enumerate(names):
-        progress("checking", done, len(names))
+        if progress is not None:
+            progress("checking", done, len(names))
         rows.append(kit.checked(CHECKS[one]))
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
-        settings={"only": only, "without": without, "tolerance": kit.tolerance},
+        settings={"only": only, "without": without, "tolerance": tolerance},
         provenance=provenance(started=started, device="cpu", dtype="float32", attention="sdpa", bos=None, seed=0),
-        cache=kit.place,
+        cache=name,
         checks=tuple(rows),
     )

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 import sinkscope
 from sinkscope.conformance.flow import Flow, Logits, Outcome, error_of, outcome_of, right_logits
 from sinkscope.conformance.models import kit_model
-from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters, without_budget
+from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 
@@ -211,21 +211,11 @@ class Kit:
             return
         flow = replace(flow, budget=None)
         try:
-            fails = error_of(outcome_of(DynamicCache, flow).logits, right_logits(flow)) > self.tolerance
+            fails = error_of(outcome_of(_stock, flow).logits, right_logits(flow)) > self.tolerance
         except Exception:  # of the installed transformers
             fails = True
         if fails:
             raise ApartError("the stock cache below it fails, too") from None
-
-
-def kit_named(place: str, tolerance: float = TOLERANCE) -> Kit:
-    """The kit of a factory at "module:function", or of a policy by the name that `--policy` takes.
-
-    Raises:
-        SinkscopeError: There is no such factory.
-    """
-    place = without_budget(place)
-    return Kit(place, factory_named(place), tolerance)
 
 
 def own_line(error: Exception) -> str:
@@ -237,6 +227,10 @@ def own_line(error: Exception) -> str:
         if not frame.filename.startswith((*apart, "<")):
             return f" at {frame.filename}:{frame.lineno}"
     return ""
+
+
+def _stock(config: Any) -> Cache:
+    return DynamicCache(config=config)
 
 
 Check = Callable[[Kit], str]

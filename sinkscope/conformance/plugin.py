@@ -24,15 +24,17 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if place is None:
         return
     from sinkscope.conformance.checks import CHECKS
-    from sinkscope.conformance.kit import TOLERANCE, kit_named
+    from sinkscope.conformance.kit import TOLERANCE, Kit
+    from sinkscope.conformance.subject import factory_named, without_budget
     from sinkscope.errors import SinkscopeError
 
+    place = without_budget(place)
     try:
-        kit = kit_named(place, config.getoption(_TOLERANCE) or TOLERANCE)
+        kit = Kit(place, factory_named(place), config.getoption(_TOLERANCE) or TOLERANCE)
         kit.subject()
     except SinkscopeError as error:
         raise pytest.UsageError(str(error)) from None
-    parent = _Checks.from_parent(session, name=kit.place, nodeid=kit.place)
+    parent = _Checks.from_parent(session, name=place, nodeid=place)
     for name, check in CHECKS.items():
         items.append(_Check.from_parent(parent, name=name, kit=kit, check=check))
 

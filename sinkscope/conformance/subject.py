@@ -38,14 +38,14 @@ def without_budget(place: str) -> str:
 
 
 def factory_named(place: str) -> Factory:
-    """The factory at "module:function", or a policy by its name.
+    """The factory at "module:function", or a policy by the name that `--policy` takes.
 
     The current folder is searched, too.
 
     Raises:
         SinkscopeError: There is none, or it needs a parameter that is not known here.
     """
-    policy = policies().get(place)
+    policy = policies().get(without_budget(place))
     if policy is not None:
         return policy
     sys.path.insert(0, "")

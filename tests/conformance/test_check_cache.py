@@ -13,8 +13,8 @@ import sinkscope as ss
 from experiments.check_cache.faulty import crop_does_nothing
 from sinkscope.app.cli import main
 from sinkscope.conformance.check_cache import checked
-from sinkscope.conformance.kit import Kit, kit_named
 from sinkscope.conformance.recorder import held_bytes
+from sinkscope.conformance.subject import factory_named
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import SnapKV, StreamingLLM
 
@@ -32,12 +32,12 @@ def test_the_reproduction_shows_the_failure(capsys):
     (row,) = result.checks
     assert row.verdict == "fails" and row.reproduction in result.text(width=None).replace("\n    ", "\n")
     assert len(row.reproduction.splitlines()) <= 5
-    (named,) = checked(Kit("crop", crop_does_nothing), only=(CROP,)).checks  # as of a policy, which has a name only
+    (named,) = checked("crop", crop_does_nothing, only=(CROP,)).checks  # as of a policy, which has a name only
     for one in (row, named):
         exec(one.reproduction, {})  # as its reader would
         shown = float(capsys.readouterr().out.partition("(")[2].partition(")")[0])
         assert shown > 0.01
-    assert checked(Kit("tests:dynamic", dynamic), only=(CROP,)).exit_code == 0
+    assert checked("tests:dynamic", dynamic, only=(CROP,)).exit_code == 0
 
 
 def test_exit_status_and_bad_input(capsys):
@@ -88,5 +88,5 @@ def test_bytes_count_what_a_view_keeps_alive():
 
 
 def test_a_policy_is_checked_by_the_name_that_commands_take(capsys):
-    assert kit_named("snapkv:0.25").factory is SnapKV and kit_named("streaming").factory is StreamingLLM
+    assert factory_named("snapkv:0.25") is SnapKV and factory_named("streaming") is StreamingLLM
     assert "0.25 is not used" in capsys.readouterr().err
