@@ -13,9 +13,11 @@ import pytest
 from experiments.gpu import all as script
 
 CHILD = """
-import subprocess, sys, pathlib, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+import os, sys, time
+child = os.fork()
+if child:
+    with open(sys.argv[1], "w") as file:
+        file.write(str(child))
 time.sleep(60)
 """
 
