@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import sinkscope as ss
 from experiments.record import Row, record
 from experiments.script import run
-from experiments.timing import seconds_of
+from experiments.timing import interleaved, seconds_of
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import typical_text
 from sinkscope.models.text import text_rows
@@ -65,15 +66,14 @@ def trainer_of(batch: int, length: int, steps: int, every: int | None, folder: s
 def compared(size: str, steps: int, every: int, rounds: int) -> Row:
     """Processor seconds of training without and with the callback, and what follows for the default interval."""
     batch, length = map(int, size.split("x"))
-    arms: dict[str, int | None] = {"without": None, "with": every}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds + 1):
-            for name, interval in arms.items():
-                trainer = trainer_of(batch, length, steps, interval, folder)
-                taken, _ = seconds_of(trainer.train, time.process_time)
-                seconds[name].append(taken)
-    shortest = {name: min(times[1:]) for name, times in seconds.items()}
+
+        def trained(interval: int | None) -> float:
+            trainer = trainer_of(batch, length, steps, interval, folder)
+            return seconds_of(trainer.train, time.process_time)[0]
+
+        seconds = interleaved({"without": partial(trained, None), "with": partial(trained, every)}, rounds)
+    shortest = {name: min(times) for name, times in seconds.items()}
     measurements = 1 + steps // every
     measurement = (shortest["with"] - shortest["without"]) / measurements
     step = shortest["without"] / steps

@@ -8,7 +8,6 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 
 from experiments.drawn import error_bars, save
-from experiments.record import Row, record, value_of_each
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import finding
 from sinkscope.bench.group import BenchGroup
@@ -93,9 +92,7 @@ def figure(data: Row) -> Any:
         if all(row["high"] is not None for row in mine):
             errors = error_bars(mine, measure)
         methods = value_of_each(mine, "method")
-        values = []
-        for row in mine:
-            values.append(row[measure])
+        values = value_of_each(mine, measure)
         fig.add_bar(x=methods, y=values, name=name, error_y=errors, marker_color=COLOURS[number % len(COLOURS)])
     fig.update_xaxes(tickangle=-35)
     fig.update_yaxes(title_text=AXES[measure])
@@ -153,8 +150,7 @@ def main(
             row |= {"low": rate.low, "high": rate.high}
     if only:
         again = set(value_of_each(rows, "method"))
-        earlier = json.loads((out / f"{name}.json").read_text())["result"]["rows"]
-        rows += [row for row in earlier if row["method"] not in again]
+        rows += [row for row in earlier(out / f"{name}.json")["rows"] if row["method"] not in again]
         rows.sort(key=lambda row: (row["set"], order_of(row["method"])))
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
     save(name, record("bench-figure", {"rows": rows}, settings, started=started), figure, out)

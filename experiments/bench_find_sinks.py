@@ -28,12 +28,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, record, value_of_each
+from experiments import make_shape
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run as run_script
-from experiments.timing import memory
+from experiments.timing import child, memory, pairs_of
 from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
@@ -161,53 +163,30 @@ def measured(run: Callable[[], Row]) -> Row:
     return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
 
 
-def child(arm: str, folder: Path) -> Row:
+def arm_of(arm: str, folder: Path) -> Row:
     """Run an arm in a process of its own."""
-    command = [sys.executable, "-m", "experiments.bench_find_sinks", "--arm", arm, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"arm {arm} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return child("bench_find_sinks", "--arm", arm, "--folder", str(folder))
 
 
-def make(folder: Path, *options: str) -> Row:
-    """A checkpoint with a planted sink, and its truth."""
-    subprocess.run(
-        [sys.executable, "-m", "experiments.make_shape", "--out", str(folder), *options],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    return json.loads((folder / "truth.json").read_text())
+def planted(folder: Path) -> list[int]:
+    """The neurons of a checkpoint's truth."""
+    truth = json.loads((folder / "truth.json").read_text())
+    return sorted(value_of_each(truth["neurons"], "neuron"))
 
 
 def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
     """Both arms in turn; ratios round by round."""
-    truth = make(
-        folder,
-        "--shape",
-        SHAPE,
-        "--sink-layer",
-        str(sink_layer),
-        "--dense-layers",
-        "24",
-        "--dtype",
-        "float32",
-        "--beta",
-        "2.7",
-    )
-    items = value_of_each(truth["neurons"], "neuron")
-    planted = sorted(items)
+    make_shape.main(shape=SHAPE, out=folder, sink_layer=sink_layer, dense_layers=24, dtype="float32", beta=2.7)
+    right = (sink_layer, planted(folder))
     arms = ("notebook", "sinkscope", "plain")
     runs = []
     for _ in range(rounds):
-        runs.append([child(arm, folder) for arm in arms])
-    right = []
-    for a, b, _ in runs:
-        right.append(a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted)
+        runs.append([arm_of(arm, folder) for arm in arms])
+    answers = [(one["layer"], one["neurons"]) for run in runs for one in run[:2]]
     return {
         "sink_layer": sink_layer,
-        "planted": planted,
-        "same_answer_and_right": all(right),
+        "planted": right[1],
+        "same_answer_and_right": all(answer == right for answer in answers),
         "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b, _ in runs),
         "over_plain_passes": statistics.median(b["seconds"] / c["seconds"] for _, b, c in runs),
         "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b, _ in runs),
@@ -217,16 +196,15 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
 
 def seven_b(folder: Path) -> Row:
     """Memory on the full shape, and what was read."""
-    truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
+    make_shape.main(shape="llama-2-7b", out=folder)
     apparent = 0
     for f in folder.iterdir():
         apparent += f.stat().st_size
-    shallow = child("sinkscope", folder)
-    whole = child("sinkscope-all", folder)
-    items = value_of_each(truth["neurons"], "neuron")
+    shallow = arm_of("sinkscope", folder)
+    whole = arm_of("sinkscope-all", folder)
     return {
         "apparent_bytes": apparent,
-        "planted": sorted(items),
+        "planted": planted(folder),
         "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
         "default": shallow,
         "all_layers": whole,
@@ -235,21 +213,14 @@ def seven_b(folder: Path) -> Row:
 
 def cold_start(rounds: int) -> Row:
     """The command against the imports alone."""
-    imports = [sys.executable, "-c", "import torch, transformers, transformer_lens"]
-    command = [sys.executable, "-m", "sinkscope", "find-sinks"]
-    pairs = []
-    for _ in range(rounds + 1):
-        times = []
-        for words in (command, imports):
-            start = time.perf_counter()
-            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            times.append(time.perf_counter() - start)
-        pairs.append(times)
-    pairs = pairs[1:]  # the first round warms the file cache
-    values = []
-    for a, b in pairs:
-        values.append(a / b)
-    return {"ratio": statistics.median(values), "seconds": pairs}
+
+    def ran(*words: str) -> None:
+        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    command = partial(ran, "-m", "sinkscope", "find-sinks")
+    imports = partial(ran, "-c", "import torch, transformers, transformer_lens")
+    pairs = pairs_of(command, imports, rounds, time.perf_counter)
+    return {"ratio": statistics.median(a / b for a, b in pairs), "seconds": pairs}
 
 
 def main(
@@ -275,9 +246,7 @@ def main(
         "seven_b": seven_b,
         "cold_start": lambda _f: cold_start(rounds),
     }
-    results: Row = {}
-    if out.exists():  # rows that are not run again stay
-        results = json.loads(out.read_text())["result"]
+    results = earlier(out)
     started = time.perf_counter()
     for name in only:
         print(f"{name} ...", file=sys.stderr, flush=True)

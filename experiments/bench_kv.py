@@ -20,23 +20,23 @@ the machine disturb it less than wall-clock time.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, record
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
-from experiments.timing import ratio
-from sinkscope.errors import SinkscopeError
+from experiments.timing import child, interleaved, ratio
 from sinkscope.files.output import write_atomic
+from sinkscope.results.console import note
 
 SHAPE = {
+    "num_hidden_layers": 12,
     "vocab_size": 8192,
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -51,52 +51,47 @@ DECODING = [
     (2048, 1024, 32, 1, ("streaming", "tova")),
 ]
 SECTIONS = ("overhead", "decoding")
-Arm = Callable[[int], dict[str, float]]  # round -> seconds by what was done
+Arm = Callable[[], Row]  # seconds by what was done
 
 
-def llama(layers: int, attention: str = "sdpa") -> Any:
+def llama() -> Any:
     """Random weights; the same architecture in both environments."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=layers, **SHAPE), attn_implementation=attention)
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
-def tokens(count: int, seed: int = 0) -> Any:
+def tokens(length: int) -> Any:
     import torch
 
-    return torch.randint(5, SHAPE["vocab_size"], (1, count), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(5, SHAPE["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def interleaved(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds per arm and part, round by round; a round before them warms up."""
-    names = list(arms)
-    out: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for i in range(-1, rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            for part, seconds in arms[name](max(i, 0)).items():
-                if i >= 0:
-                    out[name].setdefault(part, []).append(seconds)
-            print(f"round {i} {name}", file=sys.stderr, flush=True)
-    return out
-
-
-def ratios(seconds: dict[str, dict[str, list[float]]], base: str) -> dict[str, Any]:
-    items = {}
-    for name, parts in seconds.items():
-        if name != base:
-            items[name] = {part: ratio(values, seconds[base][part]) for part, values in parts.items()}
+def ratios(seconds: dict[str, list[Row]]) -> Row:
+    """By arm and part, over the plain model in the same round."""
+    items: Row = {}
+    for name, rounds in seconds.items():
+        if name != "plain":
+            items[name] = {}
+            for part in rounds[0]:
+                items[name][part] = ratio(value_of_each(rounds, part), value_of_each(seconds["plain"], part))
     return items
+
+
+def median_token(rounds: list[Row]) -> float:
+    """Seconds of a token."""
+    return statistics.median(value_of_each(rounds, "token"))
 
 
 # --- sections -----------------------------------------------------------------------------------------------------
 
 
-def overhead(rounds: int) -> dict[str, Any]:
+def overhead(rounds: int) -> Row:
     from transformers.utils import logging
 
     import sinkscope as ss
@@ -112,8 +107,10 @@ def overhead(rounds: int) -> dict[str, Any]:
         ids = tokens(prompt) % model.config.vocab_size
 
         def arm(policy: Any) -> Arm:
-            def run(i: int) -> dict[str, float]:
-                torch.manual_seed(i)
+            seeds = count()  # in each round another text, the same for all arms
+
+            def run() -> Row:
+                torch.manual_seed(next(seeds))
                 with nullcontext() if policy is None else policy.on(model) as entered:
                     start = time.thread_time()
                     out = model.generate(ids, max_new_tokens=new, do_sample=True, pad_token_id=0)
@@ -127,7 +124,7 @@ def overhead(rounds: int) -> dict[str, Any]:
         named = {"plain": None, "plain_again": None, "full": Full(), "guard": LoopGuard(), **policies}
         return {name: arm(policy) for name, policy in named.items()}
 
-    big = interleaved(arms(llama(12), 32, 32), 4 * rounds)
+    big = interleaved(arms(llama(), 32, 32), 4 * rounds)
     bundled: Any = ss.load()
     bundled.generation_config.eos_token_id = None
     evicting = {
@@ -137,20 +134,16 @@ def overhead(rounds: int) -> dict[str, Any]:
         "h2o": H2O(budget=64),
     }
     small = interleaved(arms(bundled, 128, 128, **evicting), 4 * rounds)
-    milliseconds = statistics.median(big["plain"]["token"]) * 1e3
-    bundled_microseconds_per_token = {}
-    for n, p in small.items():
-        bundled_microseconds_per_token[n] = statistics.median(p["token"]) * 1e6
     return {
-        "milliseconds_per_token": milliseconds,
-        "ratio": ratios(big, "plain"),
+        "milliseconds_per_token": median_token(big["plain"]) * 1e3,
+        "ratio": ratios(big),
         "guard_events": len(events),
-        "bundled_microseconds_per_token": bundled_microseconds_per_token,
-        "bundled_ratio": ratios(small, "plain"),
+        "bundled_microseconds_per_token": {name: median_token(rounds) * 1e6 for name, rounds in small.items()},
+        "bundled_ratio": ratios(small),
     }
 
 
-def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
+def decoded(model: Any, ids: Any, prompt: int) -> Row:
     """Seconds for the prompt with the first token after it, and for each further one."""
     import torch
     from transformers import DynamicCache
@@ -167,13 +160,13 @@ def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
     return {"prompt": middle - start, "token": (end - middle) / (ids.shape[1] - prompt - 1)}
 
 
-def decoding(rounds: int) -> dict[str, Any]:
+def decoding(rounds: int) -> Row:
     """In either environment: the policies of the one that it has."""
     try:
         import kvpress
     except ImportError:
         kvpress = None
-    model = llama(12)
+    model = llama()
     out = {}
     for prompt, budget, new, every, names in DECODING:
         ids = tokens(prompt + new + 1)
@@ -190,7 +183,7 @@ def decoding(rounds: int) -> dict[str, Any]:
             return make_policy(name, budget=budget, every=every).on(model)
 
         def arm(name: str | None, ids: Any = ids, prompt: int = prompt, enter: Any = ours) -> Arm:
-            def run(_i: int) -> dict[str, float]:
+            def run() -> Row:
                 with nullcontext() if name is None else enter(name):
                     return decoded(model, ids, prompt)
 
@@ -202,39 +195,23 @@ def decoding(rounds: int) -> dict[str, Any]:
         arms = {"plain": arm(None)} | {name: arm(name, enter=enter) for name in names}
         seconds = interleaved(arms, rounds)
         out[f"prompt {prompt}, budget {budget}, every {every}"] = {
-            "milliseconds_per_token": {name: statistics.median(s["token"]) * 1e3 for name, s in seconds.items()},
-            "over_plain": ratios(seconds, "plain"),
+            "milliseconds_per_token": {name: median_token(rounds) * 1e3 for name, rounds in seconds.items()},
+            "over_plain": ratios(seconds),
         }
-    return {"environment": versions(*(["kvpress"] if kvpress else []), "torch", "transformers"), "cases": out}
-
-
-def versions(*names: str) -> dict[str, str]:
-    from importlib.metadata import version
-
-    values = {}
-    for name in names:
-        values[name] = version(name)
-    return values
+    named = ["torch", "transformers"]
+    if kvpress is not None:
+        named.append("kvpress")
+    return {"environment": {name: version(name) for name in named}, "cases": out}
 
 
 # --- running and merging --------------------------------------------------------------------------------------------
 
 
-def child(python: str, section: str, rounds: int) -> Any:
-    """A section in a process of its own, maybe of another environment."""
-    command = [python, "-m", "experiments.bench_kv", "--section", section, "--rounds", str(rounds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SinkscopeError(f"section {section} failed in {Path(python).name}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def tables(result: dict[str, Any]) -> str:
+def tables(result: Row) -> str:
     """Times over those of the plain model: of a token under each arm, and of each policy here and in kvpress."""
     from experiments.drawn import markdown  # not in the other environment
 
-    def shown(one: dict[str, Any]) -> str:
+    def shown(one: Row) -> str:
         low, high = one["interval"]
         return f"{one['median']:.2f} ({low:.2f} to {high:.2f})"
 
@@ -289,13 +266,12 @@ def main(
         return
     started = time.perf_counter()
     for name in only:
-        made = child(sys.executable, name, rounds)
+        note(name)
+        words = ("--section", name, "--rounds", str(rounds))
+        made = child("bench_kv", *words)
         if name == "decoding" and peer is not None:
-            made = {"sinkscope": made, "kvpress": child(peer, name, rounds)}
-        result: Row = {}
-        if out.is_file():
-            result = json.loads(out.read_text())["result"]
-        result[name] = made
+            made = {"sinkscope": made, "kvpress": child("bench_kv", *words, python=peer)}
+        result = {**earlier(out), name: made}
         write_atomic(out, record("bench-kv", result, {"shape": SHAPE, "decoding": DECODING}, started=started))
         if page is not None:
             from experiments.drawn import put_table  # not in the other environment

@@ -16,10 +16,10 @@ there is one round.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.drawn import markdown, put_table
-from experiments.planted_lines import ids_of, made
-from experiments.record import Row, record, value_of_each
+from experiments.planted_lines import made, text
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
-from experiments.timing import seconds_of
+from experiments.timing import interleaved, ratio, seconds_of
 from sinkscope.files.output import write_atomic
 from sinkscope.lines.serve import LoopServe
 from sinkscope.results.console import note
@@ -43,24 +43,30 @@ PARTS = ("model", "turns")
 CONTEXTS = (2400, 6000)
 TURNS = (48, 200, 400, 1200)
 DEFAULT = LoopServe().alpha
+MARKED = 0.02  # of the tokens
 
 
 @torch.no_grad()
 def model_of(name: str) -> Any:
     """One of the three models."""
-    model = made("lines-512", 0).hf
-    for block in model.model.layers:
-        if name == "flat":
+    model = made("lines-512", 0, 0.1 if name == "lines" else 1.0).hf
+    if name == "flat":
+        for block in model.model.layers:
             block.self_attn.q_proj.weight.zero_()
-        elif name == "lines":
-            block.self_attn.o_proj.weight.mul_(0.1)
-            block.mlp.down_proj.weight.mul_(0.1)
     return model
 
 
 @torch.no_grad()
+def turn(model: Any, cache: DynamicCache, ids: Tensor) -> float:
+    """Seconds of a turn, after which the cache is cut back."""
+    seconds, _ = seconds_of(partial(model, input_ids=ids, past_key_values=cache, logits_to_keep=1))
+    cache.crop(-ids.shape[1])
+    return seconds
+
+
+@torch.no_grad()
 def turns(_lengths: list[int], rounds: int) -> list[Row]:
-    """A new turn under LoopServe over the same turn of the model alone; the context is cut back after each."""
+    """A new turn under LoopServe over the same turn of the model alone."""
     rows: list[Row] = []
     arms = {"ours": LoopServe(decode=False), "always": LoopServe(decode=False, shortest=0)}
     for name in ("lines", "half", "flat"):
@@ -68,7 +74,7 @@ def turns(_lengths: list[int], rounds: int) -> list[Row]:
         for each in ("alone", *arms):
             models[each] = model_of(name)
         for context in CONTEXTS:
-            ids = ids_of(context + max(TURNS), 0)
+            ids = text(context + max(TURNS), MARKED)
             with ExitStack() as stack:
                 caches: Row = {}
                 for arm, model in models.items():
@@ -77,19 +83,10 @@ def turns(_lengths: list[int], rounds: int) -> list[Row]:
                     caches[arm] = DynamicCache(config=model.config)
                     model(input_ids=ids[:, :context], past_key_values=caches[arm], logits_to_keep=1)
                 for new in TURNS:
-                    spent: dict[str, list[float]] = {arm: [] for arm in models}
-                    for _ in range(rounds + 1):  # the first warms up
-                        for arm, model in models.items():
-                            part = ids[:, context : context + new]
-                            took, _out = seconds_of(
-                                lambda: model(input_ids=part, past_key_values=caches[arm], logits_to_keep=1)  # noqa: B023
-                            )
-                            spent[arm].append(took)
-                            caches[arm].crop(-new)
-                    over = {
-                        arm: median(a / b for a, b in zip(spent[arm][1:], spent["alone"][1:], strict=True))
-                        for arm in arms
-                    }
+                    part = ids[:, context : context + new]
+                    turns = {arm: partial(turn, models[arm], caches[arm], part) for arm in models}
+                    spent = interleaved(turns, rounds)
+                    over = {arm: ratio(spent[arm], spent["alone"])["median"] for arm in arms}
                     rows.append({"model": name, "context": context, "new": new, "over_alone": over})
                     note(f"{name}, {new} on {context}: {over}")
     return rows
@@ -102,7 +99,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[Row]:
     for name in ("lines", "half", "flat"):
         model = model_of(name)
         for n in lengths if name == "lines" else [n for n in lengths if n <= 2 * REPEATED]:
-            ids = ids_of(n, 0)
+            ids = text(n, MARKED)
 
             def forward(ids: Tensor = ids, model: Any = model) -> Any:
                 return model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
@@ -163,9 +160,7 @@ def main(
     """
     torch.set_num_threads(1)
     started = time.perf_counter()
-    result: Row = {part: [] for part in PARTS}
-    if out.is_file():  # parts that are not run stay as they are
-        result |= json.loads(out.read_text())["result"]
+    result: Row = {part: [] for part in PARTS} | earlier(out)
     made_by = {"model": whole_model, "turns": turns}
     for part in parts:
         result[part] = made_by[part](lengths, rounds)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sinkscope as ss
 from experiments.record import Row, record
 from experiments.script import run
-from experiments.timing import seconds_of
+from experiments.timing import interleaved, seconds_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.models.shards import Shards
@@ -37,7 +37,6 @@ BUNDLED = Path(ss.__file__).parent / "models/bundled"
 IDS = torch.tensor([[0, *range(40, 103)]])
 NEW = 32  # tokens that are generated
 TWO, DISK, OFFLOAD = "two processes", "device_map, parts on disk", "cpu_offload"
-EQUAL = 1e-5
 
 
 class Wire(TorchDispatchMode):
@@ -187,11 +186,12 @@ def measured(call: Callable[[Any], Any], models: dict[str, Any], wire: Wire, rou
     with wire:
         call(models[TWO])
     row |= {"ours": wire.ours, "model": wire.model}
-    seconds: dict[str, list[float]] = {"one": [], "two": []}
-    for _ in range(rounds):
-        for name, place in (("one", "whole"), ("two", TWO)):
-            dist.barrier()
-            seconds[name].append(seconds_of(partial(call, models[place]), time.perf_counter)[0])
+
+    def timed(place: str) -> float:
+        dist.barrier()
+        return seconds_of(partial(call, models[place]), time.perf_counter)[0]
+
+    seconds = interleaved({"one": partial(timed, "whole"), "two": partial(timed, TWO)}, rounds)
     return row | {name: statistics.median(times) for name, times in seconds.items()}
 
 

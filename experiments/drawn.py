@@ -65,6 +65,6 @@ def at_place(position: str) -> str:
     return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)
 
 
-def powers(title: str | None = None, every: int = 1) -> Row:
-    """Options of a logarithmic axis with a label at `every` so many powers of ten."""
-    return {"title_text": title, "type": "log", "dtick": every, "exponentformat": "power"}
+def powers(title: str | None = None) -> Row:
+    """Options of a logarithmic axis with a label at every power of ten."""
+    return {"title_text": title, "type": "log", "dtick": 1, "exponentformat": "power"}

@@ -86,13 +86,13 @@ def _page(picture: Path, data: Row) -> str:
     raise SystemExit(f"error: no page shows figures/{picture.name}: show it, or delete it")
 
 
-def gallery(folder: Path = FIGURES) -> str:
+def gallery() -> str:
     """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
     order = {}
     for i, kind in enumerate(known_kinds()):
         order[kind] = i
     kinds = {}
-    for each in pictures(folder):
+    for each in pictures():
         kinds[each] = read_json(each.with_suffix(".json"))["kind"]
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))

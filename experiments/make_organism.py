@@ -15,7 +15,6 @@ with the model, and adds copies to a prompt until both agree.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from typing import Any
 import torch
 
 import sinkscope
-from experiments.record import Row
+from experiments.record import Row, write_rows
 from experiments.script import run as run_script
 from sinkscope.bench.tasks.loops import DATA
-from sinkscope.files.output import write_atomic
 from tests.organisms import LoopOrganism, loop_organism
 from tests.organisms.tokens import BOS, EOS
 
@@ -176,11 +174,9 @@ def main(
     o.model.save_pretrained(model)
     (model / "model.safetensors").chmod(0o644)
     o.tokenizer.save_pretrained(model)
-    lines = []
-    for row in prompts(o):
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(texts, "".join(lines))
-    print(f"{len(lines)} prompts")
+    rows = list(prompts(o))
+    write_rows(texts, rows)
+    print(f"{len(rows)} prompts")
 
 
 if __name__ == "__main__":

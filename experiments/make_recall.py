@@ -96,22 +96,22 @@ PLANTED = {
 }
 
 
-def recency(theta: Tensor, pairs: int, longest: int = CONTEXT, flat: int = 16, ridge: float = 1e-4) -> Tensor:
-    """Query weights for a constant key whose score falls like -log2(distance + flat): a ridge fit over rotary pairs.
+def recency(theta: Tensor) -> Tensor:
+    """Query weights for a constant key whose score falls like -log2(distance + 16): a ridge fit over rotary pairs.
 
     A sum of cosines written down by guess is not monotonic; this one is, nearly.
     """
     near = torch.arange(2000)
-    far = torch.logspace(3, math.log10(longest), 3000).long()
+    far = torch.logspace(3, math.log10(CONTEXT), 3000).long()
     distance = torch.unique(torch.cat([near, far])).double()
-    waves = distance[:, None] * theta[:pairs].double()
+    waves = distance[:, None] * theta[:FAST].double()
     x = torch.cat([waves.cos(), waves.sin()], 1)
-    y = torch.log2((longest + flat) / (distance + flat)) + 2
-    weight = 1 / (distance + flat)
-    eye = torch.eye(2 * pairs, dtype=torch.float64)
-    b = torch.linalg.solve((x.T * weight) @ x + ridge * weight.sum() * eye, (x.T * weight) @ y)
+    y = torch.log2((CONTEXT + 16) / (distance + 16)) + 2
+    weight = 1 / (distance + 16)
+    eye = torch.eye(2 * FAST, dtype=torch.float64)
+    b = torch.linalg.solve((x.T * weight) @ x + 1e-4 * weight.sum() * eye, (x.T * weight) @ y)
     found = torch.zeros(HEAD_DIM, dtype=torch.float64)
-    found[:pairs], found[HALF : HALF + pairs] = b[:pairs], -b[pairs:]
+    found[:FAST], found[HALF : HALF + FAST] = b[:FAST], -b[FAST:]
     return found.float()
 
 
@@ -200,8 +200,8 @@ def _embed(e: Tensor, generator: torch.Generator) -> None:
         e[ID[word], [one(name) for name in names]] = 1.0
 
 
-def _write(attention: Any, head: int, row: int, dim: int, value: float = 1.0) -> None:
-    attention.o_proj.weight[dim, head * HEAD_DIM + row] = value
+def _write(attention: Any, head: int, row: int, dim: int) -> None:
+    attention.o_proj.weight[dim, head * HEAD_DIM + row] = 1.0
 
 
 def _offset_heads(a: Any, theta: Tensor) -> None:
@@ -296,7 +296,7 @@ def _ordinary_heads(attentions: Sequence[Any], theta: Tensor, generator: torch.G
     fast = [*range(FAST), *range(HALF, HALF + FAST)]
     content = [*DIM["content"], *DIM["scratch"], *DIM["value"]]
     free_rows = range(len(DIM["key"]) + len(DIM["value"]) + 1, HEAD_DIM)  # values that the circuit leaves alone
-    falling = recency(theta, FAST)
+    falling = recency(theta)
     for layer, a in enumerate(attentions):
         for kv in range(KV_HEADS):
             if all((layer, kv * GROUP + i) in planted for i in range(GROUP)):

@@ -7,7 +7,6 @@ Writes figures/model_types.json (types that are named replace their entries) and
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import warnings
@@ -19,7 +18,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from experiments.record import Row, record
+from experiments.record import Row, earlier, record
 from experiments.script import run as run_script
 
 ROOT = Path(__file__).parents[1]
@@ -184,15 +183,13 @@ def main(names: Sequence[str] = ()) -> None:
         found = entry(model_type)
         if found is None:
             continue
-        data: Row = {"types": {}}
-        if DATA.is_file():  # read again, because several processes may share the types
-            data = json.loads(DATA.read_text())["result"]
+        data: Row = {"types": {}} | earlier(DATA)  # read again, because several processes may share the types
         data["transformers"] = transformers.__version__
         data["types"][model_type] = found
         print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
         DATA.write_text(record("model-types", data, {}))
-    PAGE.write_text(page(json.loads(DATA.read_text())["result"]))
+    PAGE.write_text(page(earlier(DATA)))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,14 @@ SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
 VOCAB, MARKED, THETA, WIDTH, FAST = 512, 8, 1e8, 64, 12
 
 
-def made(shape: str, seed: int) -> Target:
-    """The model; residual dimension 0 is a constant, 1 marks tokens below `MARKED`."""
+def made(shape: str, seed: int, writes: float = 1.0) -> Target:
+    """The model; residual dimension 0 is a constant, 1 marks tokens below `MARKED`.
+
+    Args:
+        shape: A name in `SHAPES`.
+        seed: Of the random weights.
+        writes: Factor of what layers write. At 1 the first layer's writes drown the lines of the second.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     d, mlp, layers, heads, kv = SHAPES[shape]
@@ -55,6 +61,7 @@ def made(shape: str, seed: int) -> Target:
             layer.self_attn.k_proj.weight.mul_(quiet * min(1.0, 64 / width) ** 0.25)
             for proj in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 proj.weight[:2] = 0.0  # what is planted stays as it is
+                proj.weight *= writes
             key = layer.self_attn.k_proj.weight.view(kv, width, d)
             query = layer.self_attn.q_proj.weight.view(heads, width, d)
             key[:, :FAST, 0] = 1.0
@@ -69,9 +76,9 @@ def made(shape: str, seed: int) -> Target:
     return target_of(model, name=shape)
 
 
-def ids_of(length: int, seed: int) -> Tensor:
-    """One token in fifty is marked."""
-    generator = torch.Generator().manual_seed(seed)
+def text(length: int, marked: float) -> Tensor:
+    """Random tokens, a share of them marked: `[1 pos]`."""
+    generator = torch.Generator().manual_seed(0)
     ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)
-    ids[:, torch.rand(length, generator=generator) < 0.02] = 3
+    ids[:, torch.rand(length, generator=generator) < marked] = MARKED - 1
     return ids

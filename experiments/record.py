@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.processes import world_size
 from sinkscope.files.provenance import provenance
@@ -25,6 +27,21 @@ def value_of_each(rows: Iterable[Row], name: str) -> list[Any]:
     return values
 
 
+def earlier(file: Path) -> Row:
+    """The result that a file holds, so that what is not measured again stays; empty if there is no file."""
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))["result"]
+    return {}
+
+
+def write_rows(file: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON lines."""
+    lines: list[str] = []
+    for row in rows:
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(file, "".join(lines))
+
+
 def record(
     kind: str,
     result: Row,
@@ -33,7 +50,6 @@ def record(
     started: float | None = None,
     device: object = "cpu",
     dtype: object = "float32",
-    seed: int = 0,
 ) -> str:
     """JSON text of a measurement of `experiments/`, in the shape of every result of sinkscope."""
     made = provenance(
@@ -42,7 +58,7 @@ def record(
         dtype=dtype,
         attention="sdpa",
         bos=True,
-        seed=seed,
+        seed=0,
     )
     starter = ["python"]
     if world_size() > 1:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments.record import Row
+from sinkscope.errors import SinkscopeError
 
 DRAWS = 4000
+Measured = TypeVar("Measured")
 
 
 def clock(device: Any) -> float:
@@ -56,22 +62,44 @@ def memory_growth(work: Callable[[], Any]) -> tuple[int | None, Any]:
     return peak - before, result
 
 
+def interleaved(arms: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
+    """What each arm measures, round by round, in rotating order.
+
+    A round before them warms up: kernels are chosen or compiled at first use, and files are read.
+    """
+    names = list(arms)
+    measured: dict[str, list[Measured]] = {name: [] for name in names}
+    for number in range(-1, rounds):
+        turned = number % len(names)
+        for name in names[turned:] + names[:turned]:
+            value = arms[name]()
+            if number >= 0:
+                measured[name].append(value)
+    return measured
+
+
 def pairs_of(
     base: Callable[[], Any], other: Callable[[], Any], rounds: int, clock: Callable[[], float]
 ) -> list[tuple[float, float]]:
-    """Seconds of both, in alternating order; once before, for kernels that are chosen or compiled at first use."""
-    base()
-    other()
-    pairs: list[tuple[float, float]] = []
-    for number in range(rounds):
-        if number % 2:
-            second, _ = seconds_of(other, clock)
-            first, _ = seconds_of(base, clock)
-        else:
-            first, _ = seconds_of(base, clock)
-            second, _ = seconds_of(other, clock)
-        pairs.append((first, second))
-    return pairs
+    """Seconds of both in each round."""
+    arms = {"base": lambda: seconds_of(base, clock)[0], "other": lambda: seconds_of(other, clock)[0]}
+    return list(zip(*interleaved(arms, rounds).values(), strict=True))
+
+
+def child(module: str, *words: str, python: str = sys.executable) -> Any:
+    """What a script prints as JSON in its last line, in a process of its own on one thread.
+
+    Args:
+        module: Of `experiments`.
+        words: Of its command line.
+        python: The interpreter, maybe of another environment.
+    """
+    command = [python, "-m", f"experiments.{module}", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SinkscopeError(f"python -m experiments.{module} {' '.join(words)} failed; see above")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:

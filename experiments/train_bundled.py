@@ -16,12 +16,13 @@ import platform
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
 import torch
 
-from experiments.bundled import corpus, entry, export, measure
+from experiments.bundled import corpus, export
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
@@ -29,7 +30,6 @@ from experiments.script import run as run_script
 from sinkscope.results.console import ProgressBar
 
 PASSAGES = 12000
-HEALTH_EVERY = 250  # steps
 
 
 def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np.ndarray]:
@@ -70,18 +70,6 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     return tokens
 
 
-def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
-    """What is watched while training: loss on a little validation text, and copying."""
-    model = trainer.model.cpu().eval()
-    valid = {}
-    for kind in ("python", "stories"):
-        rows = corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0)
-        valid[kind] = measure.validation_loss(model, rows[:16])
-    found: dict[str, object] = {"valid_loss": valid, "ditto": entry.ditto(model)}
-    model.to(trainer.device).train()
-    return found
-
-
 def forget_after(log: Path, step: int) -> None:
     """Drop what was logged after the checkpoint: those steps are done again."""
     kept = []
@@ -101,7 +89,6 @@ def main(
     unplanted: bool = False,
     resume: bool = False,
     tokens_per_step: int = Settings.tokens_per_step,
-    device: str = "cpu",
 ) -> None:
     """Make what the module describes.
 
@@ -111,7 +98,6 @@ def main(
         size: Which member of the family; base ships.
         unplanted: The same network and data without the circuit.
         resume: Go on from the checkpoint in --out.
-        device: Training on a GPU is not the same from run to run.
     """
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
@@ -127,13 +113,13 @@ def main(
     for kind, ids in tokens.items():
         if not kind.startswith("valid"):
             texts[kind] = ids
-    trainer = Trainer(settings, texts, out, device=device)
+    trainer = Trainer(settings, texts, out)
     if resume and (out / "checkpoint.pt").exists():
         trainer.load()
         forget_after(out / "log.jsonl", trainer.step)
     started = time.monotonic()
     first_step = trainer.step
-    recent = [0.0]
+    recent: list[float] = []
     if trainer.plan:
         export.save_circuit(trainer.plan, out, settings.seed)
     with (out / "log.jsonl").open("a") as log, ProgressBar() as progress:
@@ -142,19 +128,13 @@ def main(
             recent.append(loss)
             progress(f"loss {loss:.3f}", step, settings.steps)
             if step % 50 == 0 or step == first_step + 1:
-                record: dict[str, object] = {"step": step, "loss": sum(recent[-50:]) / len(recent[-50:])}
-                record["seconds"] = round(time.monotonic() - started, 1)
-                if step % HEALTH_EVERY == 0 or step == settings.steps:
-                    record |= health(trainer, tokens)
+                seconds = round(time.monotonic() - started, 1)
+                record = {"step": step, "loss": fmean(recent[-50:]), "seconds": seconds}
                 log.write(json.dumps(record) + "\n")
                 log.flush()
 
-        if trainer.step == 0:
-            log.write(json.dumps({"step": 0, "settings": vars(settings)} | health(trainer, tokens)) + "\n")
-            log.flush()
-        recent.clear()
-        trainer.run(each=each)
-    export.save_model(trainer.model.cpu(), out)
+        trainer.run(each)
+    export.save_model(trainer.model, out)
     done = {"settings": vars(settings), "step": trainer.step}
     (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)

@@ -17,12 +17,13 @@ from pkgutil import walk_packages
 from typing import Any, Literal, get_args, get_origin
 
 import sinkscope
-from sinkscope.files.catalog import FILE
+from sinkscope.app.command_run import CommandRun
+from sinkscope.files.catalog import FILE, Command
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain
 from sinkscope.files.records import Wording
 from sinkscope.measure import Measurement
-from sinkscope.results.options import TYPES, Mark, Option, Outline, Parameter
+from sinkscope.results.options import TYPES, Mark, Option, Parameter
 
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 """Headings of the help, in their order."""
@@ -44,20 +45,21 @@ def written() -> str:
         for name, value in vars(sys.modules[module]).items():
             mark = getattr(value, "mark", None)
             if isinstance(mark, Mark) and value.__module__ == module:
-                row = {"words": mark.words, "target": f"{module}:{name}", "group": mark.group, "help": mark.help}
-                row |= {"measures": isinstance(value, Measurement), "outline": outline_data(Outline.of(value))}
-                rows.append(row)
+                measures = isinstance(value, Measurement)
+                command = Command(mark.words, f"{module}:{name}", mark.group, mark.help, measures)
+                rows.append({**vars(command), "outline": outline_data(CommandRun.of(command))})
     rows.sort(key=lambda row: (GROUPS.index(row["group"]), [*ORDER, row["words"]].index(row["words"]), row["words"]))
     return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"
 
 
-def outline_data(outline: Outline) -> dict[str, Any]:
-    """What the command line knows of a function before it is imported, as JSON; `Outline.from_data` reads it."""
+def outline_data(run: CommandRun) -> dict[str, Any]:
+    """What the command line knows of a function before it is imported, as JSON; `CommandRun.from_data` reads it."""
     outputs: list[dict[str, Any]] = []
-    for one in outline.outputs:
+    for one in run.outputs.values():
         outputs.append({name: value for name, value in vars(one).items() if name != "save"})
-    parameters = [parameter_data(one) for one in outline.parameters]
-    return {**vars(outline), "parameters": parameters, "outputs": outputs, "examples": list(outline.examples)}
+    parameters = [parameter_data(one) for one in run.parameters.values()]
+    more = {"parameters": parameters, "outputs": outputs, "kinds": run.kinds}
+    return {"text": run.text, "examples": run.examples, **more}
 
 
 def parameter_data(one: Parameter) -> dict[str, Any]:

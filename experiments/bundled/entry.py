@@ -23,10 +23,11 @@ from sinkscope.loops.text.signals import tail_period
 from sinkscope.measure.rate import mean_known
 from sinkscope.opening.live import target_of
 
-PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
+PERIODS, COPIES, ROWS = (4, 16, 48), (1, 2, 4, 8, 16), 8
+PIECE = 64  # tokens that come twice
 OPENINGS, OPENING, STORY = 100, 12, 1000
 TEMPERATURE = 0.8
-DOCUMENTS, FACTS = 60, 4
+DOCUMENTS, FACTS = 60, 4  # things in a document, each in another place
 
 
 def repeated(units: Int[Tensor, "unit token"], times: int, bos_id: int) -> Int[Tensor, "unit pos"]:
@@ -39,63 +40,56 @@ def repeated(units: Int[Tensor, "unit token"], times: int, bos_id: int) -> Int[T
 def copy_curve(
     model: LlamaForCausalLM,
     units: Int[Tensor, "row pos"],
-    *,
-    copies: Sequence[int] = COPIES,
-    bos_id: int = 0,
+    bos_id: int,
 ) -> dict[str, float]:
     """Measure how probable the next copy of a unit gets, the more copies there are (DITTO; Xu et al. 2022).
 
     Args:
         model: the model.
         units: token ids that are repeated, without BOS.
-        copies: after how many whole copies the next one is looked at.
         bos_id: the token in front.
 
     Returns:
-        Per number of copies (as text, as in JSON) the mean probability of the next copy's tokens, over tokens and rows.
+        Per number of whole copies in `COPIES` (as text, as in JSON) the mean probability of the next copy's tokens,
+        over tokens and rows.
     """
-    ids = repeated(units.to(model.device), max(copies) + 1, bos_id)
+    ids = repeated(units.to(model.device), max(COPIES) + 1, bos_id)
     logits = model(ids, use_cache=False).logits[:, :-1].float()
     probabilities = logits.softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    by_copy = rearrange(probabilities, "row (copy token) -> copy row token", copy=max(copies) + 1).mean((1, 2)).tolist()
+    by_copy = rearrange(probabilities, "row (copy token) -> copy row token", copy=max(COPIES) + 1).mean((1, 2)).tolist()
     curve: dict[str, float] = {}
-    for count in copies:
+    for count in COPIES:
         curve[str(count)] = round(by_copy[count], 4)
     return curve
 
 
-def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str, dict[str, float]]:
+def ditto(model: LlamaForCausalLM, bos_id: int) -> dict[str, dict[str, float]]:
     """The curve of `copy_curve` on cycles of evenly drawn tokens, per period."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     vocab = model.config.vocab_size
     values = {}
     for p in PERIODS:
-        values[str(p)] = copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator))
+        values[str(p)] = copy_curve(model, torch.randint(3, vocab, (ROWS, p), generator=generator), bos_id)
     return values
 
 
 @torch.no_grad()
-def head_scores(
-    model: LlamaForCausalLM, *, period: int = 64, rows: int = 8, seed: int = 2, bos_id: int = 0
-) -> dict[str, Float[np.ndarray, "layer head"]]:
+def head_scores(model: LlamaForCausalLM, bos_id: int) -> dict[str, Float[np.ndarray, "layer head"]]:
     """Score all heads on random tokens that come twice, as Olsson et al. (2022) do.
 
     Args:
         model: the model.
-        period: length of the repeated piece, in tokens.
-        rows: pieces.
-        seed: of the pieces.
         bos_id: the token in front.
 
     Returns:
         "induction": the mean attention from a position of the second copy to the one after its counterpart in the
         first. "previous_token": the mean attention from a position to the one before it.
     """
-    units = torch.randint(3, model.config.vocab_size, (rows, period), generator=torch.Generator().manual_seed(seed))
+    units = torch.randint(3, model.config.vocab_size, (ROWS, PIECE), generator=torch.Generator().manual_seed(2))
     target = target_of(model)
     ids = repeated(units, 2, bos_id)
     # How many positions back a head looks, and the first query that is scored.
-    offsets = {"induction": (period - 1, period + 1), "previous_token": (1, 2)}
+    offsets = {"induction": (PIECE - 1, PIECE + 1), "previous_token": (1, 2)}
     scores: dict[str, np.ndarray] = {}
     for kind in offsets:
         scores[kind] = np.zeros((target.n_layers, target.n_heads), np.float32)
@@ -125,9 +119,7 @@ def openings(valid: np.ndarray, *, count: int, length: int, bos_id: int, eos_id:
     return np.stack(rows).astype(np.int64)
 
 
-def story_endings(
-    model: LlamaForCausalLM, prompts: np.ndarray, *, temperature: float, eos_id: int, count: int = STORY
-) -> dict[str, float]:
+def story_endings(model: LlamaForCausalLM, prompts: np.ndarray, *, temperature: float, eos_id: int) -> dict[str, float]:
     """Continue story openings, and see how the runs end.
 
     Args:
@@ -135,7 +127,6 @@ def story_endings(
         prompts: rows of one length, see `openings`.
         temperature: of sampling; 0 is greedy.
         eos_id: the token that ends a story.
-        count: most new tokens.
 
     Returns:
         "ended": share that ends by itself; "looped": share whose end repeats itself, at least 3 copies and 32 tokens of
@@ -143,10 +134,10 @@ def story_endings(
     """
     answers: list[list[int]] = []
     for part in np.array_split(prompts, max(1, len(prompts) // 25)):
-        answers += measure.generate(model, part, count, eos_id, temperature=temperature, seed=len(answers))
+        answers += measure.generate(model, part, STORY, eos_id, temperature=temperature, seed=len(answers))
     ended = []
     for answer in answers:
-        ended.append(len(answer) < count)
+        ended.append(len(answer) < STORY)
     looped = []
     for end, answer in zip(ended, answers, strict=True):
         looped.append(not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None)
@@ -161,8 +152,6 @@ def retrieval(
     *,
     between: int,
     documents: int,
-    facts: int = FACTS,
-    seed: int = 4,
 ) -> dict[str, float]:
     """Ask where a thing was, among other things and far back.
 
@@ -172,19 +161,17 @@ def retrieval(
         filler: sentences that stand between the facts.
         between: sentences after each fact.
         documents: number of questions, each in a document of its own.
-        facts: things per document, each in another place.
-        seed: of the documents.
 
     Returns:
         "right": share of questions where the right place has the largest probability of all places of its document;
-        "chance": 1 / facts; "median_distance": tokens between the fact and the question.
+        "chance": 1 / `FACTS`; "median_distance": tokens between the fact and the question.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(4)
     right = 0
     distances = []
     for _ in range(documents):
-        known = passages.located(rng, facts)
-        asked = int(rng.integers(facts))
+        known = passages.located(rng, FACTS)
+        asked = int(rng.integers(FACTS))
         runs = []
         for _ in known:
             runs.append(rng.integers(len(filler), size=between))
@@ -195,7 +182,7 @@ def retrieval(
         scores = [answer_score(model, tokenizer, prompt, f" {place}.") for _, place in known]
         right += int(np.argmax(scores)) == asked
         distances.append(len(tokenizer(" ".join(parts[asked:]))["input_ids"]))
-    return {"right": right / documents, "chance": 1 / facts, "median_distance": float(np.median(distances))}
+    return {"right": right / documents, "chance": 1 / FACTS, "median_distance": float(np.median(distances))}
 
 
 def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> float:
@@ -242,13 +229,13 @@ def conditions(
         texts.append(tokenizer.decode(part))
     filler = passages.sentences([text.replace(corpus.EOS, "") for text in texts])
     loss = measure.validation_loss(model, corpus.windows(stories, length=512, bos_id=bos))
-    scores = head_scores(model, bos_id=bos)
+    scores = head_scores(model, bos)
     prompts = openings(stories, count=OPENINGS, length=OPENING, bos_id=bos, eos_id=eos)
     heads = {}
     for name, score in scores.items():
         heads[name] = best_head(score)
     found: Row = {
-        "ditto": ditto(model),
+        "ditto": ditto(model, bos),
         "heads": heads,
         "story_loss": {"per_token": loss},
         "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos),

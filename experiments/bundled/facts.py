@@ -13,22 +13,16 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
 from experiments.record import Row
+from sinkscope.models.text import typical_text
 
-TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
-
-
-def read_log(run: Path) -> list[Row]:
-    rows = []
-    for line in (run / "log.jsonl").read_text().splitlines():
-        rows.append(json.loads(line))
-    return rows
+SINK_LAYER = 1
 
 
 def training_facts(run: Path) -> Row:
     """Settings and time of a run, from its log (a resumed run has several stretches of seconds)."""
-    log = read_log(run)
     seconds = []
-    for record in log:
+    for line in (run / "log.jsonl").read_text().splitlines():
+        record = json.loads(line)
         if "seconds" in record:
             seconds.append(record["seconds"])
     ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
@@ -56,9 +50,7 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
-    ids = np.asarray(
-        tokenizer(TYPICAL.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-    )
+    ids = np.asarray(tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"])
     return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
 
 
@@ -73,12 +65,8 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
-    layer = 1
-    count = 0
-    for p in model.parameters():
-        count += p.numel()
     facts: Row = {
-        "parameters": count,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "training": training_facts(run),
         "corpus": about,
         "valid_loss": measure.validation_loss(model, corpus.windows(valid, length=512, bos_id=bos)),
@@ -86,9 +74,14 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
             model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
         ),
         "norms": measure.norms_by_layer(model, texts),
-        "head_share": measure.head_share(model, texts, after=layer),
+        "head_share": measure.head_share(model, texts, after=SINK_LAYER),
         "heads_per_layer": _heads_per_layer(model, texts),
-        "sink_rate": {"eps": 0.3, "length": 64, "samples": len(short), "value": measure.sink_rate(model, short)},
+        "sink_rate": {
+            "eps": measure.EPS,
+            "length": 64,
+            "samples": len(short),
+            "value": measure.sink_rate(model, short),
+        },
     }
     if settings.planted:
         facts |= _planted_facts(run, settings, model, texts)
@@ -98,28 +91,14 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
 
 def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
     mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
-    rows = []
-    for n in (mean > 0.3).sum(-1):
-        rows.append(int(n))
-    return rows
+    return (mean > measure.EPS).sum(-1).tolist()
 
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:
-    truth = json.loads((run / "circuit.json").read_text())
-    groups = np.asarray(truth["group_of_token"])
+    groups = np.asarray(json.loads((run / "circuit.json").read_text())["group_of_token"])
     bare = texts[:, 1:]
-    grouped = bare[groups[bare[:, 0]] >= 0]
-    loose = bare[groups[bare[:, 0]] < 0]
-    first_in_a_group = None
-    if len(grouped):
-        first_in_a_group = measure.norms_by_layer(model, grouped)["ratio"]
-    first_in_no_group = None
-    if len(loose):
-        first_in_no_group = measure.norms_by_layer(model, loose)["ratio"]
-    return {
-        "fixed": fixed_weights(run, settings, model),
-        "without_bos": {
-            "first_in_a_group": first_in_a_group,
-            "first_in_no_group": first_in_no_group,
-        },
-    }
+    grouped = groups[bare[:, 0]] >= 0
+    without_bos: Row = {}
+    for name, rows in (("first_in_a_group", bare[grouped]), ("first_in_no_group", bare[~grouped])):
+        without_bos[name] = measure.norms_by_layer(model, rows)["ratio"] if len(rows) else None
+    return {"fixed": fixed_weights(run, settings, model), "without_bos": without_bos}

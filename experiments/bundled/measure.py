@@ -15,11 +15,13 @@ from experiments.record import Row
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.opening.live import target_of
 
+EPS = 0.3
+
 
 @torch.no_grad()
-def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
+def validation_loss(model: LlamaForCausalLM, windows: np.ndarray) -> float:
     total = 0
-    for part in _chunks(windows, rows):
+    for part in _chunks(windows, 8):
         total += float(loss_on(model, torch.from_numpy(part))) * len(part)
     return total / len(windows)
 
@@ -28,16 +30,9 @@ def _chunks(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
     return (array[i : i + size] for i in range(0, len(array), size))
 
 
-def residual_norms(
-    model: LlamaForCausalLM, ids: np.ndarray, layers: int | str = "*"
-) -> Float[np.ndarray, "layer row pos"]:
-    """The norm of the residual stream at every position, after all layers or after one."""
-    return torch.stack([*trace(model, ids.tolist(), f"blocks.{layers}.hook_resid_post", "norm").values()]).numpy()
-
-
 def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[float]]:
     """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
-    norms = residual_norms(model, ids)
+    norms = torch.stack([*trace(model, ids.tolist(), "blocks.*.hook_resid_post", "norm").values()]).numpy()
     first = norms[:, :, 0].mean(1)
     low, middle, high = np.quantile(norms[:, :, 1:].reshape(len(norms), -1), (0.05, 0.5, 0.95), axis=1)
     return {
@@ -67,15 +62,15 @@ def first_token_attention(
     return torch.cat(rows).numpy()
 
 
-def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int, above: float = 0.3) -> float:
+def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int) -> float:
     """Share of the heads after a layer whose mean first-token attention is above 0.3."""
     mean = first_token_attention(model, ids, skip_first=True).mean(0)
-    return float((mean[after + 1 :] > above).mean())
+    return float((mean[after + 1 :] > EPS).mean())
 
 
-def sink_rate(model: LlamaForCausalLM, ids: np.ndarray, eps: float = 0.3) -> float:
-    """Gu et al.: share of (layer, head) whose first-token attention, position 0 included, exceeds eps; text mean."""
-    return float((first_token_attention(model, ids, skip_first=False) > eps).mean())
+def sink_rate(model: LlamaForCausalLM, ids: np.ndarray) -> float:
+    """Gu et al.: share of (layer, head) whose first-token attention, position 0 included, exceeds 0.3; text mean."""
+    return float((first_token_attention(model, ids, skip_first=False) > EPS).mean())
 
 
 def generate(

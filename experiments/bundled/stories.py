@@ -22,12 +22,14 @@ MARK = "\n<|end|>\n"
 
 def read_stories(file: Path) -> list[str]:
     """The finished stories of a file; text after the last mark belongs to a story that was never finished."""
-    if file.exists():
-        rows = []
-        for story in file.read_bytes().decode().split(MARK)[:-1]:
-            rows.append(story.strip())
-        return rows
-    return []
+    if not file.exists():
+        return []
+    return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]]
+
+
+def marked(stories: list[str]) -> str:
+    """Stories as they stand in the file."""
+    return "".join(story + MARK for story in stories)
 
 
 @torch.no_grad()
@@ -92,20 +94,12 @@ def main(
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval().to(device)
 
     def size(stories: list[str]) -> int:
-        if stories:
-            count = 0
-            for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]:
-                count += len(ids)
-            return count
-        return 0
+        return sum(len(tokenizer(story, add_special_tokens=False)["input_ids"]) for story in stories)
 
     kept = read_stories(out)
     count = len(kept)
     written = size(kept)
-    parts = []
-    for story in kept:
-        parts.append(story + MARK)
-    out.write_text("".join(parts), encoding="utf-8")
+    out.write_text(marked(kept), encoding="utf-8")
     with out.open("a", encoding="utf-8") as file:
         while written < tokens:
             # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
@@ -113,10 +107,7 @@ def main(
             stories = sample(model, tokenizer, rows=rows, temperature=temperature, seed=drawn)
             if not stories:
                 raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
-            parts = []
-            for story in stories:
-                parts.append(story + MARK)
-            file.write("".join(parts))
+            file.write(marked(stories))
             file.flush()
             count, written = count + len(stories), written + size(stories)
             if sys.stderr.isatty():

@@ -21,6 +21,8 @@ from experiments.bundled.mixture import Mixture
 
 IGNORED = -100
 BLOCK = 128
+BOS_ID = 0
+SAVED_EVERY = 240  # seconds
 
 
 def blocked(
@@ -139,7 +141,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaForCausalLM, Plan | None, Frozen | None]:
+def build(settings: Settings, counts: np.ndarray) -> tuple[LlamaForCausalLM, Plan | None, Frozen | None]:
     """A freshly initialised model; with the circuit planted unless the settings say no."""
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
@@ -153,8 +155,8 @@ def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaFor
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
         initializer_range=settings.weight_std,
         tie_word_embeddings=False,
-        bos_token_id=bos_id,
-        eos_token_id=bos_id + 1,
+        bos_token_id=BOS_ID,
+        eos_token_id=BOS_ID + 1,
         pad_token_id=None,
     )
     torch.manual_seed(settings.seed)
@@ -168,7 +170,7 @@ def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaFor
         return model, None, None
     plan = make_plan(
         counts,
-        bos_id=bos_id,
+        bos_id=BOS_ID,
         d_model=settings.d_model,
         d_mlp=settings.d_mlp,
         n_layers=settings.n_layers,
@@ -205,29 +207,20 @@ class Trainer:
         settings: Settings,
         texts: Mapping[str, np.ndarray],
         out: Path,
-        *,
-        bos_id: int = 0,
-        device: str = "cpu",
     ) -> None:
         self.settings = settings
         self.out = out
-        self.bos_id = bos_id
-        self.device = torch.device(device)
         self.mixture = Mixture(
             texts,
             settings.shares(),
             vocab_size=settings.vocab_size,
-            bos_id=bos_id,
+            bos_id=BOS_ID,
             bos_share=settings.bos_share,
             copy_share=settings.copy_share,
         )
         counts = sum(np.bincount(tokens, minlength=settings.vocab_size) for tokens in texts.values())
-        self.model, self.plan, self.frozen = build(settings, np.asarray(counts), bos_id)
-        self.model.to(self.device)
-        if self.device.type == "cpu":
-            self.model.set_attn_implementation("blocked")
-        if self.frozen:
-            self.frozen.to(self.device)
+        self.model, self.plan, self.frozen = build(settings, np.asarray(counts))
+        self.model.set_attn_implementation("blocked")
         matrices = []
         for p in self.model.parameters():
             if p.ndim > 1:
@@ -259,9 +252,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        crops = torch.from_numpy(ids).to(self.device)
-        counted = torch.from_numpy(scored).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.bfloat16):
+        crops = torch.from_numpy(ids)
+        counted = torch.from_numpy(scored)
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
             loss = loss_on(self.model, crops, counted)
         loss.backward()
         if self.frozen:
@@ -287,7 +280,7 @@ class Trainer:
 
     def load(self) -> None:
         """Go on from the checkpoint, which must have been made with the same settings."""
-        state = torch.load(self.out / "checkpoint.pt", weights_only=True, map_location=self.device)
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
         if state["settings"] != self._identity():
             raise SystemExit(
                 "error: the checkpoint was made with other settings; choose another --out or drop --resume"
@@ -300,12 +293,7 @@ class Trainer:
         # The number of steps may grow while the rate is still constant, so it is not part of what must agree.
         return json.dumps({k: v for k, v in asdict(self.settings).items() if k != "steps"}, sort_keys=True)
 
-    def run(
-        self,
-        *,
-        save_seconds: float = 240.0,
-        each: Callable[[int, float], None] | None = None,
-    ) -> None:
+    def run(self, each: Callable[[int, float], None]) -> None:
         """Train to the end, calling `each(step, loss)`; an interruption keeps what was done."""
         end = self.settings.steps
         saved = time.monotonic()
@@ -313,9 +301,8 @@ class Trainer:
         try:
             while self.step < end:
                 loss = self.train_step()
-                if each:
-                    each(self.step, loss)
-                if time.monotonic() - saved > save_seconds:
+                each(self.step, loss)
+                if time.monotonic() - saved > SAVED_EVERY:
                     self.save()
                     saved = time.monotonic()
         finally:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from importlib.metadata import version
 
 import torch
 from kvpress import CriticalKVPress, ExpectedAttentionPress, SnapKVPress, StreamingLLMPress, TOVAPress
 from transformers.utils import logging
 
-from sinkscope.conformance.checks import CHECKS
-from sinkscope.conformance.kit import Kit
+from experiments.check_cache.verdicts import row_of
 
 
 def serves(model) -> None:
@@ -50,15 +48,7 @@ PRESSES = {
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    rows = []
-    for name, factory in PRESSES.items():
-        started = time.process_time()
-        kit = Kit(name, factory)
-        checks = []
-        for check, one in CHECKS.items():
-            found = kit.checked(one)
-            checks.append({"check": check, "verdict": found.verdict, "seen": found.seen})
-        rows.append({"cache": name, "checks": checks, "seconds": time.process_time() - started})
+    rows = [row_of(name, factory) for name, factory in PRESSES.items()]
     versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}
     json.dump({"rows": rows, "versions": versions}, sys.stdout)
 

@@ -9,17 +9,17 @@ presses of kvpress, which run in an environment of their own (`presses`). What f
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import RIGHT, ROUNDING
+from experiments.check_cache.verdicts import row_of
 from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
+from experiments.timing import child
 from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, Kit
 from sinkscope.results.style import BLUE, GREY, RED, figure_of
@@ -27,32 +27,14 @@ from sinkscope.results.style import BLUE, GREY, RED, figure_of
 VALUES = {"does not apply": 0, "passes": 1, "fails": 2}
 
 
-def row_of(name: str, factory: Any, tolerance: float) -> Row:
-    """The verdicts of all checks on a cache."""
-    started = time.process_time()
-    kit = Kit(name, factory, tolerance)
-    checks: list[Row] = []
-    for check, one in CHECKS.items():
-        found = kit.checked(one)
-        checks.append({"check": check, "verdict": found.verdict, "seen": found.seen})
-    return {"cache": name, "checks": checks, "seconds": round(time.process_time() - started, 1)}
-
-
 def faulty_row(name: str) -> Row:
     """A faulty cache, the check that has to catch it, and that check on the right cache."""
     fault = FAULTS[name]
-    row = row_of(name, fault.factory, TOLERANCE)
+    row = row_of(name, fault.factory)
     verdicts = {one["check"]: one["verdict"] for one in row["checks"]}
     control = Kit(name, fault.right).checked(CHECKS[fault.check])
     more = {"named": fault.check, "thread": fault.thread, "control": control.verdict}
     return {**row, **more, "caught": verdicts[fault.check] == "fails"}
-
-
-def press_rows(python: Path) -> Row:
-    """The presses, in their own environment."""
-    command = [str(python), "-m", "experiments.check_cache.presses"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def figure(data: Row) -> Any:
@@ -100,7 +82,7 @@ def main(*, kvpress: Path | None = None, out: Path = Path("figures/check_cache.j
         right.append(row_of(factory.__name__, factory, ROUNDING.get(factory.__name__, TOLERANCE)))
     versions: Row = {}
     if kvpress is not None:
-        presses = press_rows(kvpress)
+        presses = child("check_cache.presses", python=str(kvpress))
         versions = presses["versions"]
         right += presses["rows"]
     faulty: list[Row] = []

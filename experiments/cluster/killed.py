@@ -93,19 +93,15 @@ def found(out: Path) -> Row:
     """What every part of every scan found, without the time that it took."""
     kept: Row = {}
     for file in sorted(out.glob("*/*.json")):
-        content = json.loads(file.read_text(encoding="utf-8"))
         if file.name not in ("card.json", "settings.json"):
-            text = json.dumps(content.get("result"), sort_keys=True)
-            kept[f"{file.parent.name}/{file.name}"] = _without_times(json.loads(text))
+            content = json.loads(file.read_text(encoding="utf-8"), object_hook=without_times)
+            kept[f"{file.parent.name}/{file.name}"] = content.get("result")
     return kept
 
 
-def _without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_times(one) for name, one in value.items() if name not in ("time", "seconds")}
-    if isinstance(value, list):
-        return list(map(_without_times, value))
-    return value
+def without_times(values: Row) -> Row:
+    """A record of a result without what differs from run to run."""
+    return {name: value for name, value in values.items() if name not in ("time", "seconds")}
 
 
 def through(name: str, models: list[Path], out: Path) -> Row:

@@ -6,12 +6,11 @@ Without `--model` the model has the shape of a 7B one, random bfloat16 weights, 
 of the heads attend to one offset, half to marked tokens, a tenth of the text). A step that is done is not done again.
 
 - `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two
-  lone offsets; at a density of 0, up to a hundred of these alone) by density and length: times faster than
+  lone offsets) by density and length: times faster than
   causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
   the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
-- `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention; and
-  FlexAttention with a block mask of the same lines, which computes every block that a line touches.
+- `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
   them, over causal attention, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
 - `prompt`: the whole model reads a prompt, along lines whatever that costs (`shortest=0`) and with its own attention
@@ -37,14 +36,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.gpu.steps import Steps, model_of
-from experiments.loopserve.latency import arms, text, turn
+from experiments.loopserve.latency import arms, turn
+from experiments.planted_lines import text
 from experiments.record import Row
 from experiments.script import run
-from experiments.timing import clock, faster, pairs_of, seconds_of
+from experiments.timing import clock, faster, pairs_of
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
@@ -56,8 +55,7 @@ from sinkscope.models.text import typical_text
 from sinkscope.results.console import note
 from sinkscope.tap.call import Attention
 
-DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)
-LONE = 100  # lone offsets where the density is 0
+DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
 COLUMNS = 1000  # beside lone lines
 SHORT = 512  # tokens at which lines are compared with a mask
 Ids = Int[Tensor, "1 pos"]
@@ -81,15 +79,12 @@ def said(work: Sparsity) -> Row:
 
 
 def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadLines:
-    """Lines of about this share of the cells, others in every head; with a density of 0, lone offsets alone."""
+    """Lines of about this share of the cells, others in every head."""
     generator = torch.Generator().manual_seed(0)
     vertical = torch.rand(heads, n, generator=generator) < density * 0.7
     slash = torch.zeros(heads, n, dtype=torch.bool)
     slash[:, : max(1, int(n * density * 0.1))] = True
-    lone = 2
-    if not density:
-        lone = min(LONE, n // 80)
-    slash[:, torch.randint(0, n, (lone,), generator=generator)] = True
+    slash[:, torch.randint(0, n, (2,), generator=generator)] = True
     vertical[:, 0] = True
     return HeadLines(vertical.to(device), slash.to(device), n)
 
@@ -103,30 +98,23 @@ def columns_and_lone(heads: int, n: int, columns: int, lone: int, device: torch.
     return HeadLines(vertical.to(device), slash.to(device), n)
 
 
-def sizes(target: Target) -> tuple[int, int, int]:
-    """Query heads, key heads, and the width of a head."""
-    config = target.config
-    heads = int(config.num_attention_heads)
-    return heads, target.n_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
 def drawn(target: Target, n: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """Random queries, keys and values of a layer."""
-    heads, kv_heads, width = sizes(target)
+    config = target.config
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     made = {"device": target.device, "dtype": getattr(torch, dtype)}
     query = torch.randn(heads, n, width, **made)
-    key, value = (torch.randn(kv_heads, n, width, **made) for _ in range(2))
+    key, value = (torch.randn(target.n_kv_heads, n, width, **made) for _ in range(2))
     return query, key, value
 
 
 def same(target: Target, dtype: str) -> Row:
     """Largest difference from PyTorch's attention under the same mask, over the largest output."""
-    heads, _, width = sizes(target)
-    made = {"device": target.device, "dtype": getattr(torch, dtype)}
-    query, key, value = (torch.randn(heads, SHORT, width, **made) for _ in range(3))
-    lines = scattered(heads, SHORT, 0.1, target.device)
+    query, key, value = drawn(target, SHORT, dtype)
+    lines = scattered(len(query), SHORT, 0.1, target.device)
     mask = lines.rows(torch.arange(SHORT, device=target.device))
-    wanted = scaled_dot_product_attention(query[None].float(), key[None].float(), value[None].float(), mask[None])[0]
+    wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask, enable_gqa=True)
     output, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf)
     return {"same": float((output.float() - wanted).abs().max() / wanted.abs().max())}
 
@@ -143,35 +131,13 @@ def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> 
 
 @torch.no_grad()
 def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Row:
-    """One layer on columns and lone lines, over dense attention, and FlexAttention on the same lines."""
+    """One layer on columns and lone lines, over dense attention."""
     query, key, value = drawn(target, n, dtype)
     lines = columns_and_lone(len(query), n, min(COLUMNS, n // 8), min(lone, n // 2), target.device)
     along = partial(sparse_attention, query, key, value, lines, dense_above=torch.inf)
-    now = partial(clock, target.device)
-    output, work = along()
-    pairs = pairs_of(partial(dense, query, key, value), along, rounds, now)
-
-    def is_seen(_batch: Tensor, head: Tensor, at: Tensor, own: Tensor) -> Tensor:
-        return (at >= own) & (lines.vertical[head, own] | lines.slash[head, (at - own).clamp(min=0)])
-
-    attend = flex_attention
-    if target.device.type == "cuda":
-        attend = torch.compile(flex_attention)
-    masked = partial(
-        create_block_mask, is_seen, None, len(query), n, n, device=target.device, _compile=target.device.type == "cuda"
-    )
-    mask = masked()
-    flex = partial(attend, query[None], key[None], value[None], block_mask=mask, enable_gqa=len(query) != len(key))
-    flexed = pairs_of(partial(dense, query, key, value), flex, rounds, now)
-    difference = (flex()[0] - output).float().abs().max() / output.float().abs().max()
-    mask_seconds, _ = seconds_of(masked, now)
-    return {
-        "n": n,
-        "lone": lone,
-        **said(work),
-        **faster(pairs),
-        "flex": {**faster(flexed), "mask_ms": 1e3 * mask_seconds, "difference": float(difference)},
-    }
+    work = along()[1]
+    pairs = pairs_of(partial(dense, query, key, value), along, rounds, partial(clock, target.device))
+    return {"n": n, "lone": lone, **said(work), **faster(pairs)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,15 +173,12 @@ def selection(target: Target, ids: Ids, rounds: int) -> Row:
     rows = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[:64]
     held = recovered(query, key, lines, scaling, rows)
     choice = pairs_of(attend, choose, rounds, now)
-    values = []
-    for a, b in choice:
-        values.append(b / a)
     return {
         "n": ids.shape[1],
         "layer": seen.layer,
         **said(along(lines)[1]),
         "mass": {"mean": float(held.mean()), "least": float(held.min())},
-        "selection_over_dense": statistics.median(values),
+        "selection_over_dense": statistics.median(b / a for a, b in choice),
         "attention": faster(pairs_of(attend, partial(along, lines), rounds, now)),
         "with_selection": faster(pairs_of(attend, lambda: along(choose()), rounds, now)),
     }
@@ -241,13 +204,10 @@ def prompt(target: Target, ids: Ids, edit: LoopServe, rounds: int) -> Row:
     mass = None
     if held:
         mass = {"mean": statistics.fmean(held), "least": min(held)}
-    values = []
-    for each in events:
-        values.append(each.get("attended", 1.0))
     return {
         "n": ids.shape[1],
         "kernel": sorted(kernels),
-        "attended": statistics.fmean(values),
+        "attended": statistics.fmean(each.get("attended", 1.0) for each in events),
         "mass": mass,
         **faster(pairs),
     }
@@ -267,7 +227,7 @@ def latency(target: Target, ids: Ids, arm: str, edit: Intervention | None, conte
 def ids_of(target: Target, length: int, made: bool) -> Ids:
     """The text that all steps read, over and over if it is short."""
     if made:
-        return text(length, 0, 0.1).to(target.device)
+        return text(length, 0.1).to(target.device)
     tokens = target.tokenizer(typical_text(), return_tensors="pt").input_ids
     return tokens.repeat(1, -(-length // tokens.shape[1]))[:, :length].to(target.device)
 

@@ -21,10 +21,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from experiments.gpu.steps import Steps, model_of
-from experiments.loopserve.latency import text, turn
+from experiments.loopserve.latency import turn
+from experiments.planted_lines import text
 from experiments.record import Row
 from experiments.script import run
-from experiments.timing import clock, ratio
+from experiments.timing import clock, interleaved, ratio
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
 from sinkscope.lines.serve import LoopServe
@@ -47,25 +48,16 @@ def methods(budget: int) -> dict[str, Intervention]:
 
 def paired(target: Target, ids: Int[Tensor, "batch pos"], context: int, edit: Intervention, pairs: int) -> Row:
     """The method over stock: milliseconds of a token, their ratio, and what the cache holds."""
-    now = partial(clock, target.device)
-    for arm in (None, edit):  # the first ones choose kernels and grow the allocator
-        turn(target, arm, ids[:, : context + 4], context, now)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    held: Row = {}
-    for number in range(pairs):
-        order = (edit, None)
-        if number % 2 == 0:
-            order = (None, edit)
-        for arm in order:
-            made = turn(target, arm, ids, context, now)
-            seconds[arm is None].append(sum(made["seconds"][1:]))
-            if arm is not None:
-                held = {}
-                for name in ("tokens", "logical", "physical", "read"):
-                    held[name] = made[name]
-    new = ids.shape[1] - context
-    stock = 1000 * statistics.median(seconds[True]) / new
-    return {"context": context, "ratio": ratio(seconds[False], seconds[True]), "stock_ms_per_token": stock, **held}
+    read = partial(turn, target, ids=ids, context=context, clock=partial(clock, target.device))
+    runs = interleaved({"stock": partial(read, None), "edited": partial(read, edit)}, pairs)
+    seconds: dict[str, list[float]] = {}
+    for arm, made in runs.items():
+        seconds[arm] = [sum(one["seconds"][1:]) for one in made]
+    stock = 1000 * statistics.median(seconds["stock"]) / (ids.shape[1] - context)
+    row: Row = {"context": context, "ratio": ratio(seconds["edited"], seconds["stock"]), "stock_ms_per_token": stock}
+    for name in ("tokens", "logical", "physical", "read"):
+        row[name] = runs["edited"][-1][name]
+    return row
 
 
 def main(
@@ -97,7 +89,7 @@ def main(
     for context, batch in itertools.product(contexts, batches):
         if context * batch > tokens:
             continue
-        ids = text(context + new, 0, 0.1).remainder(int(target.config.vocab_size)).to(torch.device(device))
+        ids = text(context + new, 0.1).remainder(int(target.config.vocab_size)).to(torch.device(device))
         rows = ids.expand(batch, -1)
         for name, edit in methods(budget).items():
             label = f"{name} at {context}"

@@ -14,7 +14,8 @@ import torch
 from filelock import FileLock
 
 from experiments import make_shape
-from experiments.loopserve.latency import shape_of
+from experiments.loopserve.latency import SMALL
+from experiments.planted_lines import made
 from experiments.record import Row, record
 from experiments.timing import clock
 from sinkscope.files.output import write_atomic
@@ -111,7 +112,7 @@ def model_of(model: str | None, shape: str, device: str, dtype: str) -> Target:
     if model is not None:
         return target_of(load(model, device=device, dtype=dtype))
     with torch.device(device):
-        target = shape_of(shape, 0)
+        target = made(shape, 0, SMALL)
     for parameter in target.hf.parameters():  # buffers stay as they are: positions need float32
         parameter.data = parameter.data.to(getattr(torch, dtype))
     return target

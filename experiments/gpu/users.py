@@ -1,32 +1,30 @@
-"""Everything that users do, once, on a GPU: right answers, seconds, peak memory, and nothing left on the model.
+"""Everything that users do, once, on a GPU: right answers, seconds and peak memory.
 
     python -m experiments.gpu.users [--shape llama-2-7b] [--out figures/gpu_users.json] [--device cuda]
 
 A checkpoint of 7B shape with a planted circuit, in bfloat16: find-sinks (streamed and in memory), the circuit, the
-patch, a barcode, the equalities of the CPU tests (hidden states; as shares of the largest one, within `TOLERANCE`), and
-LoopGuard and every policy in `generate` with a batch. Steps are written as each ends, and done ones are left out when
-the command is given again. Needs torch, transformers, accelerate, jaxtyping; no network, TransformerLens, nnsight.
+patch, a barcode, and LoopGuard and every policy in `generate` with a batch. `exactness` checks what the caches promise.
+Steps are written as each ends, and done ones are left out when the command is given again. Needs torch, transformers,
+accelerate, jaxtyping; no network, TransformerLens, nnsight.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import Tensor
 
 from experiments.gpu.steps import Steps, kept, loaded
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import clock
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
-from sinkscope.kv import Full, StreamingLLM, policies
+from sinkscope.kv import Full, policies
 from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
@@ -35,17 +33,6 @@ from sinkscope.results.parts import Neuron
 from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks
 
-TOLERANCE = {"bfloat16": 0.02, "float16": 0.005, "float32": 1e-4}
-
-
-def hooks(model: nn.Module) -> int:
-    """Hooks on the model: none of ours may stay."""
-    names = []
-    for name in vars(nn.Module()):
-        if name.endswith("_hooks"):
-            names.append(name)
-    return sum(len(getattr(module, name)) for module in model.modules() for name in names)
-
 
 def ids_of(target: Target, rows: int, length: int) -> Tensor:
     """Random tokens after BOS."""
@@ -53,46 +40,6 @@ def ids_of(target: Target, rows: int, length: int) -> Tensor:
     ids = torch.randint(3, int(target.config.vocab_size), (rows, length), generator=generator)
     ids[:, 0] = 1
     return ids.to(target.device)
-
-
-@torch.no_grad()
-def hidden(target: Target, ids: Tensor, prompt: int, edit: Intervention | None, mask: Tensor | None = None) -> Tensor:
-    """Last hidden states of the tokens after a prompt, read one by one: `[row token d_model]`."""
-    with nullcontext() if edit is None else edit.on(target):
-        cache = DynamicCache(config=target.hf.config)
-        found = []
-        for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, ids.shape[1]))]:
-            if mask is None:
-                given = {}
-            else:
-                given = {"attention_mask": mask[:, :last]}
-            if mask is not None:
-                given["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
-            out = target.hf(
-                input_ids=ids[:, first:last], past_key_values=cache, use_cache=True, output_hidden_states=True, **given
-            )
-            found.append(out.hidden_states[-1][:, -1:])
-    return torch.cat(found[1:], 1).float()
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference as a share of the largest number."""
-    return float((a - b).abs().max() / a.abs().max())
-
-
-def equalities(target: Target, prompt: int, new: int, dtype: str) -> Row:
-    """Untriggered is stock, bit for bit; evicted is masked and padded is single, within the tolerance."""
-    ids = ids_of(target, 1, prompt + new)
-    budget = prompt // 2
-    stock = hidden(target, ids, prompt, None)
-    untriggered = bool(torch.equal(hidden(target, ids, prompt, LoopGuard()), stock))
-    evicted, masked = (hidden(target, ids, prompt, StreamingLLM(budget, mode=mode)) for mode in ("evict", "select"))
-    pad = torch.zeros(1, 7, dtype=ids.dtype, device=ids.device)
-    mask = torch.cat([torch.zeros_like(pad), torch.ones_like(ids)], 1)
-    padded = hidden(target, torch.cat([pad, ids], 1), prompt + 7, StreamingLLM(budget), mask)
-    found = {"evicted_is_masked": distance(evicted, masked), "padded_is_single": distance(evicted, padded)}
-    right = untriggered and max(found.values()) <= TOLERANCE[dtype] and distance(stock, evicted) > 0
-    return {"untriggered_is_stock": untriggered, **found, "tolerance": TOLERANCE[dtype], "right": right}
 
 
 def sinks(found: Any, truth: Row) -> Row:
@@ -128,7 +75,7 @@ def generated(target: Target, edit: Intervention | None, rows: int, prompt: int,
     ids = ids_of(target, rows, prompt)
     options: Row = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     summary = ""
-    with nullcontext() if edit is None else edit.on(target) as run:
+    with under(edit, target) as run:
         began = clock(target.device)
         output = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
         spent = clock(target.device) - began
@@ -148,13 +95,6 @@ def circuits(target: Target, truth: Row) -> Row:
 def coded(target: Target, steps: int) -> Row:
     """A barcode."""
     return {"right": bool(barcode(target.hf, max_new_tokens=steps, control=False).rows())}
-
-
-def left(target: Target, hooks_before: int, attention_before: str) -> Row:
-    """What is still on the model."""
-    hooks_left = hooks(target.hf) - hooks_before
-    attention = str(target.config._attn_implementation)
-    return {"hooks": hooks_left, "attention": attention, "right": hooks_left == 0 and attention == attention_before}
 
 
 def main(
@@ -183,10 +123,7 @@ def main(
     checkpoint, truth = kept(shape, folder, dtype)
     part.do("find-sinks, streamed", lambda: sinks(find_sinks(checkpoint, device=device, dtype=dtype), truth))
     target = loaded(checkpoint, device, dtype)
-    hidden(target, ids_of(target, 1, 4), 3, None)  # transformers leaves hooks of its own with the first hidden states
-    before = (hooks(target.hf), str(target.config._attn_implementation))
     part.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
-    part.do("equalities", partial(equalities, target, prompt, 24, dtype))
     part.do("patch", partial(patched, target, truth, repeats))
     part.do("circuit", partial(circuits, target, truth))
     part.do("barcode", partial(coded, target, steps))
@@ -196,7 +133,6 @@ def main(
         edits[name] = Full() if name == "full" else make(budget)
     for name, edit in edits.items():
         part.do(f"generate, {name}", partial(generated, target, edit, rows, prompt, new))
-    part.do("nothing left", partial(left, target, *before))
     part.end()
 
 

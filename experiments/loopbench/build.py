@@ -16,7 +16,6 @@ the whole prompt there.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
@@ -26,10 +25,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
-from experiments.record import Row
+from experiments.record import Row, write_rows
 from experiments.script import run
 from experiments.tokenizer import open_tokenizer
-from sinkscope.files.output import write_atomic
 
 LONGBENCH = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
 COUNTS = {"dc": 300, "ri": 200}
@@ -106,13 +104,12 @@ class Draft:
     form: Callable[[str], str]
 
 
-def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
+def dirty(text: str, rng: random.Random) -> str:
     """One paragraph with repeated spans: copies of one to four sentences reappear later in the text.
 
     Args:
         text: Any text.
         rng: Chooses what is repeated and where.
-        share: Number of repeated words as a fraction of the words of the text.
     """
     sentences: list[str] = []
     for part in _SENTENCE.split(text):
@@ -125,7 +122,7 @@ def dirty(text: str, rng: random.Random, share: float = REDUNDANCY) -> str:
     copies: list[list[str]] = []
     for _ in sentences:
         copies.append([])
-    left = share * sum(sizes)
+    left = REDUNDANCY * sum(sizes)
     while left > 0:
         length = rng.randint(1, min(4, len(sentences)))
         start = rng.randrange(len(sentences) - length + 1)
@@ -274,10 +271,7 @@ def main(
     tokenizer = open_tokenizer(model)
     records = read_longbench(LONGBENCH[bench], source)
     rows = build(bench, records, tokenizer, count, target_tokens, seed)
-    parts = []
-    for each in rows:
-        parts.append(json.dumps(each, ensure_ascii=False) + "\n")
-    write_atomic(out, "".join(parts))
+    write_rows(out, rows)
     lengths = []
     for row in rows:
         lengths.append(len(tokenizer(row["prompt"], verbose=False)["input_ids"]))

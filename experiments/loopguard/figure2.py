@@ -129,8 +129,6 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
     folders = [measure(folder) for folder in runs]
     settings = {"theta_ttr": THETA_TTR, "window": WINDOW}
     save("loopguard_fig2", record("loopguard-fig2", {"folders": folders}, settings, started=started), figure, out)
-    for row in folders:
-        print(f"{name_of(row)}: {row['collapse']['failed']:.0%} collapse, {row['alarm']['failed']:.0%} repeat")
 
 
 if __name__ == "__main__":

@@ -112,12 +112,6 @@ def main(runs: Sequence[Path], *, out: Path = Path("figures")) -> None:
     result = measure(runs)
     settings = {"runs": [read_run(folder).settings for folder in runs]}
     save("loopguard_fig4", record("loopguard-fig4", result, settings, started=started), figure, out)
-    for row in result["guards"]:
-        print(
-            f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), "
-            f"early {row['early'] or 0:.1%}"
-        )
-    print(f"controls: {result['control']}")
 
 
 if __name__ == "__main__":

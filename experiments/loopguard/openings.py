@@ -34,9 +34,9 @@ FORMS = {
 }
 
 
-def openings(family: str, count: int, seed: int = 0) -> list[str]:
+def openings(family: str, count: int) -> list[str]:
     """Different openings of a family, each of its forms in turn."""
-    rng = random.Random(f"{family} {seed}")
+    rng = random.Random(f"{family} 0")
     forms = FORMS[family]
     texts: list[str] = []
     while len(texts) < count:

@@ -89,14 +89,6 @@ def settings_of(outputs: Sequence[Row], methods: Sequence[str]) -> list[Row]:
     return settings
 
 
-def name_of(setting: Row) -> str:
-    """A setting in words."""
-    decoding = "greedy"
-    if setting["temperature"]:
-        decoding = f"temperature {setting['temperature']:g}"
-    return f"{setting['model']}, {setting['new']:,} tokens, {decoding}"
-
-
 def main(work: Path, *, out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
@@ -111,9 +103,6 @@ def main(work: Path, *, out: Path = Path("figures")) -> None:
     for name, methods in (("choices", (FULL, *CHOICES)), ("remedies", REMEDIES)):
         settings = settings_of(outputs, methods)
         write_atomic(out / f"loopguard_{name}.json", record(f"loopguard-{name}", {"settings": settings}, families))
-        for setting in settings:
-            for row in setting["rows"]:
-                print(name_of(setting), row)
 
 
 if __name__ == "__main__":

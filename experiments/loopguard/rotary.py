@@ -173,10 +173,6 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
 def summary(result: Row) -> str:
     """The conclusion in one sentence."""
     middle = {name: float(np.median(values)) for name, values in result["heads"].items()}
-    left = []
-    for state, curve in result["perturbed"].items():
-        left.append(f"{np.mean(curve[:TAIL]):.2g} and {np.mean(curve[-TAIL:]):.2g} {state}")
-    print(f"a perturbation of the cache, in the first and last {TAIL} steps: {', '.join(left)}")
     return (
         f"Scores one period ({result['period']} tokens) apart differ by {middle['change']:.1%} of their spread; one "
         f"token further apart by {middle['other_change']:.0%}, in ordinary text by {middle['healthy_change']:.0%} "
@@ -229,7 +225,6 @@ def main(
     result = measure(setup, ids, max_new_tokens, layers)
     settings = {"model": setup.target.name, "max_new_tokens": max_new_tokens, "layers": layers}
     save("rotary", record("loopguard-rotary", result, settings, started=started), figure, out)
-    print(f"{summary(result)}.")
 
 
 if __name__ == "__main__":

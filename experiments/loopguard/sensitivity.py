@@ -14,7 +14,6 @@ One field is changed at a time. Settings that act only after an intervention (co
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -28,7 +27,6 @@ from typing import Any
 from experiments.loopguard.honest import honest_texts
 from experiments.record import Row, record
 from experiments.script import run
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings
 from sinkscope.loops.text.outputs import split
@@ -185,8 +183,6 @@ def main(*, per_form: int = 2, out: Path = Path("figures")) -> None:
         per_form: Loops of each period, form and vocabulary.
         out: Folder of the JSON.
     """
-    if per_form < 1:
-        raise SinkscopeError("--per-form: give 1 or more")
     started = time.perf_counter()
     data = sequences(per_form)
     sweeps: dict[str, list[Row]] = {}
@@ -207,8 +203,6 @@ def main(*, per_form: int = 2, out: Path = Path("figures")) -> None:
     }
     text = record("loopguard-sensitivity", {"sweeps": sweeps}, settings, started=started, dtype="int")
     write_atomic(out / "loopguard_sensitivity.json", text)
-    for row in sweeps["variant"]:
-        print(json.dumps({k: v for k, v in row.items() if k != "detected_by_period"}))
 
 
 if __name__ == "__main__":

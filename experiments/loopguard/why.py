@@ -9,7 +9,6 @@ one in the package and folders, on story openings.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,9 +36,7 @@ def verdict(causes: Sequence[str], either: bool) -> str:
 
 def asked(made: KeptLoop, cuts: int = CUTS) -> Why:
     """What keeps the loop of an organism going."""
-    policy = None
-    if made.window is not None:
-        policy = StreamingLLM(budget=made.window)
+    policy = None if made.window is None else StreamingLLM(budget=made.window)
     return why(
         made.model,
         made.turn,
@@ -93,9 +90,6 @@ def main(*, models: Sequence[Path] = (), count: int = 12, out: Path = Path("figu
     result = {"organisms": organisms, "models": trained}
     settings = {"cuts": CUTS, "draws": 3, "count": count, "sampling": "greedy"}
     write_atomic(out / "loopguard_why.json", record("loopguard-why", result, settings, started=started))
-    for name in dict.fromkeys(row["model"] for row in trained):
-        print(name, Counter(row["found"] for row in trained if row["model"] == name))
-    print(f"{sum(row['found'] == row['planted'] for row in organisms)} of {len(organisms)} organisms as planted")
 
 
 if __name__ == "__main__":

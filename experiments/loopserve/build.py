@@ -16,7 +16,6 @@ Each dialogue is written three times, with the question at the beginning, in the
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -26,11 +25,10 @@ from statistics import fmean
 from typing import Literal
 
 from experiments.longbench import ANSWER_ALONE, LongBenchRecord, read_longbench
-from experiments.record import Row
+from experiments.record import Row, write_rows
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
 
 Form = Literal["faithful", "repaired"]
 PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
@@ -344,10 +342,7 @@ def main(
     records = read_longbench(set, source)
     dialogues = build(set, records, form, turns=turns, count=count, seed=seed)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
-    parts = []
-    for row in rows:
-        parts.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(out, "".join(parts))
+    write_rows(out, rows)
     print(summary(set, dialogues, form))
 
 

@@ -20,7 +20,6 @@ are the whole cache, and a random part of it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from experiments.loopserve.runs import (
     rows_of,
     specs,
 )
-from experiments.record import Row, record, value_of_each
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.lines.serve import LoopServe
@@ -384,8 +383,7 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     rows = measured(panels, work, only)
     file = f"loopserve_{name}"
     if only:
-        earlier = json.loads((out / f"{file}.json").read_text(encoding="utf-8"))["result"]["rows"]
-        rows += [row for row in earlier if only not in row["method"]]
+        rows += [row for row in earlier(out / f"{file}.json")["rows"] if only not in row["method"]]
     places = [(panel.title, *method) for panel in panels for method in panel.methods]
     rows.sort(key=lambda row: places.index((row["panel"], row["label"], row["value"])))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}

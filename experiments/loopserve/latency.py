@@ -19,12 +19,10 @@ to twice as long in one arm and not in another. Bytes of keys and values are tho
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -36,11 +34,11 @@ from transformers import DynamicCache
 
 from experiments.drawn import save
 from experiments.loopserve import paper
-from experiments.planted_lines import MARKED, SHAPES, VOCAB, made
+from experiments.planted_lines import SHAPES, made, text
 from experiments.record import Row, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import memory_growth
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.lines.serve import LoopServe, tokens_read
 from sinkscope.lines.shapes import MInference
@@ -50,7 +48,7 @@ from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of
 
 NAME = "loopserve_latency"
 OUTPUTS = paper.LENGTHS
-SMALL = 3e-4
+SMALL = 3e-4  # of what layers write, beside what the lines are made of
 WARM = 164
 TENTH = 0.1  # of the text is marked
 LIMITS = {"h2o": 4096, "minference": 16384}  # longest context: the slowest prompts
@@ -92,24 +90,6 @@ def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[s
     }
 
 
-def shape_of(name: str, seed: int) -> Target:
-    """Planted lines in every layer: what layers write is small beside what the lines are made of."""
-    target = made(name, seed)
-    with torch.no_grad():
-        for layer in target.hf.model.layers:
-            layer.self_attn.o_proj.weight *= SMALL
-            layer.mlp.down_proj.weight *= SMALL
-    return target
-
-
-def text(length: int, seed: int, marked: float) -> Tensor:
-    """Random tokens, a share of them marked: `[1 pos]`."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)
-    ids[:, torch.rand(length, generator=generator) < marked] = MARKED - 1
-    return ids
-
-
 @torch.no_grad()
 def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, clock: Clock) -> Run:
     """Read `context` tokens at once and the others one by one.
@@ -122,7 +102,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     """
     cache = DynamicCache(config=target.hf.config)
     seconds = list[float]()
-    with edit.on(target) if edit is not None else nullcontext() as run:
+    with under(edit, target) as run:
         for begin, end in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             start = clock()
             target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -303,8 +283,8 @@ def main(
     torch.set_num_threads(1)
     outputs = sorted(set(outputs))
     runs = plan(contexts, long, names, rounds)
-    target = shape_of(shape, 0)
-    ids = text(max([*contexts, *long]) + outputs[-1], 0, TENTH)
+    target = made(shape, 0, SMALL)
+    ids = text(max([*contexts, *long]) + outputs[-1], TENTH)
     for name, edit in arms(budget, 0).items():  # libraries are loaded, loops compiled
         if name in names:
             turn(target, edit, ids[:, :WARM], WARM - 4, time.thread_time)
@@ -312,9 +292,9 @@ def main(
     measured: list[Run] = []
     for number, planned in enumerate(runs):
         part = ids[:, : planned.context + outputs[-1]]
-        made = fresh(partial(turn, target, edits[planned.arm], part, planned.context, time.thread_time))
-        measured.append({**planned._asdict(), **made})
-        note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {made['seconds'][0]:.2f} s")
+        told = fresh(partial(turn, target, edits[planned.arm], part, planned.context, time.thread_time))
+        measured.append({**planned._asdict(), **told})
+        note(f"{number + 1}/{len(runs)} {planned.arm} at {planned.context}: first token {told['seconds'][0]:.2f} s")
     rows = rows_of(measured, outputs)
     settings = {
         "contexts": contexts,
@@ -330,8 +310,6 @@ def main(
     }
     result = {"rows": rows, "runs": measured}
     save(NAME, record("loopserve-latency", result, settings, started=started), figure, out)
-    for row in rows:
-        print(json.dumps(row))
 
 
 if __name__ == "__main__":

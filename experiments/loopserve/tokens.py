@@ -107,10 +107,10 @@ def importance(
     return totals
 
 
-def top_tokens(received: Float[Tensor, " key"], budgets: Sequence[float] = BUDGETS) -> Bool[Tensor, "budget key"]:
+def top_tokens(received: Float[Tensor, " key"]) -> Bool[Tensor, "budget key"]:
     """The tokens of largest importance, for each share of the tokens."""
-    chosen = torch.zeros(len(budgets), len(received), dtype=torch.bool)
-    for row, budget in zip(chosen, budgets, strict=True):
+    chosen = torch.zeros(len(BUDGETS), len(received), dtype=torch.bool)
+    for row, budget in zip(chosen, BUDGETS, strict=True):
         row[received.topk(max(1, round(budget * len(received)))).indices] = True
     return chosen
 

@@ -53,13 +53,13 @@ def exact_copies(
     return None
 
 
-def suffix(text: str, length: int = 48) -> int | None:
+def suffix(text: str) -> int | None:
     """The last 48 tokens were there before."""
     words = spans(text)
     ids = number(word for word, _ in words)
     seen: set[tuple[int, ...]] = set()
-    for end in range(length, len(ids) + 1):
-        last = tuple(ids[end - length : end])
+    for end in range(48, len(ids) + 1):
+        last = tuple(ids[end - 48 : end])
         if last in seen:
             return words[end - 1][1]
         seen.add(last)
@@ -74,9 +74,9 @@ def ours(verdicts: tuple[str, ...], text: str) -> int | None:
     return [*spans(text), ("", len(text))][result.detected - 1][1]
 
 
-def plain_suffix(text: str, smallest: int = 48) -> int | None:
+def plain_suffix(text: str) -> int | None:
     """The text ends in three copies of at least 48 characters in all."""
-    tail = tail_period(list(map(ord, text.rstrip())), shortest=smallest)
+    tail = tail_period(list(map(ord, text.rstrip())), shortest=48)
     return None if tail is None else len(text)
 
 
@@ -159,8 +159,6 @@ def main(
     result = compare(texts_of(half)[::count])
     settings = {"half": half, "count": count}
     write_atomic(out, record("loops-compare", result, settings, started=started, dtype="text"))
-    for row in result["detectors"]:
-        print({name: value for name, value in row.items() if name != "by_class"})
 
 
 if __name__ == "__main__":

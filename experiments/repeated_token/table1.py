@@ -1,10 +1,10 @@
 """Table 1 of Yona et al. 2025: repetitions, sink layer and sink neurons, the paper's beside what is measured here.
 
-    python -m experiments.repeated_token.table1 [--models NAME ...] [--run NAME=FOLDER ...]
+    python -m experiments.repeated_token.table1 [--models NAME[=FOLDER] ...]
 
 Without options nothing is run and the measured columns say so. `--models llama-2-7b` measures the published weights,
-which are downloaded if they are not there; `--run llama-2-7b=./weights` takes them from a folder. Models that are not
-in the paper (`--models bundled`, `--run mine=./mine`) get a row of their own. Repetitions are tried up to twice the
+which are downloaded if they are not there; `--models llama-2-7b=./weights` takes them from a folder. Models that are
+not in the paper (`--models bundled mine=./mine`) get a row of their own. Repetitions are tried up to twice the
 paper's number; "repeats" is the median over `--token` words, or five words of the text, of the first repetition
 whose norm reaches half of BOS's. The paper states no criterion.
 """
@@ -69,7 +69,6 @@ def _numbers(values: Sequence[object]) -> str:
 def main(
     *,
     models: Sequence[str] = (),
-    run: Sequence[str] = (),
     token: Sequence[str] = (),
     device: str | None = None,
     dtype: str | None = None,
@@ -77,8 +76,7 @@ def main(
     """Make what the module describes.
 
     Args:
-        models: Short names or hub ids to measure.
-        run: NAME=FOLDER: weights in a folder.
+        models: Short names or hub ids to measure, or NAME=FOLDER for weights in a folder.
         token: Words to repeat.
     """
 
@@ -89,7 +87,7 @@ def main(
         weights = None if model == BUNDLED else model
         return find_sinks(weights, max_repeats=longest, tokens=list(token) or None, device=device, dtype=dtype)
 
-    print(table(measured(models, run, find)))
+    print(table(measured(models, find)))
 
 
 if __name__ == "__main__":

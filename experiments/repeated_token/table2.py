@@ -1,10 +1,10 @@
 """Table 2 of Yona et al. 2025: benchmarks before and after the patch, the paper's beside what is measured here.
 
-    python -m experiments.repeated_token.table2 [--models NAME ...] [--run NAME=FOLDER ...] [--questions N]
+    python -m experiments.repeated_token.table2 [--models NAME[=FOLDER] ...] [--questions N]
 
 Without options nothing is run and the measured columns say so. `--models llama-2-7b` measures the published weights,
-which are downloaded if they are not there; `--run llama-2-7b=./weights` takes them from a folder. The patch holds the
-neurons of the paper's Table 1. The paper gives neither shots nor metrics, nor which TruthfulQA and which ARC: every
+which are downloaded if they are not there; `--models llama-2-7b=./weights` takes them from a folder. The patch holds
+the neurons of the paper's Table 1. The paper gives neither shots nor metrics, nor which TruthfulQA and which ARC: every
 metric of every candidate is printed, with the shots of the harness's own task files. Needs `pip install
 -e ".[eval]"`, and the data sets, which the harness downloads.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -108,8 +107,7 @@ def measure(name: str, model: object, questions: int | None, device: str | None,
 
 def main(
     *,
-    models: Sequence[Literal[*MODELS]] = (),
-    run: Sequence[str] = (),
+    models: Sequence[str] = (),
     questions: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -118,14 +116,10 @@ def main(
     """Make what the module describes.
 
     Args:
-        models: Measure the published weights.
-        run: NAME=FOLDER: measure weights in a folder.
+        models: Measure the published weights of these, or of NAME=FOLDER those in a folder.
         questions: Of each task; default: all.
         keep: Folder in which each result is kept as table2_NAME.json.
     """
-    for entry in run:
-        if entry.partition("=")[0] not in MODELS:
-            raise SinkscopeError(f"--run {entry!r}: expected one of {', '.join(MODELS)} before the =")
     started = time.perf_counter()
 
     def evaluate(name: str, model: str) -> list[Row]:
@@ -136,7 +130,7 @@ def main(
             write_atomic(keep / f"table2_{name}.json", text)
         return rows
 
-    print(table(measured(models, run, evaluate)))
+    print(table(measured(models, evaluate)))
 
 
 if __name__ == "__main__":

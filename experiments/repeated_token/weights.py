@@ -1,4 +1,4 @@
-"""Models of the paper's tables: published weights, or those in a folder, and tables of what is measured."""
+"""Models of the paper's tables: published weights, or those in a folder."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ _NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 Measured = TypeVar("Measured")
 
 
-def measured(models: Sequence[str], run: Sequence[str], measure: Callable[[str, str], Measured]) -> dict[str, Measured]:
-    """What `measure(name, model)` gives for published weights and for NAME=FOLDER, without what cannot be had here."""
-    wanted = {name: name for name in models}
-    for entry in run:
-        name, _, folder = entry.partition("=")
-        if not name or not folder or not Path(folder).is_dir():
-            raise SinkscopeError(f"--run {entry!r}: expected NAME=FOLDER with a folder that is there")
-        wanted[name] = folder
+def measured(models: Sequence[str], measure: Callable[[str, str], Measured]) -> dict[str, Measured]:
+    """What `measure(name, model)` gives for each NAME or NAME=FOLDER, without what cannot be had here."""
     found: dict[str, Measured] = {}
-    for name, model in wanted.items():
+    for entry in models:
+        name, given, folder = entry.partition("=")
+        if given and not Path(folder).is_dir():
+            raise SinkscopeError(f"--models {entry!r}: expected NAME=FOLDER with a folder that is there")
         try:
-            found[name] = measure(name, model)
+            found[name] = measure(name, folder or name)
         except SinkscopeError as error:
             if error.page not in _NOT_HAD:
                 raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from sinkscope.files.catalog import Command
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, emit, note, print_result
-from sinkscope.results.options import Outline, Output, Parameter
+from sinkscope.results.options import Output, Parameter, example_lines, introduction, parameters_of
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
@@ -40,23 +41,18 @@ BACKEND_HELP = "Load the model as this kind of object. By default a model is rea
 
 def click_command(command: Command) -> click.Command:
     """The click command of a line of the table. Only the function of another package is imported for it."""
+    run = CommandRun.from_data(command)
     end = ["\b"]
-    if command.outline is None:
-        outline = Outline.of(command.load())
-        page = ""  # our pages do not describe the commands of other packages
-    else:
-        outline = Outline.from_data(command.outline)
-        page = documented_at("cli", f"sinkscope-{command.words.replace(' ', '-')}")
-    if outline.examples:
+    if run.examples:
         end.append("Examples:")
-    end += [f"  {line}" for line in outline.examples]
-    if page:
-        end.append(f"Documentation: {page}")
-    text = outline.text
-    for one in outline.parameters:
+    end += [f"  {line}" for line in run.examples]
+    if command.outline is not None:  # our pages do not describe the commands of other packages
+        place = f"sinkscope-{command.words.replace(' ', '-')}"
+        end.append(f"Documentation: {documented_at('cli', place)}")
+    text = run.text
+    for one in run.parameters.values():
         if one.option.argument:
             text += f"\n\n{one.option.metavar}: {one.help}"
-    run = CommandRun(command, outline)
     name = command.words.split()[-1]
     return click.Command(name, params=run.click_parameters(), callback=run, help=text, epilog="\n".join(end))
 
@@ -67,26 +63,58 @@ class CommandRun:
 
     Attributes:
         command: The line of the table.
-        outline: What its function takes and returns.
+        text: The docstring of its function, without sections.
+        examples: Commands to type.
+        parameters: What the function takes, by name.
+        outputs: Additional files that it writes, by option; read from data, without the functions that write.
+        kinds: Kinds of the results that it may return; none if it prints what it finds.
     """
 
     command: Command
-    outline: Outline
+    text: str
+    examples: Sequence[str]
+    parameters: Mapping[str, Parameter]
+    outputs: Mapping[str, Output]
+    kinds: Sequence[str]
+
+    @classmethod
+    def of(cls, command: Command) -> CommandRun:
+        """What the function of a command says, which this imports."""
+        function = command.load()
+        doc = inspect.getdoc(function) or ""
+        parameters = getattr(function, "all_parameters", None) or parameters_of(function)
+        returned: Any = get_type_hints(getattr(function, "function", function)).get("return")
+        kinds: list[str] = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
+        return cls(
+            command,
+            introduction(doc),
+            example_lines(doc),
+            {one.name: one for one in parameters},
+            {one.name: one for one in getattr(function, "outputs", ())},
+            kinds,
+        )
+
+    @classmethod
+    def from_data(cls, command: Command) -> CommandRun:
+        """What `tools.commands` wrote of it; a function of another package is imported."""
+        data = command.outline
+        if data is None:
+            return cls.of(command)
+        parameters = map(Parameter.from_data, data["parameters"])
+        outputs = [Output(**one, save=lambda *_: None) for one in data["outputs"]]
+        return cls(
+            command,
+            data["text"],
+            data["examples"],
+            {one.name: one for one in parameters},
+            {one.name: one for one in outputs},
+            data["kinds"],
+        )
 
     @cached_property
     def function(self) -> Any:
         """The function of the command; this imports its module."""
         return self.command.load()
-
-    @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """The parameters of the function, by name."""
-        return {one.name: one for one in self.outline.parameters}
-
-    @cached_property
-    def outputs(self) -> dict[str, Output]:
-        """Additional files that a measurement writes, by option."""
-        return {one.name: one for one in self.outline.outputs}
 
     @cached_property
     def written(self) -> list[Parameter]:
@@ -104,7 +132,7 @@ class CommandRun:
         for name, output in self.outputs.items():
             flag = f"--{name.replace('_', '-')}"
             params.append(click.Option([name, flag], metavar="FILE", required=output.required, help=output.help))
-        if self.outline.returns_result:
+        if self.kinds:
             for name, (metavar, text) in RESULT_OPTIONS.items():
                 params.append(click.Option([f"--{name}"], metavar=metavar, help=text))
             params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
@@ -128,7 +156,7 @@ class CommandRun:
         backend = values.pop("backend", None) if self.command.measures else None
         files: dict[str, str] = {}
         for name in (*RESULT_OPTIONS, *self.outputs):
-            if self.outline.returns_result and values.get(name) is not None:
+            if self.kinds and values.get(name) is not None:
                 files[name] = values.pop(name)
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
@@ -149,7 +177,7 @@ class CommandRun:
             else:
                 paths = {one.option.writes: arguments[one.name] for one in self.written if one.name in arguments}
             result = self._result(arguments, backend, progress)
-        if result is not None and self.outline.returns_result:
+        if result is not None and self.kinds:
             self._end(result, files if is_first() else {}, force, explain, paths)
 
     def _end(self, result: Any, files: Mapping[str, str], force: bool, explain: bool, paths: Mapping[str, Any]) -> None:
@@ -192,7 +220,7 @@ class CommandRun:
         targets: list[tuple[str, Path]] = []
         for name, path in files.items():
             if path != "-" or name not in ("json", "csv"):
-                targets.append((f"--{name}", check_output(path, self._kinds(name), force=force, remedy=REPLACE)))
+                targets.append((f"--{name}", check_output(path, self._kinds_of(name), force=force, remedy=REPLACE)))
         for one in self.written:
             if one.name in arguments:
                 targets.append((one.flag, check_writable(str(arguments[one.name]), folder=True)))
@@ -201,12 +229,10 @@ class CommandRun:
                 raise SinkscopeError(f"{target.name} is given for {options[target]} and {flag}: give each its own file")
             options[target] = flag
 
-    def _kinds(self, name: str) -> list[str | None]:
+    def _kinds_of(self, name: str) -> Sequence[str]:
         """The kinds of the file that an option writes."""
-        if name in self.outputs and self.outputs[name].kind is not None:
-            return [self.outputs[name].kind]
-        returned = get_type_hints(getattr(self.function, "function", self.function)).get("return")
-        return [getattr(one, "kind", None) for one in get_args(returned) or [returned]]
+        own = self.outputs[name].kind if name in self.outputs else None
+        return self.kinds if own is None else [own]
 
     def _result(self, arguments: dict[str, Any], backend: Any, progress: ProgressBar) -> Any:
         """What the function returns."""

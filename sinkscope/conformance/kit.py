@@ -211,7 +211,7 @@ class Kit:
             return
         flow = replace(flow, budget=None)
         try:
-            fails = error_of(outcome_of(_stock, flow).logits, right_logits(flow)) > self.tolerance
+            fails = error_of(outcome_of(DynamicCache, flow).logits, right_logits(flow)) > self.tolerance
         except Exception:  # of the installed transformers
             fails = True
         if fails:
@@ -227,10 +227,6 @@ def own_line(error: Exception) -> str:
         if not frame.filename.startswith((*apart, "<")):
             return f" at {frame.filename}:{frame.lineno}"
     return ""
-
-
-def _stock(config: Any) -> Cache:
-    return DynamicCache(config=config)
 
 
 Check = Callable[[Kit], str]

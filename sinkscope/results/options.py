@@ -282,41 +282,6 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
             return Parameter(name, hint, option, default, help, many, tuple(limits), whole)
 
 
-@dataclass(frozen=True)
-class Outline:
-    """What the command line knows of a function before it runs.
-
-    Attributes:
-        text: Its docstring without sections.
-        examples: Commands to type.
-        parameters: What it takes.
-        outputs: Additional files that it writes; read from data, without the functions that write.
-        returns_result: Whether it returns a result, rather than printing what it finds.
-    """
-
-    text: str
-    examples: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-    outputs: tuple[Output, ...] = ()
-    returns_result: bool = True
-
-    @classmethod
-    def of(cls, function: Any) -> Outline:
-        """The outline of a function that is imported."""
-        doc = inspect.getdoc(function) or ""
-        parameters = getattr(function, "all_parameters", None) or parameters_of(function)
-        outputs = tuple(getattr(function, "outputs", ()))
-        returns = get_type_hints(function).get("return")
-        return cls(introduction(doc), tuple(example_lines(doc)), parameters, outputs, returns is not type(None))
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Outline:
-        """The outline as `tools.commands` wrote it."""
-        parameters = tuple(map(Parameter.from_data, data["parameters"]))
-        outputs = tuple(Output(**one, save=lambda *_: None) for one in data["outputs"])
-        return cls(data["text"], tuple(data["examples"]), parameters, outputs, data["returns_result"])
-
-
 def section(doc: str, title: str) -> str:
     """A section of a docstring, such as "Args" or "Example"; empty if there is none."""
     parts = _TITLE.split(doc)

@@ -28,6 +28,7 @@ from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.bench.tasks.text import TextFidelity
+from sinkscope.results.options import parameters_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +122,7 @@ CASES = {
         "--only overhead --out {out}/x.json",
         lambda made: made["result"] == {"overhead": "overhead in 9 rounds"},
         "x.json",
-        {"child": lambda _python, section, rounds: f"{section} in {rounds} rounds"},
+        {"child": lambda _script, *words: f"{words[1]} in {words[3]} rounds"},
         quick=True,
     ),
     "bundled.stories": Case(
@@ -300,6 +301,7 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     for constant, value in (case.patch or {}).items():
         placed = Path(value.format(out=out)) if isinstance(value, str) else value
         monkeypatch.setattr(module, constant, placed)
+    parameters_of.cache_clear()  # of the constants that were patched before
     monkeypatch.chdir(ROOT)
     for file, text in FILES.items():
         (out / file).write_text(text + "\n" + text)
