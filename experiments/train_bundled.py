@@ -89,6 +89,7 @@ def main(
     unplanted: bool = False,
     resume: bool = False,
     tokens_per_step: int = Settings.tokens_per_step,
+    device: str = "cpu",
 ) -> None:
     """Make what the module describes.
 
@@ -98,6 +99,7 @@ def main(
         size: Which member of the family; base ships.
         unplanted: The same network and data without the circuit.
         resume: Go on from the checkpoint in --out.
+        device: Training on a GPU is not the same from run to run.
     """
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ def main(
     for kind, ids in tokens.items():
         if not kind.startswith("valid"):
             texts[kind] = ids
-    trainer = Trainer(settings, texts, out)
+    trainer = Trainer(settings, texts, out, device)
     if resume and (out / "checkpoint.pt").exists():
         trainer.load()
         forget_after(out / "log.jsonl", trainer.step)
@@ -134,7 +136,7 @@ def main(
                 log.flush()
 
         trainer.run(each)
-    export.save_model(trainer.model, out)
+    export.save_model(trainer.model.cpu(), out)
     done = {"settings": vars(settings), "step": trainer.step}
     (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)

@@ -118,6 +118,11 @@ class Frozen:
         self.masks[name][index] = True
         self.values[name][index] = value
 
+    def to(self, device: torch.device) -> None:
+        """Move the masks and values to where the model is."""
+        self.masks = {name: mask.to(device) for name, mask in self.masks.items()}
+        self.values = {name: value.to(device) for name, value in self.values.items()}
+
     @torch.no_grad()
     def impose(self) -> None:
         """Write the planted values back (after every optimiser step: weight decay must not move them)."""

@@ -207,9 +207,11 @@ class Trainer:
         settings: Settings,
         texts: Mapping[str, np.ndarray],
         out: Path,
+        device: str = "cpu",
     ) -> None:
         self.settings = settings
         self.out = out
+        self.device = torch.device(device)
         self.mixture = Mixture(
             texts,
             settings.shares(),
@@ -220,7 +222,11 @@ class Trainer:
         )
         counts = sum(np.bincount(tokens, minlength=settings.vocab_size) for tokens in texts.values())
         self.model, self.plan, self.frozen = build(settings, np.asarray(counts))
-        self.model.set_attn_implementation("blocked")
+        self.model.to(self.device)
+        if self.device.type == "cpu":
+            self.model.set_attn_implementation("blocked")
+        if self.frozen:
+            self.frozen.to(self.device)
         matrices = []
         for p in self.model.parameters():
             if p.ndim > 1:
@@ -252,9 +258,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        crops = torch.from_numpy(ids)
-        counted = torch.from_numpy(scored)
-        with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
+        crops = torch.from_numpy(ids).to(self.device)
+        counted = torch.from_numpy(scored).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.bfloat16):
             loss = loss_on(self.model, crops, counted)
         loss.backward()
         if self.frozen:
@@ -280,7 +286,7 @@ class Trainer:
 
     def load(self) -> None:
         """Go on from the checkpoint, which must have been made with the same settings."""
-        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True, map_location=self.device)
         if state["settings"] != self._identity():
             raise SystemExit(
                 "error: the checkpoint was made with other settings; choose another --out or drop --resume"

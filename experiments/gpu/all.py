@@ -1,14 +1,16 @@
 """Everything that is measured on a GPU, by one command that may be cut off at any time and given again.
 
-    python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--dry]
+    python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--stories FILE] [--dry]
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(sparse prompts), `scale` (line sums, barcode, atlas, attack), and `exactness` (rounding, and the checks of caches).
+(sparse prompts), `scale` (line sums, barcode, atlas, attack), `train_bundled` (the bundled model, with and without its
+circuit; only with `--stories`), and `exactness` (rounding, and the checks of caches).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
-DIR gets NAME.json and NAME.log, and NAME.done for a part that is not done again. `--dry` runs all parts with tiny
-shapes on a CPU, one after the other, in about two minutes; attention along lines then needs numba.
+DIR gets NAME.json (of `train_bundled`, a folder) and NAME.log, and NAME.done for a part that is not done again. `--dry`
+runs all other parts with tiny shapes on a CPU, one after the other, in about two minutes; attention along lines then
+needs numba.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
 5.17 asks for), triton, accelerate, and of this package's other requirements those that are imported without
@@ -45,10 +47,14 @@ REHEARSALS = {  # part -> what makes it small
     "exactness": "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive",
 }
 PLANTED = ("users", "scale")  # these need the same checkpoint, which is made once
+TRAINING = "train_bundled"
 
 
-def command_of(part: str, out: Path, dry: bool) -> list[str]:
+def command_of(part: str, out: Path, dry: bool, stories: Path | None = None) -> list[str]:
     """The command of a part."""
+    if part == TRAINING:
+        given = ["--out", str(out / part), "--stories", str(stories)]
+        return [sys.executable, "-m", f"experiments.gpu.{part}", *given]
     words = [sys.executable, "-m", f"experiments.gpu.{part}", "--out", str(out / f"{part}.json")]
     if part in PLANTED:
         words += ["--folder", str(out / "shapes")]
@@ -75,13 +81,21 @@ def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
     return f"exit code {code}: {next(filter(None, reversed(lines)), 'it said nothing')}"
 
 
-def main(*, out: Path, only: Sequence[Literal[*REHEARSALS]] = (), total: float = 9.0, dry: bool = False) -> None:
+def main(
+    *,
+    out: Path,
+    only: Sequence[Literal[*REHEARSALS]] = (),
+    total: float = 9.0,
+    stories: Path | None = None,
+    dry: bool = False,
+) -> None:
     """Make what the module describes.
 
     Args:
         out: Folder for results and logs.
         only: These parts alone.
         total: Limit of this call, in minutes. The next call goes on from there.
+        stories: File of stories, as `experiments.bundled.stories` writes them, to train the bundled model on.
         dry: Tiny shapes on a CPU, to see that everything runs.
     """
     if not dry:
@@ -93,8 +107,11 @@ def main(*, out: Path, only: Sequence[Literal[*REHEARSALS]] = (), total: float =
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * total
     problems: list[str] = []
-    for part in only or REHEARSALS:
-        command = command_of(part, out, dry)
+    parts = list(only or REHEARSALS)
+    if stories is not None:
+        parts.append(TRAINING)
+    for part in parts:
+        command = command_of(part, out, dry, stories)
         done = out / f"{part}.done"
         if done.is_file() and done.read_text() == " ".join(command):
             print(f"{part}: done before", flush=True)

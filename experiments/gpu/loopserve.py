@@ -10,7 +10,8 @@ of the heads attend to one offset, half to marked tokens, a tenth of the text). 
   causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
   the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
-- `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention.
+- `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention; and
+  FlexAttention with a block mask of the same lines, which computes every block that a line touches.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
   them, over causal attention, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
 - `prompt`: the whole model reads a prompt, along lines whatever that costs (`shortest=0`) and with its own attention
@@ -36,6 +37,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.gpu.steps import Steps, model_of
@@ -43,7 +45,7 @@ from experiments.loopserve.latency import arms, turn
 from experiments.planted_lines import text
 from experiments.record import Row
 from experiments.script import run
-from experiments.timing import clock, faster, pairs_of
+from experiments.timing import clock, faster, pairs_of, seconds_of
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
@@ -131,13 +133,24 @@ def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> 
 
 @torch.no_grad()
 def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Row:
-    """One layer on columns and lone lines, over dense attention."""
+    """One layer on columns and lone lines, over dense attention, and FlexAttention on the same lines."""
     query, key, value = drawn(target, n, dtype)
     lines = columns_and_lone(len(query), n, min(COLUMNS, n // 8), min(lone, n // 2), target.device)
     along = partial(sparse_attention, query, key, value, lines, dense_above=torch.inf)
-    work = along()[1]
-    pairs = pairs_of(partial(dense, query, key, value), along, rounds, partial(clock, target.device))
-    return {"n": n, "lone": lone, **said(work), **faster(pairs)}
+    now, on_cuda = partial(clock, target.device), target.device.type == "cuda"
+    output, work = along()
+    pairs = pairs_of(partial(dense, query, key, value), along, rounds, now)
+
+    def is_seen(_batch: Tensor, head: Tensor, at: Tensor, own: Tensor) -> Tensor:
+        return (at >= own) & (lines.vertical[head, own] | lines.slash[head, (at - own).clamp(min=0)])
+
+    attend = torch.compile(flex_attention) if on_cuda else flex_attention
+    masked = partial(create_block_mask, is_seen, None, len(query), n, n, device=target.device, _compile=on_cuda)
+    flex = partial(attend, query[None], key[None], value[None], block_mask=masked(), enable_gqa=len(query) != len(key))
+    flexed = pairs_of(partial(dense, query, key, value), flex, rounds, now)
+    difference = (flex()[0] - output).float().abs().max() / output.float().abs().max()
+    seconds = {**faster(flexed), "mask_ms": 1e3 * seconds_of(masked, now)[0], "difference": float(difference)}
+    return {"n": n, "lone": lone, **said(work), **faster(pairs), "flex": seconds}
 
 
 @dataclass(frozen=True, eq=False)

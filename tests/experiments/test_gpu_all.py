@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, sources: dict[str, str], out: Path, tot
     """The exit status of a call whose parts are these programs."""
     monkeypatch.setattr(script, "REHEARSALS", sources)
     monkeypatch.setattr(
-        script, "command_of", lambda part, out, _dry: [sys.executable, "-c", sources[part], str(out / part)]
+        script, "command_of", lambda part, out, *_: [sys.executable, "-c", sources[part], str(out / part)]
     )
     try:
         script.main(out=out, total=total, dry=True)
@@ -68,7 +68,11 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path, monkeypatch
 
 def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
-    assert set(script.REHEARSALS) == {file.stem for file in folder.glob("*.py")} - {"__init__", "all", "steps"}
+    assert {*script.REHEARSALS, script.TRAINING} == {file.stem for file in folder.glob("*.py")} - {
+        "__init__",
+        "all",
+        "steps",
+    }
 
 
 @pytest.mark.slow
