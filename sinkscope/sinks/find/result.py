@@ -182,11 +182,11 @@ class FindSinks(Result):
         if self.sink_rate is not None:
             attention.append(sentences.sink_rate(self.sink_rate))
         lines.append(" ".join(attention))
-        lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
-        lines += sentences.left_over(self.other_sinks, "that heads attend to")
         repeats = sentences.repeats(self.repeats, self.spike, self.repetition)
         if repeats:
             lines.append(" ".join(repeats))
+        lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
+        lines += sentences.left_over(self.other_sinks, "that heads attend to")
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
