@@ -21,7 +21,8 @@ from experiments.gpu.steps import Steps, kept, loaded
 from experiments.make_shape import SHAPES, group_of
 from experiments.record import Row
 from experiments.script import run
-from sinkscope.lines.sums import Scores, line_sums
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.sums import line_sums
 from sinkscope.loops.barcode import barcode
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.attack import attack

@@ -20,7 +20,8 @@ from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_rows
 from sinkscope.hooks.edit.decode import greedy
-from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.sums import line_sums, scores_of
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows

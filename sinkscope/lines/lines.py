@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.files.records import Part, checked_value
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.sums import crossings, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of

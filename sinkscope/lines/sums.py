@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange, repeat
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.lines.attention import Scores
 from sinkscope.models.grouped_heads import heads_of
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -26,32 +27,6 @@ from sinkscope.tap.tap import listening
 CHUNK_BYTES = 4 << 20
 """Scores held at a time on a CPU, where work that stays in the cache is several times faster; other devices, on which
 few large steps are faster, hold 64 times as much."""
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The parts from which the attention scores of one layer and one sequence are computed.
-
-    Attributes:
-        query: Queries after rotary; the last one sees every key.
-        key: Keys after rotary; query heads share them in groups.
-        scaling: Factor on the scores.
-        window: Keys this far back and further are not seen. None means all are seen.
-        softcap: `cap * tanh(score / cap)` (Gemma 2).
-        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
-    """
-
-    query: Float[Tensor, "head query d_head"]
-    key: Float[Tensor, "kv_head key d_head"]
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Float[Tensor, " head"] | None = None
-
-    def part(self, start: int, stop: int) -> Scores:
-        """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
-        past = self.key.shape[1] - self.query.shape[1]
-        return replace(self, query=self.query[:, start - past : stop - past], key=self.key[:, :stop])
 
 
 @contextmanager
@@ -147,9 +122,9 @@ def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head ke
         `vertical[head, key]` and `slash[head, offset]`, float32. Each sums to the number of queries minus the weight of
         learned sinks and of keys before `since`.
     """
-    heads, keys = scores.query.shape[0], scores.key.shape[1]
-    vertical = torch.zeros(heads, keys, device=scores.query.device)
-    slash = torch.zeros(heads, keys, device=scores.query.device)  # slash[:, keys - 1 - offset] until the end
+    keys = scores.keys
+    vertical = torch.zeros(scores.heads, keys, device=scores.query.device)
+    slash = torch.zeros_like(vertical)  # slash[:, keys - 1 - offset] until the end
     for part in _chunks(scores):
         if since > part.begin:
             part.probs[:, :, : part.zeros + since - part.begin] = 0.0
@@ -182,16 +157,15 @@ def crossings(
 
 
 def _chunks(scores: Scores) -> Iterator[_Chunk]:
-    all_heads, kv_heads = len(scores.query), len(scores.key)
-    queries, keys = scores.query.shape[1], scores.key.shape[1]
-    row_bytes = 4 * (all_heads // kv_heads) * max(1, keys)
+    kv_heads = len(scores.key)
+    row_bytes = 4 * (scores.heads // kv_heads) * max(1, scores.keys)
     rows_at_once = min(64, CHUNK_BYTES // row_bytes)
     if scores.query.device.type != "cpu":
         rows_at_once = 64 * CHUNK_BYTES // row_bytes
     low = torch.finfo(torch.float32).min
     for kv_head, key in enumerate(scores.key.float()):
-        heads = heads_of(kv_head, all_heads, kv_heads)
-        stop = keys - queries
+        heads = heads_of(kv_head, scores.heads, kv_heads)
+        stop = scores.past
         for query in scores.query[heads].split(max(16, rows_at_once), 1):
             rows = query.shape[1]
             first, stop = stop, stop + rows  # positions of these queries

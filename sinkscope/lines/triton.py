@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from triton.errors import TritonError
 
 from sinkscope.errors import warn
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
@@ -141,30 +142,28 @@ def queries_at_once(dtype: torch.dtype) -> int:
 
 
 def triton_heads(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
+    scores: Scores,
     value: Float[Tensor, "kv_head key d_value"],
     lines: HeadLines,
     index: LineIndex,
     heads: Int[Tensor, " some"],
-    scaling: float,
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
     """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
     # Matrix products take widths that are powers of two, from 16 on.
     parts: list[Tensor] = []
-    for part in (query, key, value):
+    for part in (scores.query, scores.key, value):
         width = part.shape[2]
         parts.append(pad(part.to(value.dtype), (0, max(16, triton.next_power_of_2(width)) - width)))
-    whole = torch.empty(*query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
+    whole = torch.empty(*scores.query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
     for mask in (index.banded, lines.vertical, index.full):
         parts.append(mask.byte())
     for table in (index.block_count, index.blocks, index.column_count, index.column_index):
         parts.append(table.int())
-    kv_heads = kv_head_of(heads, len(query), len(key))
+    kv_heads = kv_head_of(heads, scores.heads, len(value))
     parts += [index.lone_count.int(), index.lone_offset.int(), heads.int(), kv_heads.int()]
     arguments: list[Any] = [whole, *(part.contiguous() for part in parts)]
-    arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1]]
+    arguments += [scores.scaling * _LOG2_E, scores.queries, scores.keys]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
     kernel, grid = cast(Any, _attend), (len(index.starts), len(heads))

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sums
-from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.sums import crossings, line_sums, scores_of
 from sinkscope.opening.live import target_of
 
 
