@@ -12,7 +12,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
-from sinkscope.models.checkpoints.checkpoint import local_files
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.weights import model_with_weights
@@ -105,7 +105,8 @@ def _plain(
     source: ModelSource, options: dict[str, Any], layers: int | None, tokenizer: Any, is_split: bool
 ) -> tuple[Any, str]:
     """The plain model with its tokenizer, and the fingerprint of what it was made from."""
-    files = local_files(source)
+    files = Files(source.where, revision=source.revision)
+    files.fetch_all()
     name, folder, gguf = source.name, files.folder, files.gguf
     config = read_config(name, folder, gguf=gguf, layers=layers)
     if is_split:
@@ -117,7 +118,7 @@ def _plain(
         tokenizer = read_tokenizer(name, folder, gguf=gguf)
     hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
     hf.sinkscope_name, hf.tokenizer = name, tokenizer
-    origin = files.commit or fingerprint(folder / (gguf or ""))
+    origin = fingerprint(files)
     if source.kind == "hub":
         hf.config._name_or_path = str(source.where)
         hf.config._commit_hash = files.commit

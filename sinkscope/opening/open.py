@@ -10,9 +10,7 @@ import torch
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.processes import world_size
-from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
-from sinkscope.models.checkpoints.hub import hub_folder
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.names import BUNDLED
 from sinkscope.models.checks import tokenizer_of
@@ -88,8 +86,7 @@ def _stream(
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
     target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
     if tokenizer is None:
-        if tensors.commit is not None:
-            hub_folder(tensors.name, tensors.commit, TOKENIZER_FILES)
+        tensors.fetch_tokenizer()
         target = replace(target, tokenizer=read_tokenizer(target.name, tensors.folder))
     check_vocabulary(target.tokenizer, target.hf)
     return target
