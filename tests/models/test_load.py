@@ -26,7 +26,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.loading.backends import BACKENDS
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.opening.stream import open_stream
+from sinkscope.opening.open import open_stream
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.lora import ADAPTER_CONFIG, refuse_adapter
+from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.loading.config import first_line
 
 WEIGHTS = 100 << 20  # bytes of a model in the cache from which they are more than its tokenizer

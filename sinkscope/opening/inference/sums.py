@@ -25,8 +25,7 @@ from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.edits import EDITED_ROWS, MlpEdits
-from sinkscope.opening.inference.passing import Passing, rounded
+from sinkscope.opening.inference.edits import EDITED_ROWS, MlpEdits, Passing, rounded
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
