@@ -72,7 +72,7 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.d
         lines.slash[torch.tensor(what.dense)] = True  # all cells
         wanted = masked(scores, value, lines)
     # The same before the result is rounded, which rounds by itself.
-    plain = HeadLines(lines.vertical, lines_of(keys, queries, kind).slash, queries)
+    plain = HeadLines.of(lines.vertical, lines_of(keys, queries, kind).slash, queries)
     whole = torch.empty(found.shape)
     index = kernel.index_of(plain, kernel.queries_at_once(dtype))
     some = torch.tensor([head for head, full in enumerate(what.dense) if not full], dtype=torch.long)

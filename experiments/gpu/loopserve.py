@@ -92,7 +92,7 @@ def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadL
         lone = min(LONE, n // 80)
     slash[:, torch.randint(0, n, (lone,), generator=generator)] = True
     vertical[:, 0] = True
-    return HeadLines(vertical.to(device), slash.to(device), n)
+    return HeadLines.of(vertical.to(device), slash.to(device), n)
 
 
 def columns_and_lone(heads: int, n: int, columns: int, lone: int, device: torch.device) -> HeadLines:
@@ -101,7 +101,7 @@ def columns_and_lone(heads: int, n: int, columns: int, lone: int, device: torch.
     vertical = torch.rand(heads, n, generator=generator).argsort(1) < columns
     slash = torch.rand(heads, n, generator=generator).argsort(1) < lone
     vertical[:, 0] = slash[:, 0] = True
-    return HeadLines(vertical.to(device), slash.to(device), n)
+    return HeadLines.of(vertical.to(device), slash.to(device), n)
 
 
 def sizes(target: Target) -> tuple[int, int, int]:

@@ -35,9 +35,9 @@ def heads_of(layer: int, scores: Scores, eta: float) -> list[Row]:
     """Every head of a layer: its attention, the lines of each half, and how many of the second's are the first's."""
     keys = scores.keys
     half = keys // 2
-    first = top_lines(*line_sums(scores.part(0, half)), [eta])
-    vertical, slash = line_sums(scores.part(half, keys), since=half)
-    second = top_lines(vertical[:, half:], slash[:, : keys - half], [eta])
+    first = top_lines(line_sums(scores.part(0, half)), [eta])
+    vertical, slash = line_sums(scores.part(half, keys), since=half).unbind(1)
+    second = top_lines(torch.stack([vertical[:, half:], slash[:, : keys - half]], 1), [eta])
     shared = shared_by_second(first, second)[0]
     attention = attention_of(scores, torch.arange(keys))
     rows: list[Row] = []

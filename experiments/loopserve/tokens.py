@@ -100,7 +100,7 @@ def importance(
 
     def add(_: int, scores: Scores) -> None:
         for total, (start, stop) in zip(totals, ranges, strict=True):
-            received = line_sums(scores.part(start, stop))[0].sum(0).cpu()[:prompt]
+            received = line_sums(scores.part(start, stop))[:, 0].sum(0).cpu()[:prompt]
             total[: len(received)] += received
 
     with scores_of(target, add, list(range(target.n_layers))):

@@ -78,7 +78,7 @@ def select_lines(
     check_values(Natural, sample=sample)
     check_values(Variant, variant=variant)
     number = torch.arange(scores.keys, device=scores.key.device).repeat(scores.heads, 1)
-    start = HeadLines(number < begin, number < local, scores.queries)
+    start = HeadLines.of(number < begin, number < local, scores.queries)
     if alpha == 1:
         start.vertical[:] = True
         return start
@@ -89,15 +89,15 @@ def select_lines(
         return faithful_lines(probs, at, alpha, start)
     flat = _SCATTERED * least_share(probs, at, alpha) > dense_above
     # Nothing is chosen in flat heads: they get all lines.
-    start.vertical[flat] = start.slash[flat] = True
+    start.chosen[flat] = True
     some = (~flat).nonzero().flatten()
     if not len(some):
         return start
     if checked:
         for part in some.split(max(1, _AT_A_TIME // (checked * scores.keys))):
             start.vertical[part] |= _sought(scores.of_heads(part), begin, checked)
-    own = HeadLines(start.vertical[some], start.slash[some], scores.queries)
-    start.vertical[some], start.slash[some] = exact_lines(probs[some], at, alpha, own, dense_above, sharp or math.inf)
+    own = HeadLines(start.chosen[some], scores.queries)
+    start.chosen[some] = exact_lines(probs[some], at, alpha, own, dense_above, sharp or math.inf)
     return start
 
 

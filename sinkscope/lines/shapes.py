@@ -58,7 +58,7 @@ class AShape(Shape):
     def lines(self, scores: Scores, layer: int) -> HeadLines:
         """The first columns and the nearest offsets."""
         index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
-        return HeadLines(index < self.first, index < self.local, scores.queries)
+        return HeadLines.of(index < self.first, index < self.local, scores.queries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ def share_lines(scores: Scores, share: float) -> HeadLines:
     def lines(slash: Int[Tensor, "head 1"]) -> HeadLines:
         vertical = slash * _USUAL_LINES.vertical // _USUAL_LINES.slash
         nearest = (slash * 100 // _USUAL_LINES.slash).clamp(min=1)
-        return HeadLines(
+        return HeadLines.of(
             heaviest(column_votes, vertical.clamp(min=1), vertical * 30 // _USUAL_LINES.vertical),
             heaviest(offset_votes, slash, nearest),
             scores.queries,

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines.attention import Scores
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import heads_of
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -111,7 +112,7 @@ class _Chunk:
         return like.as_strided((heads, rows, self.stop - self.begin), (like.stride(0), like.stride(1) + 1, 1))
 
 
-def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head offset"]]:
+def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key"]:
     """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
@@ -119,7 +120,7 @@ def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head ke
         since: Keys before this one are left out of the sums but take part in the softmax.
 
     Returns:
-        `vertical[head, key]` and `slash[head, offset]`, float32. Each sums to the number of queries minus the weight of
+        The sums by key, and those by offset, float32. Each kind sums to the number of queries minus the weight of
         learned sinks and of keys before `since`.
     """
     keys = scores.keys
@@ -130,26 +131,24 @@ def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head ke
             part.probs[:, :, : part.zeros + since - part.begin] = 0.0
         vertical[part.heads, part.begin : part.stop] += part.probs[:, :, part.zeros :].sum(1)
         slash[part.heads, keys - (part.stop - part.begin) :] += part.skewed(part.probs).sum(1)
-    return vertical, slash.flip(1)
+    return torch.stack([vertical, slash.flip(1)], 1)
 
 
-def crossings(
-    scores: Scores, vertical: Bool[Tensor, "choice head key"], slash: Bool[Tensor, "choice head offset"]
-) -> Float[Tensor, "choice head"]:
-    """Attention weight of the cells where a chosen vertical and a chosen slash line cross, one number per choice.
+def crossings(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
+    """Attention weight of the cells where a chosen vertical and a chosen slash line cross, for several choices.
 
     The chosen lines together carry the sum of their weights minus this weight, because crossings count twice.
     """
-    choices, heads, keys = vertical.shape
+    choices, heads, keys = lines.vertical.shape
     weights = torch.zeros(choices, heads, device=scores.query.device)
-    falling = slash.flip(2).float()
+    falling = lines.slash.flip(2).float()
     both = scores.query.new_empty(0)
     for part in _chunks(scores):
         if both.shape != part.probs.shape:
             both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
         cells = part.skewed(part.probs)
         skewed = part.skewed(both)
-        column = pad(vertical[:, part.heads, part.begin : part.stop].float(), (part.zeros, 0))
+        column = pad(lines.vertical[:, part.heads, part.begin : part.stop].float(), (part.zeros, 0))
         for i in range(choices):
             torch.mul(cells, falling[i, part.heads, None, keys - cells.shape[2] :], out=skewed)
             weights[i, part.heads] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))

@@ -14,26 +14,19 @@ from sinkscope.lines.attention import Scores, attention_of, slash_sums
 from sinkscope.lines.head_lines import HeadLines
 
 
-def top_lines(
-    vertical: Float[Tensor, "head key"],
-    slash: Float[Tensor, "head key"],
-    etas: Sequence[float],
-    length: int | None = None,
-) -> HeadLines:
+def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> HeadLines:
     """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
 
     Args:
-        vertical: Weights of vertical lines over all queries.
-        slash: Weights of slash lines over all queries.
+        weights: Weights of the lines over all queries.
         etas: Shares of lines; one choice is made for each.
         length: Length in the formula. None means the number of key positions.
     """
-    both = torch.cat([vertical, slash], 1)
-    keys = vertical.shape[1]
+    both, keys = weights.flatten(1), weights.shape[2]
     most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
     rank = both.argsort(dim=1, descending=True, stable=True).argsort(1)
     chosen = (rank < rank.new_tensor(most)[:, None, None]) & (both > 0)
-    return HeadLines(chosen[..., :keys], chosen[..., keys:], keys)
+    return HeadLines(chosen.unflatten(-1, (2, keys)), keys)
 
 
 def last_votes(scores: Scores, last: int) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
@@ -71,7 +64,7 @@ def minference_lines(
     check_values(Natural, vertical=vertical, slash=slash, last=last, local=local)
     column_votes, offset_votes = last_votes(scores, last)
     columns = heaviest(column_votes, vertical, min(first, vertical))
-    return HeadLines(columns, heaviest(offset_votes, slash, min(local, slash)), scores.queries)
+    return HeadLines.of(columns, heaviest(offset_votes, slash, min(local, slash)), scores.queries)
 
 
 def heaviest(

@@ -29,7 +29,7 @@ def inputs(
 
 def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
     generator = torch.Generator().manual_seed(seed)
-    lines = HeadLines(
+    lines = HeadLines.of(
         torch.rand(heads, keys, generator=generator) < vertical,
         torch.rand(heads, keys, generator=generator) < slash,
         queries,

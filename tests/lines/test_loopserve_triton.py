@@ -206,7 +206,7 @@ def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     scores = Scores(query.to(dtype), key.to(dtype), 0.25)
     lines = drawn(4, queries + past, queries, 0.05, 0.01)
     lines.slash[1, 20:200] = True
-    there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
+    there = sparse.HeadLines(lines.chosen.cuda(), queries)
     on_gpu = Scores(scores.query.cuda(), scores.key.cuda(), 0.25)
     out, what = sparse.sparse_attention(on_gpu, value.cuda(), there, dense_above=1e9)
     assert what.kernel == "triton" and not any(what.dense)

@@ -65,7 +65,7 @@ class PromptRow:
     def all_lines(self, queries: int) -> HeadLines:
         """Every line, for the last queries."""
         every = torch.ones(self.scores.heads, self.scores.keys, dtype=torch.bool, device=self.value.device)
-        return HeadLines(every, every, queries)
+        return HeadLines.of(every, every, queries)
 
     def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
         """Attention of the last queries to everything."""
@@ -217,7 +217,7 @@ class SparsePrompts(Intervention):
                 if LinesKept in session.guests:
                     lines = reads[number].lines
                     kept: LinesKept = session.guests[LinesKept]
-                    kept.by_layer[prompt.layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
+                    kept.by_layer[prompt.layer] = HeadLines(lines.chosen.cpu(), lines.queries)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         if why_dense is not None:
             return None
