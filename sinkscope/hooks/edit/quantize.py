@@ -143,8 +143,8 @@ class Quantize(PlacedEdit):
                 exact = channels.get(one.module, [])
                 of = _Rounded(one.layer, one.name, partial(torch.unsqueeze, dim=-2), self.activations, exact)
                 places.append((Place(one.module, "pre"), of))
-        for layer in range(target.n_layers):
-            if self.kv is not None and layer not in self.layers and target.has_attention(layer):
+        for layer in target.attending:
+            if self.kv is not None and layer not in self.layers:
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
                     of = _Rounded(layer, site.name, site.cut, self.kv, [])
