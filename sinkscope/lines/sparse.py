@@ -145,6 +145,13 @@ def sparse_attention(
     return out, Sparsity(tuple(lines.density().tolist()), tuple(costs), dense, kernel)
 
 
+def dense_attention(scores: Scores, value: Float[Tensor, "kv_head key d_value"]) -> Float[Tensor, "head query d_value"]:
+    """Plain causal attention of all heads, in the dtype of the values."""
+    out = value.new_empty(scores.heads, scores.queries, value.shape[-1])
+    _dense(scores, value, list(range(scores.heads)), out)
+    return out
+
+
 def all_dense(heads: int) -> Sparsity:
     """What is reported if plain attention computes every head."""
     return Sparsity((1.0,) * heads, (1.0,) * heads, (True,) * heads)

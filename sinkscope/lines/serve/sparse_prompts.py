@@ -19,7 +19,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, lack_of_library, sparse_attention
+from sinkscope.lines.sparse import Sparsity, all_dense, dense_attention, dense_limit, lack_of_library, sparse_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
@@ -62,15 +62,9 @@ class PromptRow:
         queries = self.scores.queries
         return queries * (2 * self.scores.keys - queries + 1) // 2
 
-    def all_lines(self, queries: int) -> HeadLines:
-        """Every line, for the last queries."""
-        every = torch.ones(self.scores.heads, self.scores.keys, dtype=torch.bool, device=self.value.device)
-        return HeadLines.of(every, every, queries)
-
     def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
         """Attention of the last queries to everything."""
-        last = self.scores.part(self.scores.keys - queries, self.scores.keys)
-        return sparse_attention(last, self.value, self.all_lines(queries), dense_above=0.0)[0]
+        return dense_attention(self.scores.part(self.scores.keys - queries, self.scores.keys), self.value)
 
     def last_error(self, output: Float[Tensor, "head d_value"]) -> Tensor:
         """Error of an output of the last query beside that of attending to everything, as a share of its norm."""
@@ -83,7 +77,6 @@ class PromptRead:
     """How a row of a prompt was read in one layer, and what was lost: nothing where the last query is dense.
 
     Attributes:
-        lines: Lines along which the queries attended, except last queries that attend to everything.
         sparsity: What was computed.
         output: What attention gives; None if every head is dense.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
@@ -91,7 +84,6 @@ class PromptRead:
         last_error: Error of the output of the last query, as a share of its norm.
     """
 
-    lines: HeadLines
     sparsity: Sparsity
     output: Float[Tensor, "head query d_value"] | None
     recovered: Float[Tensor, " head"] | None
@@ -116,17 +108,6 @@ class PromptRead:
             data["recovered"] = self.recovered.tolist()
             data["last_error"] = float(self.last_error)
         return data
-
-
-@dataclass(frozen=True, eq=False)
-class LinesKept:
-    """A guest of a session that wants to know the lines of the latest prompt.
-
-    Attributes:
-        by_layer: The lines of each layer that is read along lines, on a CPU.
-    """
-
-    by_layer: dict[int, HeadLines]
 
 
 class SparsePrompts(Intervention):
@@ -214,10 +195,6 @@ class SparsePrompts(Intervention):
                     continue
                 rows[number] = row
                 reads[number] = self.read(row)
-                if LinesKept in session.guests:
-                    lines = reads[number].lines
-                    kept: LinesKept = session.guests[LinesKept]
-                    kept.by_layer[prompt.layer] = HeadLines(lines.chosen.cpu(), lines.queries)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         if why_dense is not None:
             return None
@@ -243,11 +220,11 @@ class SparsePrompts(Intervention):
         held_out = self.held_out(body.scores, row.layer)
         shares = None if held_out is None else torch.ones(heads)
         if keys < self.shortest or queries <= self.dense_rows or not self.pays(body.scores.query, keys):
-            return PromptRead(row.all_lines(queries), all_dense(heads), None, shares, 0.0)
+            return PromptRead(all_dense(heads), None, shares, 0.0)
         lines = self.lines(body.scores, row.layer)
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
         if line_limit(self.dense_above, row.scores.query) < 1 and bool(lines.vertical.all()):
-            return PromptRead(lines, all_dense(heads), None, shares, met * keys / row.cells())
+            return PromptRead(all_dense(heads), None, shares, met * keys / row.cells())
         output, sparsity = sparse_attention(body.scores, body.value, lines, dense_above=self.dense_above)
         if held_out is not None and not all(sparsity.dense):
             met += len(held_out)
@@ -259,7 +236,7 @@ class SparsePrompts(Intervention):
             sparsity = _with_dense_end(sparsity, body.cells() / row.cells())
         elif shares is not None:
             last_error = row.last_error(output[:, -1])
-        return PromptRead(lines, sparsity, output, shares, met * keys / row.cells(), last_error)
+        return PromptRead(sparsity, output, shares, met * keys / row.cells(), last_error)
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used.
