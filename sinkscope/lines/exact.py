@@ -38,15 +38,7 @@ class _Search:
     def unfinished(self) -> _Search:
         """The search of the heads that are not done."""
         going = ~self.done
-        return _Search(
-            head=self.head[going],
-            left=self.left[going],
-            weights=self.weights[going],
-            chosen=self.chosen[going],
-            missing=self.missing[going],
-            batch=self.batch[going],
-            done=self.done[going],
-        )
+        return _Search(**{name: values[going] for name, values in vars(self).items()})
 
     def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
         """Choose lines, and remove their cells from all that they cross."""

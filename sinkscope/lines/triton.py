@@ -43,7 +43,6 @@ class LineIndex:
 
     Attributes:
         size: Number of queries in a block.
-        starts: Position of the first query of each block.
         blocks: Blocks of keys, nearest first, as the number of keys from a block's first key to the first query.
         full: Whether all offsets in such a block are chosen, so that only columns need a mask.
         block_count: How many of `blocks` a block of queries meets.
@@ -55,7 +54,6 @@ class LineIndex:
     """
 
     size: int
-    starts: Int[Tensor, " row"]
     blocks: Int[Tensor, "head block"]
     full: Bool[Tensor, "head block"]
     block_count: Int[Tensor, "head row"]
@@ -93,7 +91,6 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
     blocks_of_row = -(-(starts + size) // KEYS)
     return LineIndex(
         size=size,
-        starts=starts,
         blocks=numbers * KEYS - size + KEYS,
         full=pad(all_chosen, (0, 1)).gather(1, numbers),
         block_count=_before(touched)[:, blocks_of_row.clamp(max=len(every))],
@@ -166,7 +163,7 @@ def triton_heads(
     arguments += [scores.scaling * _LOG2_E, scores.queries, scores.keys]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
-    kernel, grid = cast(Any, _attend), (len(index.starts), len(heads))
+    kernel, grid = cast(Any, _attend), (index.block_count.shape[1], len(heads))
     error: Exception | None = None
     for stages in (3, 2, 1):  # steps of the loop over keys that are in flight: fewer where shared memory is short
         options = {"num_warps": _warps(value.shape[2], index.size), "num_stages": stages}

@@ -216,6 +216,6 @@ def is_loop(
     return len(ids) >= shortest and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
 
 
-def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:
+def ends_in_loop(ids: Ids, last: int = WINDOW) -> bool:
     """The loop rule without the length, on the last tokens, so that early and late stops are judged alike."""
-    return is_loop(id_list(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)
+    return is_loop(id_list(ids)[-last:], None)
