@@ -55,7 +55,7 @@ def ablate(model, tokenizer):
         with edit.on(model) as run, torch.no_grad():
             out.append(model(IDS).logits)
             out.append(generated(model))
-        out.append([vars(event) for event in run.events])
+        out.append(run.to_frame().to_dict("list"))
     return out
 
 
@@ -124,7 +124,7 @@ def patch(model, tokenizer):
         sites = [(1, 2, 0), (1, 0, 31), (1, 2, 32)]
     made = ss.SinkPatch(sites=sites)
     with made.on(model) as run, torch.no_grad():
-        return [model(IDS.repeat(1, 2)).logits, generated(model), [vars(event) for event in run.events]]
+        return [model(IDS.repeat(1, 2)).logits, generated(model), run.to_frame().to_dict("list")]
 
 
 @use

@@ -162,3 +162,4 @@ def test_a_run_says_what_was_done():
         model.generate(torch.tensor([[1, *[5, 6] * 10]]), max_new_tokens=60, do_sample=False)
     said = run.summary()
     assert f"Ablate ablated {run.counts['ablated']} values." in said
+    assert list(run.to_frame().position) == [event.position for event in run.events]

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,6 +21,9 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing, without_continuous_batching
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,14 @@ class Run:
         if self.passes:
             counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
         return counts
+
+    def to_frame(self) -> pd.DataFrame:
+        """The events as a pandas data frame, with the entries of their data as further columns."""
+        import pandas as pd
+
+        names = [field.name for field in fields(Event)]
+        rows = [{**vars(event), **event.data} for event in self.events]
+        return pd.DataFrame(rows, columns=None if rows else names).drop(columns="data")
 
     def summary(self) -> str:
         """What the interventions did, in one line."""
