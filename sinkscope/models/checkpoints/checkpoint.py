@@ -17,7 +17,7 @@ from sinkscope.models.loading.config import check_kind, read_checkpoint_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_WEIGHTS = (_SINGLE, _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # in order of preference
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LFS = b"version "  # a Git LFS pointer begins with it
 
 
@@ -109,7 +109,7 @@ def _first_of(folder: Path, repo: str | None, names: Iterable[str]) -> str | Non
 
 
 def weight_files(folder: Path, repo: str | None = None) -> list[Path]:
-    """The weight files of a checkpoint that transformers would load.
+    """The weight files of a checkpoint that transformers would load: safetensors, or else pickles.
 
     Args:
         folder: Its folder; that of a hub repo is named after the commit.
@@ -118,7 +118,7 @@ def weight_files(folder: Path, repo: str | None = None) -> list[Path]:
     Raises:
         SinkscopeError: There are none, or a shard is missing.
     """
-    name = _first_of(folder, repo, _WEIGHTS)
+    name = _first_of(folder, repo, (_SINGLE, _INDEX)) or _first_of(folder, repo, _PICKLES)
     if name is None and repo is not None:
         raise SinkscopeError(
             f"{repo} has no weights for transformers (expected safetensors or pytorch_model.bin); give another repo, "
@@ -187,7 +187,7 @@ class Files:
             hub_folder(self.repo, self.commit, TOKENIZER_FILES)
 
     def fetch_all(self) -> None:
-        """Download what a whole model needs. Safetensors are preferred to pickles.
+        """Download what a whole model needs.
 
         Raises:
             SinkscopeError: The repo has no weights, or they cannot be downloaded.
@@ -213,7 +213,7 @@ class SafetensorsSource(Files):
         super().__init__(where, revision=revision)
         self.read: set[str] = set()
         name = _first_of(self.folder, self.repo, (_SINGLE, _INDEX))
-        if name is None:
+        if name is None or self.gguf is not None:
             raise UnsupportedError(
                 f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
                 "sinkscope.load(...), or convert it with save_pretrained",
