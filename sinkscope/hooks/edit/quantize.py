@@ -101,7 +101,7 @@ class Quantize(PlacedEdit):
 
     Example:
         >>> Quantize(activations=8, scale="tensor", neurons=["L1.N338"], positions="first").neurons
-        (NeuronSite(layer=1, neuron=338, expert=None),)
+        (Neuron(layer=1, expert=None, neuron=338),)
     """
 
     KIND: ClassVar[str] = "rounded"
@@ -132,7 +132,7 @@ class Quantize(PlacedEdit):
         """The inputs of linear modules, and the outputs of the projections of keys and values."""
         channels: dict[nn.Module, list[int]] = {}
         for site in map(site_of, self.neurons):
-            check_site(target, *site)
+            check_site(target, site.layer, site.neuron, site.expert)
             if not target.is_mixture(site.layer):
                 channels.setdefault(down_projection(target, site.layer), []).append(site.neuron)
         modules = linear_modules(target)
