@@ -184,7 +184,8 @@ class Files:
     def fetch_tokenizer(self) -> None:
         """Download the files of the tokenizer, and of generation, that a hub repo has."""
         if self.repo is not None:
-            hub_folder(self.repo, self.commit, TOKENIZER_FILES)
+            for name in TOKENIZER_FILES:
+                optional_file(self.repo, name, self.folder.name)
 
     def fetch_all(self) -> None:
         """Download what a whole model needs.
