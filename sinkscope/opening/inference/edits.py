@@ -18,9 +18,9 @@ from sinkscope.models.modules.experts import experts_of
 from sinkscope.models.passes.short import relative_error
 from sinkscope.models.target import Target
 
-EDITED_ROWS = (4, 5, 6)
-"""Rows of the batch with an edit."""
-_MOVED, _TURNED, _SCALED = EDITED_ROWS  # a neuron, what experts give, or `up` is
+ROWS = 7
+"""Rows of the batch: an intact one, three in which a head of queries, keys or values is turned, and three edited here."""
+_MOVED, _TURNED, _SCALED = 4, 5, 6  # a neuron, what experts give, or `up` is
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
 
@@ -30,19 +30,17 @@ class Passing:
     """What passed a module, by row of the batch and position, in float32.
 
     Attributes:
-        batch: Number of rows.
         ran: Whether the module ran.
         rows: What passed it; no numbers before it ran.
     """
 
-    batch: int
     ran: bool = False
     rows: Float[Tensor, "row pos width"] = field(default_factory=lambda: torch.empty(0, 0, 0))
 
     def by_row(self, tensor: Tensor) -> Float[Tensor, "row pos width"]:
         """A tensor by row and position, which OPT and experts run together."""
         if tensor.ndim == 2:
-            return rearrange(tensor, "(row pos) width -> row pos width", row=self.batch)
+            return rearrange(tensor, "(row pos) width -> row pos width", row=ROWS)
         return rearrange(tensor, "row pos ... -> row pos (...)")
 
     def keep(self, output: Any) -> None:
@@ -77,13 +75,13 @@ class MlpEdits:
         problem: Why they cannot be compared.
     """
 
-    def __init__(self, target: Target, layer: int, rows: int) -> None:
-        self.target, self.layer, self.adapter, self._rows = target, layer, target.adapter, rows
+    def __init__(self, target: Target, layer: int) -> None:
+        self.target, self.layer, self.adapter = target, layer, target.adapter
         self.errors = list[float]()
         self.factors = dict[str, float]()
         self.problem: str | None = None
         self.is_mixture = target.is_mixture(layer)
-        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing(rows) for _ in range(5))
+        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing() for _ in range(5))
         neuron: int | None = 0
         if target.has_part(layer, "down"):
             neuron = typical_neuron(target, layer)
