@@ -19,7 +19,7 @@ from sinkscope.models.passes.short import relative_error
 from sinkscope.models.target import Target
 
 ROWS = 7
-"""Rows of the batch: an intact one, three in which a head of queries, keys or values is turned, and three edited here."""
+"""Rows of the batch: an intact one, three with a turned head of queries, keys or values, and three edited here."""
 _MOVED, _TURNED, _SCALED = 4, 5, 6  # a neuron, what experts give, or `up` is
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
