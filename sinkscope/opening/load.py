@@ -16,7 +16,7 @@ from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.weights import model_with_weights
-from sinkscope.models.loading.backends import Backend, unwrap, wrap
+from sinkscope.models.loading.backends import unwrap, wrap
 from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
@@ -27,6 +27,7 @@ from sinkscope.models.loading.config import (
 )
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
+from sinkscope.models.modules.parts import Kind
 from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.shards import check_divides
 from sinkscope.models.target import Target
@@ -39,7 +40,7 @@ from sinkscope.results.options import checks_arguments
 def load(
     x: Any = None,
     *,
-    backend: Backend | None = None,
+    backend: Kind | None = None,
     revision: str | None = None,
     layers: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -139,7 +140,7 @@ def _plant(hf: Any, file: Path) -> None:
             weights[name].copy_(new.where(~new.isnan(), weights[name]))
 
 
-def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
+def _live(model: Any, backend: Kind | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
     backend = backend or kind
     if backend == kind:
