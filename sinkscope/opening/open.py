@@ -15,7 +15,7 @@ from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.names import BUNDLED
 from sinkscope.models.checkpoints.stored import is_quantised
-from sinkscope.models.checkpoints.stream import LayerLoader, LayerStore
+from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.checks import tokenizer_of
 from sinkscope.models.loading.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer
 from sinkscope.models.loading.quiet import quiet
@@ -118,12 +118,9 @@ def open_stream(
     try:
         if is_quantised(config):
             raise UnsupportedError("it is quantised", page="unsupported-model")
-        loader = LayerLoader(source, config.get_text_config(), device=device, dtype=dtype)
-        causal = loader.causal
-        setattr(causal, causal.base_model_prefix, loader.base())
-        layers = list(causal.get_submodule(loader.stack).children())
-        store = LayerStore(source, loader, layers, max(resident, 2))  # two, while the adapter is proposed and proved
-        target = Target(causal, causal, "hf", DRAFT, tokenizer, name or source.name, store)
+        # Two layers, while the adapter is proposed and proved.
+        store = LayerStore(source, config.get_text_config(), device=device, dtype=dtype, resident=max(resident, 2))
+        target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name or source.name, store)
         target = replace(target, adapter=adapter_of(target))
         target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
         store.resident = resident
