@@ -8,7 +8,7 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
-from sinkscope.models.checkpoints.hub import hub_folder
+from sinkscope.models.checkpoints.hub import hub_folder, optional_file
 from sinkscope.models.checkpoints.locate import locate
 from sinkscope.models.loading.config import read_tokenizer
 
@@ -22,7 +22,9 @@ def open_tokenizer(model: str | os.PathLike[str] | None = None) -> Any:
     source = locate(model)
     folder = Path(source.where)
     if source.kind == "hub":
-        folder = hub_folder(str(source.where), None, TOKENIZER_FILES)
+        folder = hub_folder(str(source.where), None)
+        for name in TOKENIZER_FILES:
+            optional_file(str(source.where), name, folder.name)
     tokenizer = read_tokenizer(source.name, folder)
     if tokenizer is None:
         raise SinkscopeError(f"{source.name} has no tokenizer in it: give a model or a folder that has one")

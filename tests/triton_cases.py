@@ -22,6 +22,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines import triton as kernel
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import sparse_attention
 
@@ -64,17 +65,18 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.d
     query, key = normal(4, queries, width), normal(kv, keys, width)
     value = normal(keys, kv, 2 * width // 3).transpose(0, 1)  # as a model gives them: not contiguous
     lines = lines_of(keys, queries, kind)
-    found, what = sparse_attention(query, key, value, lines, scaling=0.25, dense_above=limit)
-    wanted = masked(query, key, value, lines)
+    scores = Scores(query, key, 0.25)
+    found, what = sparse_attention(scores, value, lines, dense_above=limit)
+    wanted = masked(scores, value, lines)
     if any(what.dense):
         lines.slash[torch.tensor(what.dense)] = True  # all cells
-        wanted = masked(query, key, value, lines)
+        wanted = masked(scores, value, lines)
     # The same before the result is rounded, which rounds by itself.
-    plain = HeadLines(lines.vertical, lines_of(keys, queries, kind).slash, queries)
+    plain = HeadLines.of(lines.vertical, lines_of(keys, queries, kind).slash, queries)
     whole = torch.empty(found.shape)
     index = kernel.index_of(plain, kernel.queries_at_once(dtype))
     some = torch.tensor([head for head, full in enumerate(what.dense) if not full], dtype=torch.long)
-    done = kernel.triton_heads(query, key, value, plain, index, some, 0.25, whole)
+    done = kernel.triton_heads(scores, value, plain, index, some, whole)
     its = wanted[some]
     at = torch.arange(past, keys)
     mask = lines.rows(at)
@@ -116,11 +118,12 @@ def failure(when: str, kind: type[Exception]) -> list[str]:
     error = type(kind.__name__, (kind,), {"__init__": lambda _: None, "__str__": lambda _: "no"})()
     lines = drawn(2, 64, 64, 0.1, 0.1)
     query = torch.zeros(2, 64, 16)
+    scores = Scores(query, query, 1.0)
     index = kernel.index_of(lines, 64)
     with patch.object(kernel, "_attend", Failing(when, error)), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            kernel.triton_heads(query, query, query, lines, index, torch.arange(2), 1.0, torch.zeros(2, 64, 16))
+            kernel.triton_heads(scores, query, lines, index, torch.arange(2), torch.zeros(2, 64, 16))
         except Exception as raised:
             return ["raised", str(raised)]
     return ["left", str(said[0].message)]

@@ -49,7 +49,7 @@ from experiments.timing import clock, faster, pairs_of, seconds_of
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
-from sinkscope.lines.attention import recovered
+from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve import LoopServe
 from sinkscope.models.target import Target
@@ -63,13 +63,14 @@ SHORT = 512  # tokens at which lines are compared with a mask
 Ids = Int[Tensor, "1 pos"]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
+def dense(scores: Scores, value: Tensor) -> Tensor:
     """Causal attention as PyTorch computes it fastest."""
+    query, key = scores.query, scores.key
     grouped = query.shape[0] != key.shape[0]
     flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
         return scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, enable_gqa=grouped, scale=scaling
+            query[None], key[None], value[None], is_causal=True, enable_gqa=grouped, scale=scores.scaling
         )[0]
 
 
@@ -88,7 +89,7 @@ def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadL
     slash[:, : max(1, int(n * density * 0.1))] = True
     slash[:, torch.randint(0, n, (2,), generator=generator)] = True
     vertical[:, 0] = True
-    return HeadLines(vertical.to(device), slash.to(device), n)
+    return HeadLines.of(vertical.to(device), slash.to(device), n)
 
 
 def columns_and_lone(heads: int, n: int, columns: int, lone: int, device: torch.device) -> HeadLines:
@@ -97,49 +98,51 @@ def columns_and_lone(heads: int, n: int, columns: int, lone: int, device: torch.
     vertical = torch.rand(heads, n, generator=generator).argsort(1) < columns
     slash = torch.rand(heads, n, generator=generator).argsort(1) < lone
     vertical[:, 0] = slash[:, 0] = True
-    return HeadLines(vertical.to(device), slash.to(device), n)
+    return HeadLines.of(vertical.to(device), slash.to(device), n)
 
 
-def drawn(target: Target, n: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries, keys and values of a layer."""
+def drawn(target: Target, n: int, dtype: str) -> tuple[Scores, Tensor]:
+    """Random queries and keys of a layer, and values."""
     config = target.config
     heads = int(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     made = {"device": target.device, "dtype": getattr(torch, dtype)}
     query = torch.randn(heads, n, width, **made)
     key, value = (torch.randn(target.n_kv_heads, n, width, **made) for _ in range(2))
-    return query, key, value
+    return Scores(query, key, width**-0.5), value
 
 
 def same(target: Target, dtype: str) -> Row:
     """Largest difference from PyTorch's attention under the same mask, over the largest output."""
-    query, key, value = drawn(target, SHORT, dtype)
+    scores, value = drawn(target, SHORT, dtype)
+    query, key = scores.query, scores.key
     lines = scattered(len(query), SHORT, 0.1, target.device)
     mask = lines.rows(torch.arange(SHORT, device=target.device))
     wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask, enable_gqa=True)
-    output, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf)
+    output, _ = sparse_attention(scores, value, lines, dense_above=torch.inf)
     return {"same": float((output.float() - wanted).abs().max() / wanted.abs().max())}
 
 
 @torch.no_grad()
 def prefill(target: Target, n: int, density: float, rounds: int, dtype: str) -> Row:
     """One layer on random lines, over dense attention."""
-    query, key, value = drawn(target, n, dtype)
-    along = partial(sparse_attention, query, key, value, scattered(len(query), n, density, target.device))
+    scores, value = drawn(target, n, dtype)
+    along = partial(sparse_attention, scores, value, scattered(scores.heads, n, density, target.device))
     work = along()[1]
-    pairs = pairs_of(partial(dense, query, key, value), along, rounds, partial(clock, target.device))
+    pairs = pairs_of(partial(dense, scores, value), along, rounds, partial(clock, target.device))
     return {"n": n, "density": density, **said(work), **faster(pairs)}
 
 
 @torch.no_grad()
 def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Row:
     """One layer on columns and lone lines, over dense attention, and FlexAttention on the same lines."""
-    query, key, value = drawn(target, n, dtype)
+    scores, value = drawn(target, n, dtype)
+    query, key = scores.query, scores.key
     lines = columns_and_lone(len(query), n, min(COLUMNS, n // 8), min(lone, n // 2), target.device)
-    along = partial(sparse_attention, query, key, value, lines, dense_above=torch.inf)
+    along = partial(sparse_attention, scores, value, lines, dense_above=torch.inf)
     now, on_cuda = partial(clock, target.device), target.device.type == "cuda"
     output, work = along()
-    pairs = pairs_of(partial(dense, query, key, value), along, rounds, now)
+    pairs = pairs_of(partial(dense, scores, value), along, rounds, now)
 
     def is_seen(_batch: Tensor, head: Tensor, at: Tensor, own: Tensor) -> Tensor:
         return (at >= own) & (lines.vertical[head, own] | lines.slash[head, (at - own).clamp(min=0)])
@@ -147,7 +150,7 @@ def lone_lines(target: Target, n: int, lone: int, rounds: int, dtype: str) -> Ro
     attend = torch.compile(flex_attention) if on_cuda else flex_attention
     masked = partial(create_block_mask, is_seen, None, len(query), n, n, device=target.device, _compile=on_cuda)
     flex = partial(attend, query[None], key[None], value[None], block_mask=masked(), enable_gqa=len(query) != len(key))
-    flexed = pairs_of(partial(dense, query, key, value), flex, rounds, now)
+    flexed = pairs_of(partial(dense, scores, value), flex, rounds, now)
     difference = (flex()[0] - output).float().abs().max() / output.float().abs().max()
     seconds = {**faster(flexed), "mask_ms": 1e3 * seconds_of(masked, now)[0], "difference": float(difference)}
     return {"n": n, "lone": lone, **said(work), **faster(pairs), "flex": seconds}
@@ -158,15 +161,15 @@ class Seen(Intervention):
     """Keeps queries, keys and values of one layer's prompt."""
 
     layer: int
-    found: list[tuple[Tensor, Tensor, Tensor, float | None]] = field(default_factory=list)
+    found: list[tuple[Scores, Tensor]] = field(default_factory=list)
 
     def enter(self, run: Run, key: int) -> None:
         """Look on; attention stays the model's own."""
 
         def see(prompt: Attention, _kv: object) -> None:
             if prompt.layer == self.layer:
-                held = (prompt.query[0].clone(), prompt.key[0].clone(), prompt.value[0].clone())
-                self.found.append((*held, prompt.scaling))
+                scores = Scores(prompt.query[0].clone(), prompt.key[0].clone(), prompt.scaling)
+                self.found.append((scores, prompt.value[0].clone()))
 
         Session.of(run).replace_prefill(see)
 
@@ -178,13 +181,13 @@ def selection(target: Target, ids: Ids, rounds: int) -> Row:
     seen = Seen(target.n_layers // 2)
     with seen.on(target):
         target.base(input_ids=ids, use_cache=False)
-    ((query, key, value, scaling),) = seen.found
-    attend = partial(dense, query, key, value, scaling)
-    choose = partial(select_lines, query, key, 0.955, scaling=scaling)
-    along = partial(sparse_attention, query, key, value, scaling=scaling)
+    ((scores, value),) = seen.found
+    attend = partial(dense, scores, value)
+    choose = partial(select_lines, scores, 0.955)
+    along = partial(sparse_attention, scores, value)
     lines = choose()
     rows = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[:64]
-    held = recovered(query, key, lines, scaling, rows)
+    held = recovered(scores, lines, rows)
     choice = pairs_of(attend, choose, rounds, now)
     return {
         "n": ids.shape[1],

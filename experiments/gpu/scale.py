@@ -21,7 +21,8 @@ from experiments.gpu.steps import Steps, kept, loaded
 from experiments.make_shape import SHAPES, group_of
 from experiments.record import Row
 from experiments.script import run
-from sinkscope.lines.sums import Scores, line_sums
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.sums import line_sums
 from sinkscope.loops.barcode import barcode
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.attack import attack
@@ -38,9 +39,8 @@ def sums(shape: str, length: int, device: str, dtype: str) -> Row:
     kind = getattr(torch, dtype)
     query = torch.randn(heads, length, d_head, generator=generator, device=device, dtype=kind)
     key = torch.randn(kv_heads, length, d_head, generator=generator, device=device, dtype=kind)
-    right = True
-    for part in line_sums(Scores(query, key, d_head**-0.5)):
-        right &= bool(((part.sum(-1) / length - 1).abs() < 1e-2).all())
+    sums = line_sums(Scores(query, key, d_head**-0.5))
+    right = bool(((sums.sum(-1) / length - 1).abs() < 1e-2).all())
     return {"length": length, "heads": heads, "right": right}
 
 

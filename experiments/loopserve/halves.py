@@ -20,10 +20,10 @@ from plotly.subplots import make_subplots
 from experiments.drawn import save
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.lines.attention import attention_of
+from sinkscope.lines.attention import Scores, attention_of
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import shared_by_second
-from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.lines.sums import line_sums, scores_of
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure import Setup
 from sinkscope.measure.attention_texts import texts_of
@@ -33,13 +33,13 @@ from sinkscope.results.style import BLUE, ORANGE, figure_of
 
 def heads_of(layer: int, scores: Scores, eta: float) -> list[Row]:
     """Every head of a layer: its attention, the lines of each half, and how many of the second's are the first's."""
-    keys = scores.key.shape[1]
+    keys = scores.keys
     half = keys // 2
-    first = top_lines(*line_sums(scores.part(0, half)), [eta])
-    vertical, slash = line_sums(scores.part(half, keys), since=half)
-    second = top_lines(vertical[:, half:], slash[:, : keys - half], [eta])
+    first = top_lines(line_sums(scores.part(0, half)), [eta])
+    vertical, slash = line_sums(scores.part(half, keys), since=half).unbind(1)
+    second = top_lines(torch.stack([vertical[:, half:], slash[:, : keys - half]], 1), [eta])
     shared = shared_by_second(first, second)[0]
-    attention = attention_of(scores.query, scores.key, torch.arange(keys), scores.scaling)
+    attention = attention_of(scores, torch.arange(keys))
     rows: list[Row] = []
     for head in range(len(shared)):
         lines = [lines_of(first, head, 0), lines_of(second, head, half)]

@@ -20,7 +20,8 @@ from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_rows
 from sinkscope.hooks.edit.decode import greedy
-from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.sums import line_sums, scores_of
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -99,7 +100,7 @@ def importance(
 
     def add(_: int, scores: Scores) -> None:
         for total, (start, stop) in zip(totals, ranges, strict=True):
-            received = line_sums(scores.part(start, stop))[0].sum(0).cpu()[:prompt]
+            received = line_sums(scores.part(start, stop))[:, 0].sum(0).cpu()[:prompt]
             total[: len(received)] += received
 
     with scores_of(target, add, list(range(target.n_layers))):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,10 +20,16 @@ from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import check, tail_period
-from sinkscope.loops.text.outputs import number, spans
+from sinkscope.loops.text.outputs import spans
 
 Detector = Callable[[str], int | None]
 OURS = "sinkscope, loops or suspicious"
+
+
+def number(words: Iterable[str]) -> list[int]:
+    """Number the words in the order of their first occurrence."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(word, len(numbers)) for word in words]
 
 
 def exact_copies(

@@ -20,7 +20,7 @@ from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
+from sinkscope.hooks.edit.decode import decoding, given_answers, noted_decoding, to_end
 from sinkscope.kv.session import Session
 from sinkscope.loops.generate import ends_and_pad, padded
 from sinkscope.loops.guard.detect import largest_probability
@@ -223,12 +223,10 @@ def answer_rows(
     started = time.perf_counter()
     ends, pad = ends_and_pad(target)
     ids, mask = padded(rows, pad, target.device)
-    processors: list[LogitsProcessor] = []
-    if sampler is not None:
-        processors.append(sampler)
+    options: dict[str, Any] = {"logits_processor": [] if sampler is None else [sampler]}
     if along:
         new = max(map(len, along))
-        processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
+        options |= given_answers(list(along), ids.shape[1], pad)
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -244,7 +242,7 @@ def answer_rows(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=new,
-            logits_processor=processors,
+            **options,
             **decoding(target, do_sample=False, pad_token_id=pad),
         )
         events: list[Event] = [] if run is None else run.events

@@ -4,11 +4,11 @@ A vertical line is a key position. A slash line is an offset: query position les
 LoopServe, section 3.1; Jiang et al. 2024, MInference).
 """
 
-from sinkscope.lines.attention import recovered
+from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import Sparsity, sparse_attention
-from sinkscope.lines.sums import Scores, crossings, line_sums
+from sinkscope.lines.sums import crossings, line_sums
 from sinkscope.lines.votes import minference_lines
 
 __all__ = [

@@ -1,60 +1,99 @@
-"""Causal attention of some queries, and what of it lies on lines."""
+"""From what attention is computed in a layer, and what of it lies on lines."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.models.grouped_heads import beside_keys, by_query_head
+from sinkscope.models.grouped_heads import beside_keys, by_query_head, kv_head_of
 
 _ROWS = 64  # queries whose attention is built at a time
 
 
-def attention_of(
-    query: Float[Tensor, "head row d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    at: Int[Tensor, "*head row"],
-    scaling: float | None = None,
-) -> Float[Tensor, "head row key"]:
-    """Causal attention of the queries at positions `at`, of all heads or each, in float32.
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The parts from which the attention scores of one layer and one sequence are computed.
 
-    `scaling` None means 1 / sqrt(d_head).
+    The choice of lines, and attention along them, are for layers whose attention has no more than the first three.
+
+    Attributes:
+        query: Queries after rotary; the last one sees every key.
+        key: Keys after rotary; query heads share them in groups.
+        scaling: Factor on the scores, as a rule 1 / sqrt(d_head).
+        window: Keys this far back and further are not seen. None means all are seen.
+        softcap: `cap * tanh(score / cap)` (Gemma 2).
+        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
     """
-    kv_heads, keys, width = key.shape
-    if scaling is None:
-        scaling = float(width**-0.5)
+
+    query: Float[Tensor, "head query d_head"]
+    key: Float[Tensor, "kv_head key d_head"]
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " head"] | None = None
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return len(self.query)
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return self.query.shape[1]
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self.key.shape[1]
+
+    @property
+    def past(self) -> int:
+        """Number of positions before the first query."""
+        return self.keys - self.queries
+
+    def part(self, start: int, stop: int) -> Scores:
+        """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
+        return replace(self, query=self.query[:, start - self.past : stop - self.past], key=self.key[:, :stop])
+
+    def of_heads(self, heads: Int[Tensor, " some"]) -> Scores:
+        """The scores of some heads, each of which has its keys for itself."""
+        return replace(self, query=self.query[heads], key=self.key[kv_head_of(heads, self.heads, len(self.key))])
+
+
+def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor, "head row key"]:
+    """Causal attention of some queries, of all heads or each, in float32.
+
+    Args:
+        scores: The scores of a layer without window, soft cap and learned sinks.
+        rows: Indices of the queries.
+    """
+    query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
     # A matrix product, which is faster than einsum.
-    grouped = beside_keys(query.float()[None], kv_heads) * scaling
-    scores = by_query_head(grouped @ key.float().mT, 1, len(query))[0]
-    future = torch.arange(keys, device=at.device) > at[..., None]
-    return scores.masked_fill_(future, -torch.inf).softmax(-1)
+    grouped = beside_keys(query.float()[None], len(scores.key)) * scores.scaling
+    products = by_query_head(grouped @ scores.key.float().mT, 1, scores.heads)[0]
+    future = torch.arange(scores.keys, device=rows.device) > (rows + scores.past)[..., None]
+    return products.masked_fill_(future, -torch.inf).softmax(-1)
 
 
-def recovered(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    lines: HeadLines,
-    scaling: float | None = None,
-    rows: Int[Tensor, " row"] | None = None,
-) -> Float[Tensor, " head"]:
+def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
     """Share of the attention matrix's weight that lies on the lines; every cell is counted once.
 
     Args:
-        query: As for `select_lines`.
-        key: As for `select_lines`.
+        scores: As for `select_lines`.
         lines: Lines of every head.
-        scaling: Factor on the scores. None means 1 / sqrt(d_head).
         rows: Indices of the queries to use. None uses all.
     """
     if rows is None:
-        rows = torch.arange(query.shape[1])
-    rows = rows.to(query.device)
-    total = torch.zeros(query.shape[0], dtype=torch.float64, device=query.device)
+        rows = torch.arange(scores.queries)
+    rows = rows.to(scores.query.device)
+    total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
     for part in rows.split(_ROWS):
-        at = lines.past + part
-        on_lines = attention_of(query[:, part], key, at, scaling) * lines.rows(at)
+        on_lines = attention_of(scores, part) * lines.rows(lines.past + part)
         total += on_lines.sum((1, 2), dtype=torch.float64)
     return (total / len(rows)).float()
 

@@ -23,16 +23,15 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, check_values
-from sinkscope.lines.attention import attention_of
+from sinkscope.lines.attention import Scores, attention_of
 from sinkscope.lines.exact import exact_lines, least_share
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import sample_queries
-from sinkscope.models.grouped_heads import kv_head_of
 
 Variant = Literal["exact", "faithful"]
 _SCATTERED = 1.25  # lines take at least so many times the cells of `least_share` where it is large, as measured
@@ -42,13 +41,11 @@ _AT_A_TIME = 1 << 25  # cells of attention in memory while sought keys are looke
 
 @torch.no_grad()
 def select_lines(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
+    scores: Scores,
     alpha: float = 0.955,
     *,
     sample: int = 48,
     variant: Variant = "exact",
-    scaling: float | None = None,
     seed: int = 0,
     dense_above: float = math.inf,
     begin: int = 1,
@@ -59,12 +56,10 @@ def select_lines(
     """Run algorithm 5 for all heads of a layer: choose few vertical and slash lines that hold alpha of the attention.
 
     Args:
-        query: Queries of the new tokens, after rotary; they are at the last positions.
-        key: Keys of all positions, after rotary; query heads share them in groups.
+        scores: The scores of a layer without window, soft cap and learned sinks.
         alpha: Minimum share of the sampled attention weight that the lines hold.
         sample: Number of queries in the sample.
         variant: "exact" or "faithful"; see the module's docstring.
-        scaling: Factor on the scores. None means 1 / sqrt(d_head).
         seed: Seed of the sample.
         dense_above: Share of cells above which the exact variant makes a head dense: it gets all lines.
         begin: Number of first positions that are always kept.
@@ -82,51 +77,38 @@ def select_lines(
     check_values(Part, alpha=alpha)
     check_values(Natural, sample=sample)
     check_values(Variant, variant=variant)
-    heads, queries, width = query.shape
-    keys = key.shape[1]
-    number = torch.arange(keys, device=query.device).repeat(heads, 1)
-    start = HeadLines(number < begin, number < local, queries)
+    number = torch.arange(scores.keys, device=scores.key.device).repeat(scores.heads, 1)
+    start = HeadLines.of(number < begin, number < local, scores.queries)
     if alpha == 1:
         start.vertical[:] = True
         return start
-    if scaling is None:
-        scaling = float(width**-0.5)
-    rows = sample_queries(queries, sample, seed).to(query.device)
-    at = rows + (keys - queries)
-    probs = attention_of(query[:, rows], key, at, scaling)
+    rows = sample_queries(scores.queries, sample, seed).to(number.device)
+    at = rows + scores.past
+    probs = attention_of(scores, rows)
     if variant == "faithful":
         return faithful_lines(probs, at, alpha, start)
     flat = _SCATTERED * least_share(probs, at, alpha) > dense_above
     # Nothing is chosen in flat heads: they get all lines.
-    start.vertical[flat] = start.slash[flat] = True
+    start.chosen[flat] = True
     some = (~flat).nonzero().flatten()
     if not len(some):
         return start
     if checked:
-        for part in some.split(max(1, _AT_A_TIME // (checked * keys))):
-            own_keys = key[kv_head_of(part, heads, len(key))]
-            start.vertical[part] |= _sought(query[part], own_keys, begin, checked, scaling)
-    own = HeadLines(start.vertical[some], start.slash[some], queries)
-    start.vertical[some], start.slash[some] = exact_lines(probs[some], at, alpha, own, dense_above, sharp or math.inf)
+        for part in some.split(max(1, _AT_A_TIME // (checked * scores.keys))):
+            start.vertical[part] |= _sought(scores.of_heads(part), begin, checked)
+    own = HeadLines(start.chosen[some], scores.queries)
+    start.chosen[some] = exact_lines(probs[some], at, alpha, own, dense_above, sharp or math.inf)
     return start
 
 
-def _sought(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "head key d_head"],
-    begin: int,
-    checked: int,
-    scaling: float,
-) -> Bool[Tensor, "head key"]:
-    """Keys sought by single queries of each head.
+def _sought(scores: Scores, begin: int, checked: int) -> Bool[Tensor, "head key"]:
+    """Keys sought by single queries of heads that have their keys for themselves.
 
     Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
     checked.
     """
-    queries, keys = query.shape[1], key.shape[1]
-    first_scores = (key[:, :begin].float() * scaling) @ query.float().mT
-    rows = first_scores.logsumexp(1).topk(min(checked, queries), largest=False).indices
-    searching = query.gather(1, rows[..., None].expand(-1, -1, query.shape[2]))
-    weight, position = attention_of(searching, key, rows + (keys - queries), scaling).max(2)
-    times_sought = torch.zeros(len(key), keys, device=key.device).scatter_add_(1, position, (weight >= _SOUGHT).float())
-    return times_sought > 0
+    first_scores = (scores.key[:, :begin].float() * scores.scaling) @ scores.query.float().mT
+    rows = first_scores.logsumexp(1).topk(min(checked, scores.queries), largest=False).indices
+    weight, position = attention_of(scores, rows).max(2)
+    times_sought = torch.zeros(scores.heads, scores.keys, device=rows.device)
+    return times_sought.scatter_add_(1, position, (weight >= _SOUGHT).float()) > 0

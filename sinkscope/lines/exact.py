@@ -38,15 +38,7 @@ class _Search:
     def unfinished(self) -> _Search:
         """The search of the heads that are not done."""
         going = ~self.done
-        return _Search(
-            head=self.head[going],
-            left=self.left[going],
-            weights=self.weights[going],
-            chosen=self.chosen[going],
-            missing=self.missing[going],
-            batch=self.batch[going],
-            done=self.done[going],
-        )
+        return _Search(**{name: values[going] for name, values in vars(self).items()})
 
     def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
         """Choose lines, and remove their cells from all that they cross."""
@@ -72,12 +64,10 @@ def _flat(lines: Tensor) -> Tensor:
     return lines.view(len(lines), -1)  # "head kind line -> head (kind line)", without a copy
 
 
-def exact_lines(
-    left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float
-) -> tuple[Tensor, Tensor]:
+def exact_lines(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> Tensor:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
-    `left` is the attention that is not yet on any chosen line; the two kinds of lines are returned.
+    `left` is the attention that is not yet on any chosen line; what is chosen is returned.
     """
     heads, rows, keys = left.shape
     sharp = sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
@@ -89,7 +79,7 @@ def exact_lines(
     lengths = lines.lengths().float()
     limit = dense_above * float(lengths.sum())
     weights = torch.stack([left.sum(1), slash_sums(left, at)], 1)
-    chosen = torch.stack([lines.vertical, lines.slash], 1).float()
+    chosen = lines.chosen.float()
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
     weights.masked_fill_(chosen.bool(), -torch.inf)
     result = chosen.clone()
@@ -134,8 +124,7 @@ def exact_lines(
         search.batch = batch.masked_fill(search.done, 1)
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")
-    vertical, slash = result.bool().unbind(1)
-    return vertical, slash
+    return result.bool()
 
 
 def least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:

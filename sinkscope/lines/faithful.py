@@ -14,7 +14,6 @@ from sinkscope.lines.head_lines import HeadLines
 
 def faithful_lines(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
     """Algorithm 5 as printed, head by head."""
-    kinds = (lines.vertical, lines.slash)
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
     offset = (at[:, None] - torch.arange(probs.shape[2], device=at.device)).clamp(min=0)  # the future has no weight
@@ -23,14 +22,14 @@ def faithful_lines(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) ->
     # The lines of each kind by descending weight, those that are always chosen first; and the sum of the largest cells
     # of the lines before each.
     weight = torch.stack([probs.sum(1), slash_sums(probs, at)], 1)
-    order = weight.masked_fill(torch.stack(kinds, 1), torch.inf).argsort(dim=2, descending=True, stable=True)
+    order = weight.masked_fill(lines.chosen, torch.inf).argsort(dim=2, descending=True, stable=True)
     largest = torch.stack([probs.amax(1), slash_largest], 1).double().gather(2, order)
     weight = weight.gather(2, order)
     overlap = pad(largest.cumsum(2), (1, 0))
     length = lines.lengths()[order]
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
         weights, overlaps, lengths = weight[head].tolist(), overlap[head].tolist(), length[head].tolist()
-        taken = [int(kind[head].sum()) for kind in kinds]
+        taken = lines.chosen[head].sum(1).tolist()
         while total < target:
             offers: list[tuple[float, float, int]] = []
             for kind, other in ((1, 0), (0, 1)):  # of equals the slash line
@@ -44,8 +43,8 @@ def faithful_lines(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) ->
             total += max(0.0, gain)
             taken[best] += 1
         if total >= target:
-            for kind, chosen in enumerate(kinds):
-                chosen[head, order[head, kind, : taken[kind]]] = True
+            for kind in (0, 1):
+                lines.chosen[head, kind, order[head, kind, : taken[kind]]] = True
         else:  # the lists ended, or the attention is not a number
             lines.vertical[head] = True
     return lines

@@ -19,32 +19,47 @@ class HeadLines:
     position less key position). Both are restricted to causal cells of these queries.
 
     Attributes:
-        vertical: Whether each key position is chosen.
-        slash: Whether each offset is chosen.
+        chosen: Whether each key position is chosen, and each offset.
         queries: Number of rows of the matrix.
     """
 
-    vertical: Bool[Tensor, "*choice head key"]
-    slash: Bool[Tensor, "*choice head key"]
+    chosen: Bool[Tensor, "*choice head kind key"]
     queries: int
+
+    @classmethod
+    def of(
+        cls, vertical: Bool[Tensor, "*choice head key"], slash: Bool[Tensor, "*choice head key"], queries: int
+    ) -> HeadLines:
+        """The lines at these key positions and offsets."""
+        return cls(torch.stack([vertical, slash], -2), queries)
+
+    @property
+    def vertical(self) -> Bool[Tensor, "*choice head key"]:
+        """Whether each key position is chosen; a view of `chosen`."""
+        return self.chosen[..., 0, :]
+
+    @property
+    def slash(self) -> Bool[Tensor, "*choice head key"]:
+        """Whether each offset is chosen; a view of `chosen`."""
+        return self.chosen[..., 1, :]
 
     @property
     def past(self) -> int:
         """Number of positions before the first query."""
-        return self.vertical.shape[-1] - self.queries
+        return self.chosen.shape[-1] - self.queries
 
     def lengths(self) -> Int[Tensor, " key"]:
         """Number of cells of line i; it is the same for both kinds."""
-        keys = self.vertical.shape[-1]
-        return torch.arange(keys, 0, -1, device=self.vertical.device).clamp(max=self.queries)
+        keys = self.chosen.shape[-1]
+        return torch.arange(keys, 0, -1, device=self.chosen.device).clamp(max=self.queries)
 
     def counts(self) -> Int[Tensor, "*choice head"]:
         """Number of chosen lines."""
-        return self.vertical.sum(-1) + self.slash.sum(-1)
+        return self.chosen.sum((-2, -1))
 
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Number of cells on the lines, each counted once."""
-        both = (self.vertical.long() + self.slash.long()) * self.lengths()
+        both = self.chosen.sum(-2) * self.lengths()
         return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
 
     def density(self) -> Float[Tensor, "*choice head"]:
@@ -53,7 +68,7 @@ class HeadLines:
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Which keys the queries at positions `at` see."""
-        offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
+        offset = at[:, None] - torch.arange(self.chosen.shape[-1], device=at.device)
         return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 
     def random(self, seed: int, purpose: str, *, cells: bool) -> HeadLines:
@@ -62,18 +77,15 @@ class HeadLines:
         Seed and purpose are those of `models.draws.draws`.
         """
         generator = draws(seed, purpose)
-        _, heads, keys = self.vertical.shape
         length = self.lengths()
         if not cells:
             length = torch.ones_like(length)
-        kinds: list[Tensor] = []
-        for chosen in (self.vertical, self.slash):
-            order = torch.rand(heads, keys, generator=generator).argsort(1).to(chosen.device)
-            drawn = length[order]
-            reached = drawn.cumsum(1) - drawn / 2  # a line is taken if more than half of it still fits
-            wanted = (chosen * length).sum(2, keepdim=True)
-            kinds.append(torch.zeros_like(chosen).scatter_(2, order.expand_as(chosen), reached < wanted))
-        return HeadLines(kinds[0], kinds[1], self.queries)
+        order = torch.rand(2, self.chosen.shape[-3], len(length), generator=generator).argsort(-1).transpose(0, 1)
+        drawn = length[order]
+        reached = drawn.cumsum(-1) - drawn / 2  # a line is taken if more than half of it still fits
+        wanted = (self.chosen * length).sum(-1, keepdim=True)
+        order = order.to(wanted.device).expand_as(self.chosen)
+        return HeadLines(torch.zeros_like(self.chosen).scatter_(-1, order, reached < wanted), self.queries)
 
 
 def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:

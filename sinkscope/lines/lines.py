@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.files.records import Part, checked_value
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.sums import crossings, line_sums, scores_of
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of
@@ -249,13 +250,13 @@ def lines(
     random: list[HeadLines] = []
 
     def see(layer: int, scores: Scores) -> None:
-        vertical, slash = line_sums(scores)
-        own = top_lines(vertical, slash, shares)
+        sums = line_sums(scores)
+        own = top_lines(sums, shares)
         drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
-        numbers = weighed(scores, vertical, slash, own, *drawn) | segments(scores, shares, *drawn)
+        numbers = weighed(scores, sums, own, *drawn) | segments(scores, shares, *drawn)
         for name, values in numbers.items():
             weights.setdefault(name, []).append(values.double().cpu())
-        chosen.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
+        chosen.append(HeadLines(own.chosen.cpu(), own.queries))
         random.append(chosen[-1].random(*drawn, cells=False))
         setup.progress("layers", len(chosen), len(wanted) * len(rows))
 
@@ -281,10 +282,10 @@ def segments(scores: Scores, etas: Sequence[float], seed: int, purpose: str) -> 
     keys = scores.key.shape[1]
     half = keys // 2
     second_scores = scores.part(half, keys)
-    first = top_lines(*line_sums(scores.part(0, half)), etas)
-    second = top_lines(*line_sums(second_scores), etas, keys - half)
-    vertical, slash = line_sums(second_scores, since=half)
-    inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
+    first = top_lines(line_sums(scores.part(0, half)), etas)
+    second = top_lines(line_sums(second_scores), etas, keys - half)
+    vertical, slash = line_sums(second_scores, since=half).unbind(1)
+    inside = top_lines(torch.stack([vertical[:, half:], slash[:, : keys - half]], 1), etas)
     first_random = first.random(seed, f"{purpose}, first half", cells=False)
     second_random = second.random(seed, f"{purpose}, second half", cells=False)
     return {
@@ -296,19 +297,18 @@ def segments(scores: Scores, etas: Sequence[float], seed: int, purpose: str) -> 
 
 def weighed(
     scores: Scores,
-    vertical: Float[Tensor, "head key"],
-    slash: Float[Tensor, "head key"],
+    sums: Float[Tensor, "head kind key"],
     own: HeadLines,
     seed: int,
     purpose: str,
 ) -> dict[str, Float[Tensor, "eta head"]]:
     """Attention on the heaviest and on random lines of one layer and text, under the names of `LineWeights`."""
-    total = vertical.sum(1)
-    count = len(own.vertical)
+    total = sums[:, 0].sum(1)
+    count = len(own.chosen)
     random = own.random(seed, f"{purpose}, as long", cells=True)
-    both = HeadLines(torch.cat([own.vertical, random.vertical]), torch.cat([own.slash, random.slash]), own.queries)
-    summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
-    mass = (summed - crossings(scores, both.vertical, both.slash)) / total
+    both = HeadLines(torch.cat([own.chosen, random.chosen]), own.queries)
+    summed = (sums * both.chosen).sum(3).sum(2)
+    mass = (summed - crossings(scores, both)) / total
     return {
         "mass": mass[:count],
         "line_sums": summed[:count] / total,
@@ -319,7 +319,7 @@ def weighed(
 
 def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "text eta head"]:
     """Lines in both of two texts over lines in either, for each text the mean over the others."""
-    by_key = [rearrange([text.vertical, text.slash], "kind eta head key -> key kind eta head") for text in lines]
+    by_key = [rearrange(text.chosen, "eta head kind key -> key kind eta head") for text in lines]
     chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
     both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
     counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
@@ -330,7 +330,6 @@ def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "text eta head"]:
 
 def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
     """Number of lines in both over number of lines of `b`."""
-    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one can have are not shared
-    vertical = a.vertical[..., :keys] & b.vertical[..., :keys]
-    slash = a.slash[..., :keys] & b.slash[..., :keys]
-    return (vertical.sum(2) + slash.sum(2)) / b.counts().clamp(min=1)
+    keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
+    both = a.chosen[..., :keys] & b.chosen[..., :keys]
+    return both.sum((-2, -1)) / b.counts().clamp(min=1)

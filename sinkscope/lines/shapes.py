@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, checked_value
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
 from sinkscope.lines.votes import heaviest, last_votes, minference_lines
@@ -54,10 +55,10 @@ class AShape(Shape):
     first: Whole = 128
     local: Natural = 4096
 
-    def lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    def lines(self, scores: Scores, layer: int) -> HeadLines:
         """The first columns and the nearest offsets."""
-        index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
-        return HeadLines(index < self.first, index < self.local, query.shape[1])
+        index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
+        return HeadLines.of(index < self.first, index < self.local, scores.queries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +109,9 @@ class MInference(Shape):
         """The queries that vote."""
         return self.last
 
-    def lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    def lines(self, scores: Scores, layer: int) -> HeadLines:
         """The heaviest lines of each head, as many of each kind as given."""
-        return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)
+        return minference_lines(scores, self.vertical, self.slash, last=self.last)
 
 
 _LEAST_FIRST = 4
@@ -146,15 +147,15 @@ class ShapeShare(Shape):
         """The queries that vote for lines."""
         return _USUAL_LINES.last
 
-    def lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    def lines(self, scores: Scores, layer: int) -> HeadLines:
         """As many of MInference's lines as fit."""
-        return share_lines(query, key, self.budget, scaling=scaling)
+        return share_lines(scores, self.budget)
 
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row in a shape of its own size."""
         if self.name == "MInference":
             return super().read(row)
-        shape = shape_at(self.budget, row.key.shape[1])
+        shape = shape_at(self.budget, row.scores.keys)
         if self.name == "TriShape":
             shape = TriShape(first=shape.first, local=shape.local, dense_rows=shape.first)
         return shape.read(row)
@@ -168,36 +169,28 @@ def shape_at(share: float, keys: int) -> AShape:
     return AShape(first=first, local=tokens - first)
 
 
-def share_lines(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    share: float,
-    *,
-    scaling: float | None = None,
-) -> HeadLines:
+def share_lines(scores: Scores, share: float) -> HeadLines:
     """Like `minference_lines`, with both numbers of lines scaled so that their cells take up the given share.
 
     As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
 
     Args:
-        query: As for `select_lines`.
-        key: As for `select_lines`.
+        scores: As for `select_lines`.
         share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
-        scaling: Factor on the scores. None means 1 / sqrt(d_head).
     """
-    column_votes, offset_votes = last_votes(query, key, _USUAL_LINES.last, scaling)
+    column_votes, offset_votes = last_votes(scores, _USUAL_LINES.last)
 
     def lines(slash: Int[Tensor, "head 1"]) -> HeadLines:
         vertical = slash * _USUAL_LINES.vertical // _USUAL_LINES.slash
         nearest = (slash * 100 // _USUAL_LINES.slash).clamp(min=1)
-        return HeadLines(
+        return HeadLines.of(
             heaviest(column_votes, vertical.clamp(min=1), vertical * 30 // _USUAL_LINES.vertical),
             heaviest(offset_votes, slash, nearest),
-            query.shape[1],
+            scores.queries,
         )
 
-    fits = torch.ones(len(query), 1, dtype=torch.long, device=query.device)
-    too_many = torch.full_like(fits, key.shape[1] + 1)  # all slash lines and one
+    fits = torch.ones(scores.heads, 1, dtype=torch.long, device=scores.key.device)
+    too_many = torch.full_like(fits, scores.keys + 1)  # all slash lines and one
     limit = share * float(lines(fits).lengths().sum())
     while bool((too_many - fits > 1).any()):
         middle = (fits + too_many) // 2

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
@@ -99,37 +100,15 @@ class Sparsity:
     kernel: str = "blocks"
 
 
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """What attention is computed from."""
-
-    query: Float[Tensor, "head query d_head"]
-    key: Float[Tensor, "kv_head key d_head"]
-    value: Float[Tensor, "kv_head key d_value"]
-    scaling: float
-
-    def kv_head(self, head: int) -> int:
-        """The kv head whose keys a query head reads."""
-        return kv_head_of(head, len(self.query), len(self.key))
-
-
 def sparse_attention(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    value: Float[Tensor, "kv_head key d_value"],
-    lines: HeadLines,
-    *,
-    scaling: float | None = None,
-    dense_above: float | None = None,
+    scores: Scores, value: Float[Tensor, "kv_head key d_value"], lines: HeadLines, *, dense_above: float | None = None
 ) -> tuple[Float[Tensor, "head query d_value"], Sparsity]:
     """Causal attention on the lines of every head; the queries are at the last positions.
 
     Args:
-        query: Queries of the new tokens, after rotary.
-        key: Keys of all positions, after rotary; query heads share them in groups.
+        scores: The scores of a layer without window, soft cap and learned sinks.
         value: Values of all positions.
         lines: Chosen lines of every query head. The main diagonal must be among them.
-        scaling: Factor on the scores; None: one over the root of `d_head`.
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
             `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
 
@@ -141,10 +120,8 @@ def sparse_attention(
         SinkscopeError: Lines have the wrong shape, or a head lacks the main diagonal.
         UnsupportedError: An input requires gradients, or what computes lines is not installed.
     """
-    if scaling is None:
-        scaling = float(query.shape[-1] ** -0.5)
-    _check(query, key, value, lines)
-    inputs = _Inputs(query, key, value, scaling)
+    query = scores.query
+    _check(scores, value, lines)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
     reason = lack_of_library(query, value)
     if reason is not None:
@@ -158,14 +135,21 @@ def sparse_attention(
     kernel, compute = "blocks", _in_blocks
     if _by_kernel(query.device):
         kernel, compute = "triton", _by_triton
-    costs = compute(inputs, lines, limit, out)
+    costs = compute(scores, value, lines, limit, out)
     dense_heads = [head for head, cost in enumerate(costs) if cost > limit]
     if dense_heads:
-        _dense(inputs, dense_heads, out)
+        _dense(scores, value, dense_heads, out)
     for head in dense_heads:
         costs[head] = 1.0
     dense = tuple(head in dense_heads for head in range(len(costs)))
     return out, Sparsity(tuple(lines.density().tolist()), tuple(costs), dense, kernel)
+
+
+def dense_attention(scores: Scores, value: Float[Tensor, "kv_head key d_value"]) -> Float[Tensor, "head query d_value"]:
+    """Plain causal attention of all heads, in the dtype of the values."""
+    out = value.new_empty(scores.heads, scores.queries, value.shape[-1])
+    _dense(scores, value, list(range(scores.heads)), out)
+    return out
 
 
 def all_dense(heads: int) -> Sparsity:
@@ -173,7 +157,8 @@ def all_dense(heads: int) -> Sparsity:
     return Sparsity((1.0,) * heads, (1.0,) * heads, (True,) * heads)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
+def _check(scores: Scores, value: Tensor, lines: HeadLines) -> None:
+    query, key = scores.query, scores.key
     learned = query.requires_grad or key.requires_grad or value.requires_grad
     if learned and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -192,35 +177,34 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
         raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
 
 
-def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
+def _by_triton(scores: Scores, value: Tensor, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
     """Write the heads that cost at most the limit into `out`; infinite costs if the kernel cannot be compiled."""
     module = _module("triton")
-    index = module.index_of(lines, module.queries_at_once(inputs.value.dtype))
+    index = module.index_of(lines, module.queries_at_once(value.dtype))
     costs = (index.cells() / int(lines.lengths().sum())).tolist()
     heads = torch.tensor([head for head, cost in enumerate(costs) if cost <= limit], device=out.device).long()
     if len(heads):
-        compiled = module.triton_heads(inputs.query, inputs.key, inputs.value, lines, index, heads, inputs.scaling, out)
-        if not compiled:
+        if not module.triton_heads(scores, value, lines, index, heads, out):
             return [math.inf] * len(costs)
     return costs
 
 
-def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
+def _in_blocks(scores: Scores, value: Tensor, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
     """Write the heads that cost at most the limit into `out`, block by block of queries; the costs of all heads."""
-    loops = _module("numba").lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
+    loops = _module("numba").lone_loops(scores.query.shape[-1], value.shape[-1])
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
     for head, density in enumerate(lines.density().tolist()):
         costs.append(math.inf)  # lines that fill more than the limit already need no plan
         if density <= limit:
-            blocked = _BlockedHead(inputs, lines, head, loops)
+            blocked = _BlockedHead(scores, value, lines, head, loops)
             costs[head] = blocked.cost() / cells
             if costs[head] <= limit:
                 heads[head] = blocked
 
     def compute(head: int) -> None:
-        out[head] = heads[head].attention(inputs.query[head].float() * inputs.scaling)
+        out[head] = heads[head].attention(scores.query[head].float() * scores.scaling)
 
     _side_by_side(compute, list(heads))
     return costs
@@ -246,36 +230,37 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
         torch.set_num_threads(threads)  # the number that a thread sets is also what new threads start with
 
 
-def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
+def _dense(scores: Scores, value: Tensor, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
     from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
 
-    queries, keys = inputs.query.shape[1], inputs.key.shape[1]
-    rows = queries
-    if queries < keys:
+    rows = scores.queries
+    if scores.past:
         rows = 1024  # at a time: on a CPU PyTorch builds their mask
+    kv_head = partial(kv_head_of, heads=scores.heads, kv_heads=len(value))
     groups: list[tuple[slice | list[int], list[int]]] = []  # kv heads, and the query heads that read them
     if out.is_cuda:  # one kv head after another takes five times as long
-        groups.append(([inputs.kv_head(head) for head in heads], heads))
+        groups.append((list(map(kv_head, heads)), heads))
     else:
-        for kv_head, some in groupby(heads, key=inputs.kv_head):  # so that no keys are copied
-            groups.append((slice(kv_head, kv_head + 1), list(some)))
+        for own_head, some in groupby(heads, key=kv_head):  # so that no keys are copied
+            groups.append((slice(own_head, own_head + 1), list(some)))
     for kv_heads, own in groups:
-        for start in range(0, queries, rows):
-            stop = min(queries, start + rows)
-            end = keys - queries + stop
-            parts = inputs.query[own, start:stop], inputs.key[kv_heads, :end], inputs.value[kv_heads, :end]
-            query, key, value = (part.to(out.dtype).expand(len(own), -1, -1)[None] for part in parts)
+        for start in range(0, scores.queries, rows):
+            stop = min(scores.queries, start + rows)
+            end = scores.past + stop
+            parts = scores.query[own, start:stop], scores.key[kv_heads, :end], value[kv_heads, :end]
+            query, key, values = (part.to(out.dtype).expand(len(own), -1, -1)[None] for part in parts)
             visible = causal_lower_right(stop - start, end)
-            out[own, start:stop] = scaled_dot_product_attention(query, key, value, visible, scale=inputs.scaling)[0]
+            out[own, start:stop] = scaled_dot_product_attention(query, key, values, visible, scale=scores.scaling)[0]
 
 
 class _BlockedHead:
     """One head, ready to be computed block by block: the blocks, and which keys each of them meets."""
 
-    def __init__(self, inputs: _Inputs, lines: HeadLines, head: int, loops: Any) -> None:
-        self.key: Float[Tensor, "key d_head"] = inputs.key[inputs.kv_head(head)].float().contiguous()
-        self.value: Float[Tensor, "key d_value"] = inputs.value[inputs.kv_head(head)].float().contiguous()
+    def __init__(self, scores: Scores, value: Tensor, lines: HeadLines, head: int, loops: Any) -> None:
+        kv_head = kv_head_of(head, scores.heads, len(value))
+        self.key: Float[Tensor, "key d_head"] = scores.key[kv_head].float().contiguous()
+        self.value: Float[Tensor, "key d_value"] = value[kv_head].float().contiguous()
         self.loops = loops  # over lone lines
         vertical, slash = lines.vertical[head], lines.slash[head]
         self.columns: Int[Tensor, " column"] = vertical.nonzero().flatten()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import heads_of
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -26,32 +28,6 @@ from sinkscope.tap.tap import listening
 CHUNK_BYTES = 4 << 20
 """Scores held at a time on a CPU, where work that stays in the cache is several times faster; other devices, on which
 few large steps are faster, hold 64 times as much."""
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The parts from which the attention scores of one layer and one sequence are computed.
-
-    Attributes:
-        query: Queries after rotary; the last one sees every key.
-        key: Keys after rotary; query heads share them in groups.
-        scaling: Factor on the scores.
-        window: Keys this far back and further are not seen. None means all are seen.
-        softcap: `cap * tanh(score / cap)` (Gemma 2).
-        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
-    """
-
-    query: Float[Tensor, "head query d_head"]
-    key: Float[Tensor, "kv_head key d_head"]
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Float[Tensor, " head"] | None = None
-
-    def part(self, start: int, stop: int) -> Scores:
-        """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
-        past = self.key.shape[1] - self.query.shape[1]
-        return replace(self, query=self.query[:, start - past : stop - past], key=self.key[:, :stop])
 
 
 @contextmanager
@@ -136,7 +112,7 @@ class _Chunk:
         return like.as_strided((heads, rows, self.stop - self.begin), (like.stride(0), like.stride(1) + 1, 1))
 
 
-def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head offset"]]:
+def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key"]:
     """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
@@ -144,37 +120,35 @@ def line_sums(scores: Scores, *, since: int = 0) -> tuple[Float[Tensor, "head ke
         since: Keys before this one are left out of the sums but take part in the softmax.
 
     Returns:
-        `vertical[head, key]` and `slash[head, offset]`, float32. Each sums to the number of queries minus the weight of
+        The sums by key, and those by offset, float32. Each kind sums to the number of queries minus the weight of
         learned sinks and of keys before `since`.
     """
-    heads, keys = scores.query.shape[0], scores.key.shape[1]
-    vertical = torch.zeros(heads, keys, device=scores.query.device)
-    slash = torch.zeros(heads, keys, device=scores.query.device)  # slash[:, keys - 1 - offset] until the end
+    keys = scores.keys
+    vertical = torch.zeros(scores.heads, keys, device=scores.query.device)
+    slash = torch.zeros_like(vertical)  # slash[:, keys - 1 - offset] until the end
     for part in _chunks(scores):
         if since > part.begin:
             part.probs[:, :, : part.zeros + since - part.begin] = 0.0
         vertical[part.heads, part.begin : part.stop] += part.probs[:, :, part.zeros :].sum(1)
         slash[part.heads, keys - (part.stop - part.begin) :] += part.skewed(part.probs).sum(1)
-    return vertical, slash.flip(1)
+    return torch.stack([vertical, slash.flip(1)], 1)
 
 
-def crossings(
-    scores: Scores, vertical: Bool[Tensor, "choice head key"], slash: Bool[Tensor, "choice head offset"]
-) -> Float[Tensor, "choice head"]:
-    """Attention weight of the cells where a chosen vertical and a chosen slash line cross, one number per choice.
+def crossings(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
+    """Attention weight of the cells where a chosen vertical and a chosen slash line cross, for several choices.
 
     The chosen lines together carry the sum of their weights minus this weight, because crossings count twice.
     """
-    choices, heads, keys = vertical.shape
+    choices, heads, keys = lines.vertical.shape
     weights = torch.zeros(choices, heads, device=scores.query.device)
-    falling = slash.flip(2).float()
+    falling = lines.slash.flip(2).float()
     both = scores.query.new_empty(0)
     for part in _chunks(scores):
         if both.shape != part.probs.shape:
             both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
         cells = part.skewed(part.probs)
         skewed = part.skewed(both)
-        column = pad(vertical[:, part.heads, part.begin : part.stop].float(), (part.zeros, 0))
+        column = pad(lines.vertical[:, part.heads, part.begin : part.stop].float(), (part.zeros, 0))
         for i in range(choices):
             torch.mul(cells, falling[i, part.heads, None, keys - cells.shape[2] :], out=skewed)
             weights[i, part.heads] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
@@ -182,16 +156,15 @@ def crossings(
 
 
 def _chunks(scores: Scores) -> Iterator[_Chunk]:
-    all_heads, kv_heads = len(scores.query), len(scores.key)
-    queries, keys = scores.query.shape[1], scores.key.shape[1]
-    row_bytes = 4 * (all_heads // kv_heads) * max(1, keys)
+    kv_heads = len(scores.key)
+    row_bytes = 4 * (scores.heads // kv_heads) * max(1, scores.keys)
     rows_at_once = min(64, CHUNK_BYTES // row_bytes)
     if scores.query.device.type != "cpu":
         rows_at_once = 64 * CHUNK_BYTES // row_bytes
     low = torch.finfo(torch.float32).min
     for kv_head, key in enumerate(scores.key.float()):
-        heads = heads_of(kv_head, all_heads, kv_heads)
-        stop = keys - queries
+        heads = heads_of(kv_head, scores.heads, kv_heads)
+        stop = scores.past
         for query in scores.query[heads].split(max(16, rows_at_once), 1):
             rows = query.shape[1]
             first, stop = stop, stop + rows  # positions of these queries
@@ -203,12 +176,10 @@ def _chunks(scores: Scores) -> Iterator[_Chunk]:
             values = rearrange(products, "(head row) key -> head row key", row=rows)
             if scores.softcap is not None:
                 values.div_(scores.softcap).tanh_().mul_(scores.softcap)
-            # On the diagonal block the future is masked; with a window, so is what lies too far back.
-            future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-            values[:, :, first - begin :].masked_fill_(future, low)
+            seen = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device).tril(first - begin)
             if scores.window is not None:
-                back = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device)
-                values.masked_fill_(back.tril(first - begin - scores.window), low)
+                seen = seen.triu(first - begin - scores.window + 1)
+            values.masked_fill_(~seen, low)
             if scores.sinks is not None:  # a key that takes part in the softmax only
                 sinks = repeat(scores.sinks[heads].float(), "head -> head row 1", row=rows)
                 values = torch.cat([values, sinks], 2)

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from triton.errors import TritonError
 
 from sinkscope.errors import warn
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
@@ -42,7 +43,6 @@ class LineIndex:
 
     Attributes:
         size: Number of queries in a block.
-        starts: Position of the first query of each block.
         blocks: Blocks of keys, nearest first, as the number of keys from a block's first key to the first query.
         full: Whether all offsets in such a block are chosen, so that only columns need a mask.
         block_count: How many of `blocks` a block of queries meets.
@@ -54,7 +54,6 @@ class LineIndex:
     """
 
     size: int
-    starts: Int[Tensor, " row"]
     blocks: Int[Tensor, "head block"]
     full: Bool[Tensor, "head block"]
     block_count: Int[Tensor, "head row"]
@@ -92,7 +91,6 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
     blocks_of_row = -(-(starts + size) // KEYS)
     return LineIndex(
         size=size,
-        starts=starts,
         blocks=numbers * KEYS - size + KEYS,
         full=pad(all_chosen, (0, 1)).gather(1, numbers),
         block_count=_before(touched)[:, blocks_of_row.clamp(max=len(every))],
@@ -141,33 +139,31 @@ def queries_at_once(dtype: torch.dtype) -> int:
 
 
 def triton_heads(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
+    scores: Scores,
     value: Float[Tensor, "kv_head key d_value"],
     lines: HeadLines,
     index: LineIndex,
     heads: Int[Tensor, " some"],
-    scaling: float,
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
     """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
     # Matrix products take widths that are powers of two, from 16 on.
     parts: list[Tensor] = []
-    for part in (query, key, value):
+    for part in (scores.query, scores.key, value):
         width = part.shape[2]
         parts.append(pad(part.to(value.dtype), (0, max(16, triton.next_power_of_2(width)) - width)))
-    whole = torch.empty(*query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
+    whole = torch.empty(*scores.query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
     for mask in (index.banded, lines.vertical, index.full):
         parts.append(mask.byte())
     for table in (index.block_count, index.blocks, index.column_count, index.column_index):
         parts.append(table.int())
-    kv_heads = kv_head_of(heads, len(query), len(key))
+    kv_heads = kv_head_of(heads, scores.heads, len(value))
     parts += [index.lone_count.int(), index.lone_offset.int(), heads.int(), kv_heads.int()]
     arguments: list[Any] = [whole, *(part.contiguous() for part in parts)]
-    arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1]]
+    arguments += [scores.scaling * _LOG2_E, scores.queries, scores.keys]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
-    kernel, grid = cast(Any, _attend), (len(index.starts), len(heads))
+    kernel, grid = cast(Any, _attend), (index.block_count.shape[1], len(heads))
     error: Exception | None = None
     for stages in (3, 2, 1):  # steps of the loop over keys that are in flight: fewer where shared memory is short
         options = {"num_warps": _warps(value.shape[2], index.size), "num_stages": stages}

@@ -10,80 +10,61 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import Natural, check_values
-from sinkscope.lines.attention import attention_of, slash_sums
+from sinkscope.lines.attention import Scores, attention_of, slash_sums
 from sinkscope.lines.head_lines import HeadLines
 
 
-def top_lines(
-    vertical: Float[Tensor, "head key"],
-    slash: Float[Tensor, "head key"],
-    etas: Sequence[float],
-    length: int | None = None,
-) -> HeadLines:
+def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> HeadLines:
     """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
 
     Args:
-        vertical: Weights of vertical lines over all queries.
-        slash: Weights of slash lines over all queries.
+        weights: Weights of the lines over all queries.
         etas: Shares of lines; one choice is made for each.
         length: Length in the formula. None means the number of key positions.
     """
-    both = torch.cat([vertical, slash], 1)
-    keys = vertical.shape[1]
+    both, keys = weights.flatten(1), weights.shape[2]
     most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
     rank = both.argsort(dim=1, descending=True, stable=True).argsort(1)
     chosen = (rank < rank.new_tensor(most)[:, None, None]) & (both > 0)
-    return HeadLines(chosen[..., :keys], chosen[..., keys:], keys)
+    return HeadLines(chosen.unflatten(-1, (2, keys)), keys)
 
 
-def last_votes(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
-    last: int,
-    scaling: float | None = None,
-) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
+def last_votes(scores: Scores, last: int) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
     """Attention of the last queries, summed along vertical lines and along slash lines."""
-    queries = query.shape[1]
-    keys = key.shape[1]
-    rows = torch.arange(max(0, queries - last), queries, device=query.device)
-    at = rows + (keys - queries)
-    probs = attention_of(query[:, rows], key, at, scaling)
-    return probs.sum(1), slash_sums(probs, at)
+    rows = torch.arange(max(0, scores.queries - last), scores.queries, device=scores.key.device)
+    probs = attention_of(scores, rows)
+    return probs.sum(1), slash_sums(probs, rows + scores.past)
 
 
 @torch.no_grad()
 def minference_lines(
-    query: Float[Tensor, "head query d_head"],
-    key: Float[Tensor, "kv_head key d_head"],
+    scores: Scores,
     vertical: int = 1000,
     slash: int = 6096,
     *,
     last: int = 64,
     first: int = 30,
     local: int = 100,
-    scaling: float | None = None,
 ) -> HeadLines:
     """MInference's vertical-slash pattern (Jiang et al. 2024): fixed numbers of lines, voted for by the last queries.
 
     The authors' kernel computes whole blocks around the slash lines; here only the lines themselves are kept.
 
     Args:
-        query: As for `select_lines`.
-        key: As for `select_lines`.
+        scores: As for `select_lines`.
         vertical: Number of vertical lines to keep.
         slash: Number of slash lines to keep.
         last: Number of last queries that vote.
         first: Number of first positions that are always kept; they count towards `vertical`.
         local: Number of offsets from 0 that are always kept; they count towards `slash`.
-        scaling: Factor on the scores. None means 1 / sqrt(d_head).
 
     Raises:
         SinkscopeError: A number is below 1.
     """
     check_values(Natural, vertical=vertical, slash=slash, last=last, local=local)
-    column_votes, offset_votes = last_votes(query, key, last, scaling)
+    column_votes, offset_votes = last_votes(scores, last)
     columns = heaviest(column_votes, vertical, min(first, vertical))
-    return HeadLines(columns, heaviest(offset_votes, slash, min(local, slash)), query.shape[1])
+    return HeadLines.of(columns, heaviest(offset_votes, slash, min(local, slash)), scores.queries)
 
 
 def heaviest(

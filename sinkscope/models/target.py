@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,23 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
 from sinkscope.models.modules.parts import Parts
-from sinkscope.models.passes.compiler_stance import without_compiler
 
 KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
+_COMPILER = threading.Lock()
+_FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Context manager in which everything that `torch.compile` made, in the whole process, runs uncompiled."""
+    with _COMPILER:
+        _FORCED.append(torch.compiler.set_stance("force_eager"))
+        _FORCED[-1].__enter__()
+    try:
+        yield
+    finally:
+        with _COMPILER:
+            _FORCED.pop().__exit__(None, None, None)  # the first one's, which sets back what was before, comes last
 
 
 class Stop(Exception):  # noqa: N818 - no error: it ends a pass

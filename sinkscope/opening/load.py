@@ -12,11 +12,11 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
-from sinkscope.models.checkpoints.checkpoint import local_files
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.weights import model_with_weights
-from sinkscope.models.loading.backends import Backend, unwrap, wrap
+from sinkscope.models.loading.backends import unwrap, wrap
 from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
@@ -27,6 +27,7 @@ from sinkscope.models.loading.config import (
 )
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
+from sinkscope.models.modules.parts import Kind
 from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.shards import check_divides
 from sinkscope.models.target import Target
@@ -39,7 +40,7 @@ from sinkscope.results.options import checks_arguments
 def load(
     x: Any = None,
     *,
-    backend: Backend | None = None,
+    backend: Kind | None = None,
     revision: str | None = None,
     layers: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -105,7 +106,8 @@ def _plain(
     source: ModelSource, options: dict[str, Any], layers: int | None, tokenizer: Any, is_split: bool
 ) -> tuple[Any, str]:
     """The plain model with its tokenizer, and the fingerprint of what it was made from."""
-    files = local_files(source)
+    files = Files(source.where, revision=source.revision)
+    files.fetch_all()
     name, folder, gguf = source.name, files.folder, files.gguf
     config = read_config(name, folder, gguf=gguf, layers=layers)
     if is_split:
@@ -117,7 +119,7 @@ def _plain(
         tokenizer = read_tokenizer(name, folder, gguf=gguf)
     hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
     hf.sinkscope_name, hf.tokenizer = name, tokenizer
-    origin = files.commit or fingerprint(folder / (gguf or ""))
+    origin = fingerprint(files)
     if source.kind == "hub":
         hf.config._name_or_path = str(source.where)
         hf.config._commit_hash = files.commit
@@ -138,7 +140,7 @@ def _plant(hf: Any, file: Path) -> None:
             weights[name].copy_(new.where(~new.isnan(), weights[name]))
 
 
-def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
+def _live(model: Any, backend: Kind | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
     backend = backend or kind
     if backend == kind:

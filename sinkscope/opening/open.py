@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
-from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
-from sinkscope.models.checkpoints.hub import hub_folder
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.names import BUNDLED
+from sinkscope.models.checkpoints.stored import is_quantised
+from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.checks import tokenizer_of
-from sinkscope.models.loading.config import check_vocabulary, parse_device, parse_dtype, read_tokenizer
+from sinkscope.models.loading.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
+from sinkscope.models.modules.stack import DRAFT, first_of_kinds
 from sinkscope.models.target import Target
+from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.opening.stream import open_stream
 
 LAYER_BYTES = 1 << 30
 """Layers of a streamed model stay in memory up to this size, so small models are read once."""
@@ -45,36 +47,27 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
-    if model is None or isinstance(model, str | os.PathLike):
-        target = _named(model, tokenizer, revision, dtype, device, whole)
-    else:
+    if not (model is None or isinstance(model, str | os.PathLike)):
         target = target_of(model, tokenizer)
+    else:
+        target = None
+        source, is_bundled = locate(model, revision), model in (None, BUNDLED)
+        if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
+            try:
+                with quiet(), loading_errors(source):
+                    target = _stream(source, tokenizer, dtype, device)
+            except UnsupportedError as error:
+                if error.page != "not-streamable":
+                    raise
+        if target is None:
+            options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
+            # The bundled model needs no probe at every start, because the tests check its circuit.
+            target = target_of(load(model, **options, probe=not is_bundled))
     if needed:
         tokenizer_of(target)
     if target.tokenizer is None:
         target = replace(target, tokenizer=target.available_tokenizer)
     return target
-
-
-def _named(
-    model: str | os.PathLike[str] | None,
-    tokenizer: Any,
-    revision: str | None,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    whole: bool,
-) -> Target:
-    source, is_bundled = locate(model, revision), model in (None, BUNDLED)
-    if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
-        try:
-            with quiet(), loading_errors(source):
-                return _stream(source, tokenizer, dtype, device)
-        except UnsupportedError as error:
-            if error.page != "not-streamable":
-                raise
-    # The bundled model needs no probe at every start, because the tests check its circuit.
-    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
-    return target_of(load(model, **options, probe=not is_bundled))
 
 
 def _stream(
@@ -88,8 +81,56 @@ def _stream(
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
     target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
     if tokenizer is None:
-        if tensors.commit is not None:
-            hub_folder(tensors.name, tensors.commit, TOKENIZER_FILES)
+        tensors.fetch_tokenizer()
         target = replace(target, tokenizer=read_tokenizer(target.name, tensors.folder))
     check_vocabulary(target.tokenizer, target.hf)
     return target
+
+
+def open_stream(
+    source: SafetensorsSource | str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    resident: int = 2,
+    tokenizer: Any = None,
+    name: str | None = None,
+) -> Target:
+    """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
+
+    Args:
+        source: A folder (a Path), a hub id (a str), or an opened source, as in
+            ``SafetensorsSource("org/name", revision="v2")``.
+        dtype: Dtype of the weights in memory, whatever it is on disk.
+        device: Device on which layers are computed.
+        resident: Number of layers in memory at a time.
+        tokenizer: Tokenizer of the Target.
+        name: Name of the Target; by default the name of the source.
+
+    Raises:
+        SinkscopeError: The checkpoint is incomplete.
+        UnsupportedError: The checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
+            models must be loaded whole.
+    """
+    if not isinstance(source, SafetensorsSource):
+        source = SafetensorsSource(source)
+    config = read_config(name or source.name, source.folder)
+    try:
+        if is_quantised(config):
+            raise UnsupportedError("it is quantised", page="unsupported-model")
+        # Two layers, while the adapter is proposed and proved.
+        store = LayerStore(source, config.get_text_config(), device=device, dtype=dtype, resident=max(resident, 2))
+        target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name or source.name, store)
+        target = replace(target, adapter=adapter_of(target))
+        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
+        store.resident = resident
+        return target
+    except (MemoryError, OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, SinkscopeError) and error.page not in ("unsupported-model", "missing-tensors"):
+            raise
+        raise UnsupportedError(  # its layers, or the part around them, may be such that they cannot be made alone
+            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
+            page="not-streamable",
+        ) from error

@@ -48,7 +48,7 @@ def attention_errors(target: Target) -> tuple[float, float]:
     """
     row_sum_error = attention_error = 0.0
     adapter, is_bridge = target.adapter, target.kind == "bridge"
-    layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)][:_ATTENTION_LAYERS]
+    layers = target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
     values, weights, heads = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
 

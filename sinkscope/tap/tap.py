@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinkscope.models.passes.compiler_stance import without_compiler
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, without_compiler
 from sinkscope.tap.attention_modules import AttentionParts, reading
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention

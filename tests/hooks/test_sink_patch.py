@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import Ablate, NeuronSite, SinkPatch
+from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.trace.run import trace
+from sinkscope.results.parts import Neuron
 
 
 def patch_for(o: Organism, **settings) -> SinkPatch:
@@ -219,8 +220,8 @@ def test_from_result(tmp_path):
     one, other, idle = found.neurons
     found = replace(found, neurons=(one, replace(other, layer=3, expert=2, neutral_up=None), idle))
     patch, up = SinkPatch.from_result(found), SinkPatch.from_result(found, site="up")
-    assert patch.sites == up.sites == (NeuronSite(2, 412), NeuronSite(3, 77, 2))
-    assert patch.calibrated == {NeuronSite(2, 412): 0.01, NeuronSite(3, 77, 2): 0.02}
+    assert patch.sites == up.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
+    assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
     assert up.calibrated == {}  # not for some neurons alone
     assert (patch.site, patch.value, up.site) == ("post", "second", "up")
     patch.save(tmp_path / "patch.json")

@@ -85,7 +85,6 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
         before = sum(LENGTHS[:number]) + number * NEW
         assert turn.prompt_tokens == before + LENGTHS[number]
         assert turn.queries == LENGTHS[number] + (0 if number == 0 else NEW if answers == "recompute" else 1)
-        assert turn.lines == (None,) * 2
         assert turn.read == turn.prompt_tokens + NEW / 2  # steps read 1 to NEW - 1 of the answer
     assert chat.ids == [token for turn in chat.turns for token in (*turn.prompt, *turn.ids)]
 

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.sample import draw_of, held_out, sample_queries
 from sinkscope.lines.serve import LoopServe
 from sinkscope.opening.live import target_of
@@ -41,7 +42,7 @@ def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopSe
             pad = int(total - mask[row].sum())
             for start, stop in pairwise(turns):
                 begin, stop = max(start, pad), stop - serve.dense_rows
-                lines = serve.lines(query[row, :, begin:stop], key[row, :, pad:stop], scaling, layer)
+                lines = serve.lines(Scores(query[row, :, begin:stop], key[row, :, pad:stop], scaling), layer)
                 at = torch.arange(begin - pad, stop - pad)
                 sees[layer][row, :, begin:stop, :stop] = False
                 sees[layer][row, :, begin:stop, pad:stop] = lines.rows(at)

@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sums
-from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sums import crossings, line_sums, scores_of
 from sinkscope.opening.live import target_of
 
 
@@ -78,7 +80,7 @@ def _small_chunks():
 @given(_cases(), st.integers(0, 42))
 @settings(max_examples=40)
 def test_sums_equal_the_matrix(scores, since):
-    vertical, slash = line_sums(scores, since=since)
+    vertical, slash = line_sums(scores, since=since).unbind(1)
     plain_vertical, plain_slash = _summed(_dense(scores), since)
     assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
     assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
@@ -97,7 +99,9 @@ def test_crossings_are_counted_cell_by_cell(scores, share, seed):
     back = _back(scores.query.shape[1], keys)
     cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
     expected = (_dense(scores) * cells).sum((2, 3))
-    assert_close(crossings(scores, vertical, slash).double(), expected, atol=2e-5, rtol=1e-4)
+    assert_close(
+        crossings(scores, HeadLines.of(vertical, slash, scores.queries)).double(), expected, atol=2e-5, rtol=1e-4
+    )
 
 
 def test_nothing_of_query_times_key_is_kept():
@@ -117,7 +121,7 @@ def test_nothing_of_query_times_key_is_kept():
     chosen = torch.rand(2, heads, n) < 0.1
     with Sizes():
         line_sums(scores)
-        crossings(scores, chosen, chosen)
+        crossings(scores, HeadLines.of(chosen, chosen, n))
     assert chunk * heads * n <= largest <= chunk * heads * (n + chunk) < n * n / 20
 
 
@@ -146,7 +150,8 @@ def test_sums_are_those_of_the_models_own_attention(model_type):
         inside = target.forward(ids).last_hidden_state
     assert model.config._attn_implementation == before and set(found) == {0, 2}
     assert_close(inside, whole, atol=1e-4, rtol=1e-4)  # the pass itself is not changed
-    for layer, (vertical, slash) in found.items():
+    for layer, sums_found in found.items():
+        vertical, slash = sums_found.unbind(1)
         plain = _summed(dense[layer][0].double())
         assert_close(vertical.double(), plain[0], atol=1e-4, rtol=1e-4)
         assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)

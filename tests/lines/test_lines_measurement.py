@@ -135,7 +135,7 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
     """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
     vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
     vertical[..., :10], slash[..., :4] = True, True
-    own = HeadLines(vertical, slash, 20)
+    own = HeadLines.of(vertical, slash, 20)
     a = own.random(0, "a", cells=False)
     b = own.random(0, "b", cells=False)
     torch.testing.assert_close(a.vertical[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
@@ -149,11 +149,9 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
 
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
     """0.29 * 100 is a little less than 29 in floating point."""
-    weights = torch.rand(2, 1, 50) + 0.1
-    assert int(top_lines(*weights, [0.29]).counts()) == 29
-    vertical = torch.tensor([[3.0, 0.0, 1.0]])
-    slash = torch.tensor([[0.0, 4.0, 0.0]])
-    lines = top_lines(vertical, slash, [1 / 6, 0.5, 1.0])
+    weights = torch.rand(1, 2, 50) + 0.1
+    assert int(top_lines(weights, [0.29]).counts()) == 29
+    lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
     assert lines.counts().flatten().tolist() == [1, 3, 3] and lines.slash[0, 0].tolist() == [False, True, False]
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.lines.attention import recovered
+from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.exact import least_share
 from sinkscope.lines.head_lines import HeadLines
@@ -20,19 +20,17 @@ from sinkscope.lines.votes import minference_lines
 VARIANTS = ("exact", "faithful")
 
 
-def tensors(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> tuple[Tensor, Tensor]:
+def drawn(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> Scores:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(heads, queries, 8, generator=generator) * sharp
-    return query, torch.randn(max(1, heads // 2), keys, 8, generator=generator)
+    return Scores(query, torch.randn(max(1, heads // 2), keys, 8, generator=generator), 8**-0.5)
 
 
-def probs_of(query: Tensor, key: Tensor) -> Tensor:
+def probs_of(scores: Scores) -> Tensor:
     """The full matrix, the plain way."""
-    heads, queries, _ = query.shape
-    keys = key.shape[1]
-    scores = query @ key.repeat_interleave(heads // len(key), 0).mT / 8**0.5
-    future = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1)
+    products = scores.query @ scores.key.repeat_interleave(scores.heads // len(scores.key), 0).mT / 8**0.5
+    future = torch.ones(scores.queries, scores.keys, dtype=torch.bool).triu(scores.past + 1)
+    return products.masked_fill(future, -torch.inf).softmax(-1)
 
 
 def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
@@ -59,13 +57,13 @@ def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
 )
 def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, variant, sample, sharp, seed):
     keys = queries + past
-    query, key = tensors(4, queries, keys, seed, sharp)
-    lines = select_lines(query, key, alpha, sample=sample, variant=variant, seed=seed)
+    scores = drawn(4, queries, keys, seed, sharp)
+    lines = select_lines(scores, alpha, sample=sample, variant=variant, seed=seed)
     rows = sample_queries(queries, sample, seed)
     assert len(set(rows.tolist())) == min(sample, queries)
     assert lines.vertical.shape == lines.slash.shape == (4, keys)
     assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
-    probs = probs_of(query, key)
+    probs = probs_of(scores)
     cells = lines.cells()
     for head in range(4):
         found = cells_of(lines, head)
@@ -76,7 +74,7 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, variant, sampl
         rows_too = lines.rows(past + torch.arange(queries))[head].nonzero().tolist()
         assert {(row, column) for row, column in rows_too} == found
     whole = torch.tensor([sum(float(probs[h, r, c]) for r, c in cells_of(lines, h)) for h in range(4)]) / queries
-    torch.testing.assert_close(recovered(query, key, lines), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(recovered(scores, lines), whole, atol=1e-5, rtol=0)
     assert (lines.density() <= 1).all()
 
 
@@ -98,10 +96,10 @@ def optimum(probs: Tensor, past: int, alpha: float) -> int:
 def test_against_the_exhaustive_optimum(queries, past):
     over = {"exact": [], "faithful": []}
     for seed in range(12):
-        query, key = tensors(1, queries, queries + past, seed)
-        best = optimum(probs_of(query, key)[0], past, 0.9)
+        scores = drawn(1, queries, queries + past, seed)
+        best = optimum(probs_of(scores)[0], past, 0.9)
         for variant in VARIANTS:
-            cells = int(select_lines(query, key, 0.9, variant=variant).cells()[0])
+            cells = int(select_lines(scores, 0.9, variant=variant).cells()[0])
             assert cells >= best
             over[variant].append(cells / best)
     means = {name: sum(values) / len(values) for name, values in over.items()}
@@ -138,9 +136,9 @@ def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]
 def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
     dense = 0
     for seed in range(10):
-        query, key = tensors(2, queries, queries + past, seed, sharp=3.0)
-        lines = select_lines(query, key, alpha, variant="faithful")
-        probs = probs_of(query, key)
+        scores = drawn(2, queries, queries + past, seed, sharp=3.0)
+        lines = select_lines(scores, alpha, variant="faithful")
+        probs = probs_of(scores)
         for head in range(2):
             vertical, slash = printed(probs[head], past, alpha)
             assert set(lines.vertical[head].nonzero().flatten().tolist()) == vertical
@@ -151,7 +149,7 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
 
 def test_of_lines_that_add_the_same_the_slash_line_is_taken():
     """Attention is uniform: after the first lines of both kinds, the second ones hold 1/2 + 1/3 + 1/4 each."""
-    lines = select_lines(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 0.8, variant="faithful")
+    lines = select_lines(Scores(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 1.0), 0.8, variant="faithful")
     assert lines.vertical.tolist() == [[True, False, False, False]]
     assert lines.slash.tolist() == [[True, True, False, False]]
 
@@ -168,18 +166,19 @@ def test_lines_that_are_there_are_found():
     query = torch.zeros(n, 34)
     query[:, 0] = 12.0
     query[offset:, 2:] = phase[:-offset] * (12.0 / phase[:-offset].square().sum(1, keepdim=True))
+    scores = Scores(query[None], key[None], 1.0)
     for variant in VARIANTS:
-        lines = select_lines(query[None], key[None], 0.9, variant=variant, scaling=1.0)
+        lines = select_lines(scores, 0.9, variant=variant)
         assert lines.vertical[0].nonzero().flatten().tolist() == list(columns)
         assert lines.slash[0, offset]
         assert lines.density()[0] < 0.05
-        assert recovered(query[None], key[None], lines, 1.0)[0] > 0.88
+        assert recovered(scores, lines)[0] > 0.88
 
 
 def test_minference_by_the_last_queries():
-    query, key = tensors(2, 40, 60, 7)
-    lines = minference_lines(query, key, 12, 9, last=8, first=3, local=4)
-    probs = probs_of(query, key)[:, -8:]
+    scores = drawn(2, 40, 60, 7)
+    lines = minference_lines(scores, 12, 9, last=8, first=3, local=4)
+    probs = probs_of(scores)[:, -8:]
     for head in range(2):
         columns = probs[head].sum(0)
         columns[:3] = torch.inf
@@ -192,17 +191,17 @@ def test_minference_by_the_last_queries():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant):
-    query, key = tensors(4, 40, 60, 7, sharp=9.0)
-    key[0, 3] = torch.nan
-    lines = select_lines(query, key, 0.3, variant=variant)
+    scores = drawn(4, 40, 60, 7, sharp=9.0)
+    scores.key[0, 3] = torch.nan
+    lines = select_lines(scores, 0.3, variant=variant)
     assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
 
 
 @pytest.mark.parametrize("sharp", [0.0, 0.5, 2.0])
 def test_flat_attention_is_known_before_lines_are_chosen(sharp):
     """No set of cells of the sample does with fewer than the bound says, and for flat attention it says nearly all."""
-    query, key = tensors(4, 120, 120, 4, sharp)
-    probs = probs_of(query, key)
+    scores = drawn(4, 120, 120, 4, sharp)
+    probs = probs_of(scores)
     at = torch.arange(120)
     for alpha in (0.3, 0.9):
         bound = least_share(probs, at, alpha)
@@ -212,7 +211,7 @@ def test_flat_attention_is_known_before_lines_are_chosen(sharp):
             assert 0 < float(bound[head]) <= needed / (120 * 121 / 2) + 1e-6
     if not sharp:
         assert (least_share(probs, at, 0.955) > 0.85).all()
-        assert (select_lines(query, key, 0.955, dense_above=0.75).density() == 1).all()
+        assert (select_lines(scores, 0.955, dense_above=0.75).density() == 1).all()
 
 
 @pytest.mark.parametrize("part", ["sharp", "checked", "shared"])
@@ -232,7 +231,7 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part):
         if part == "shared":  # two more queries prefer that key a little, and are checked after the one that seeks it
             query[0, 500, 3], query[0, [499, 501], 3], query[0, [499, 501], 4] = -1.0, 0.0, 1.0
         assert 500 not in sample_queries(n, 48).tolist()
-    plain, ours = (select_lines(query, key, 0.3, scaling=1.0, **more) for more in ({}, settings))
+    plain, ours = (select_lines(Scores(query, key, 1.0), 0.3, **more) for more in ({}, settings))
     places = torch.arange(len(rows)), wanted
     assert not plain.rows(rows)[0][places].all() and ours.rows(rows)[0][places].all()
     assert float(ours.density()) < 0.05
@@ -240,11 +239,11 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part):
 
 def test_heads_that_end_early_do_not_change_the_others():
     """Heads are taken out of the search when they are done; each is chosen as if it were alone."""
-    query, key = tensors(4, 150, 180, 11, sharp=1.0)
-    query *= torch.tensor([0.0, 1.0, 3.0, 9.0])[:, None, None]  # flat to sharp
-    key = key.repeat_interleave(2, 0)
-    together = select_lines(query, key, 0.9, dense_above=0.8)
+    scores = drawn(4, 150, 180, 11, sharp=1.0)
+    query = scores.query * torch.tensor([0.0, 1.0, 3.0, 9.0])[:, None, None]  # flat to sharp
+    key = scores.key.repeat_interleave(2, 0)
+    together = select_lines(Scores(query, key, scores.scaling), 0.9, dense_above=0.8)
     assert len(set(together.density().tolist())) == 4 and together.density()[0] == 1
     for head in range(4):
-        alone = select_lines(query[[head]], key[[head]], 0.9, dense_above=0.8)
+        alone = select_lines(Scores(query[[head]], key[[head]], scores.scaling), 0.9, dense_above=0.8)
         assert alone.cells()[0] == pytest.approx(int(together.cells()[head]), rel=0.01)

@@ -11,23 +11,25 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines import sparse
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import sparse_attention
 
 
 def inputs(
-    heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0, width: int = 16
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, which is narrower."""
+    heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Scores, Tensor]:
+    """Queries and keys, and values, which are narrower."""
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(heads, queries, width, generator=generator) * 2
-    return query, *(torch.randn(kv_heads, keys, wide, generator=generator) for wide in (width, 3 * width // 4))
+    query = torch.randn(heads, queries, 16, generator=generator) * 2
+    key, value = (torch.randn(kv_heads, keys, width, generator=generator).to(dtype) for width in (16, 12))
+    return Scores(query.to(dtype), key, 0.25), value
 
 
 def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
     generator = torch.Generator().manual_seed(seed)
-    lines = HeadLines(
+    lines = HeadLines.of(
         torch.rand(heads, keys, generator=generator) < vertical,
         torch.rand(heads, keys, generator=generator) < slash,
         queries,
@@ -36,8 +38,9 @@ def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, se
     return lines
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tensor:
+def masked(given: Scores, value: Tensor, lines: HeadLines) -> Tensor:
     """The same by a mask that is written cell by cell."""
+    query, key = given.query, given.key
     heads, queries, _ = query.shape
     keys = key.shape[1]
     at = keys - queries + torch.arange(queries)
@@ -45,7 +48,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     ok = torch.zeros(heads, queries, keys, dtype=torch.bool)
     for head in range(heads):
         ok[head] = torch.isin(offset, lines.slash[head].nonzero()) | lines.vertical[head]
-    scores = query.double() @ key.double().repeat_interleave(heads // len(key), 0).mT / 4
+    scores = query.double() @ key.double().repeat_interleave(heads // len(key), 0).mT * given.scaling
     probs = scores.masked_fill(~(ok & (offset >= 0)), -torch.inf).softmax(-1)
     return probs @ value.double().repeat_interleave(heads // len(key), 0)
 
@@ -63,15 +66,15 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     cost=st.sampled_from([0.0, 1.5, 99.0]),
 )
 def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, slash, local, block, dtype, seed, cost):
-    query, key, value = (t.to(dtype) for t in inputs(4, 2, queries, queries + past, seed))
+    scores, value = inputs(4, 2, queries, queries + past, seed, dtype)
     lines = drawn(4, queries + past, queries, vertical, slash, seed)
     lines.slash[:2, :local] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "BLOCK", block)
         patch.setattr(sparse, "LONE_COST", cost)
-        out, what = sparse_attention(query, key, value, lines, dense_above=1e9)
+        out, what = sparse_attention(scores, value, lines, dense_above=1e9)
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
+    assert_close(out.double(), masked(scores, value, lines), atol=atol, rtol=0)
     assert out.dtype == dtype
     assert what.dense == (False,) * 4
     assert_close(torch.tensor(what.cells), lines.density())
@@ -82,35 +85,35 @@ def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, s
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (20, 60)])
 def test_dense_where_that_is_faster(queries, keys):
     """Nearly all cells of one head are on lines: it is dense, the other stays sparse."""
-    query, key, value = inputs(2, 1, queries, keys)
+    scores, value = inputs(2, 1, queries, keys)
     lines = drawn(2, keys, queries, 0.0, 0.0)
     lines.slash[1] = True
-    out, what = sparse_attention(query, key, value, lines)
+    out, what = sparse_attention(scores, value, lines)
     assert what.dense == (False, True) and what.computed[1] == 1.0
-    assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
+    assert_close(out.double(), masked(scores, value, lines), atol=1e-5, rtol=0)
     lines.slash[1, 1::2] = False  # half of the cells are on lines
-    out, what = sparse_attention(query, key, value, lines, dense_above=0.02)
+    out, what = sparse_attention(scores, value, lines, dense_above=0.02)
     assert what.dense == (True, True)
     everything = drawn(2, keys, queries, 1.0, 0.0)
-    assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
+    assert_close(out.double(), masked(scores, value, everything), atol=1e-5, rtol=0)
 
 
 def test_gradients_are_refused_where_they_would_be_lost():
-    query, key, value = inputs(2, 1, 300, 300)
-    query.requires_grad_()
-    lines = select_lines(query, key, 0.5)
+    scores, value = inputs(2, 1, 300, 300)
+    scores.query.requires_grad_()
+    lines = select_lines(scores, 0.5)
     with pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
-        sparse_attention(query, key, value, lines, dense_above=9.0)
+        sparse_attention(scores, value, lines, dense_above=9.0)
 
 
 def test_heads_in_threads_are_the_same_and_leave_no_trace():
-    query, key, value = inputs(4, 2, 300, 300)
+    scores, value = inputs(4, 2, 300, 300)
     lines = drawn(4, 300, 300, 0.02, 0.03)
-    one, _ = sparse_attention(query, key, value, lines, dense_above=1.0)
+    one, _ = sparse_attention(scores, value, lines, dense_above=1.0)
     torch.set_num_threads(3)
     try:
         with torch.inference_mode():
-            three, what = sparse_attention(query, key, value, lines, dense_above=1.0)
+            three, what = sparse_attention(scores, value, lines, dense_above=1.0)
         threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(1)
@@ -139,10 +142,10 @@ def test_what_does_not_fit_is_refused(changed):
     sizes = FITTING | changed
     lines = drawn(sizes["heads"], sizes["line"], sizes["queries"], 0.1, 0.1)
     lines.slash[-1, :1] = False
-    query = torch.rand(4, 6, 16)
-    key = torch.rand(sizes["kv"], sizes["keys"], sizes["width"])
+    scores = Scores(torch.rand(4, 6, 16), torch.rand(sizes["kv"], sizes["keys"], 16), 0.25)
+    object.__setattr__(scores, "key", scores.key[..., : sizes["width"]])  # without the check of types
     value = torch.rand(sizes["kv"], sizes["values"], 16)
     call = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     words = "expected keys and values.*have lines of this shape" if changed else "main diagonal"
     with pytest.raises(SinkscopeError, match=words):
-        call(query, key, value, lines)
+        call(scores, value, lines)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sparse
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.shapes import AShape
 from sinkscope.tap.call import Attention
@@ -200,11 +201,14 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-3)])
 def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     pytest.importorskip("sinkscope.lines.triton")
-    given = [tensor.to(dtype) for tensor in inputs(4, 2, queries, queries + past, width=128)]
+    query, key = torch.randn(4, queries, 128) * 2, torch.randn(2, queries + past, 128)
+    value = torch.randn(2, queries + past, 96).to(dtype)
+    scores = Scores(query.to(dtype), key.to(dtype), 0.25)
     lines = drawn(4, queries + past, queries, 0.05, 0.01)
     lines.slash[1, 20:200] = True
-    there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
-    out, what = sparse.sparse_attention(*(tensor.cuda() for tensor in given), there, scaling=0.25, dense_above=1e9)
+    there = sparse.HeadLines(lines.chosen.cuda(), queries)
+    on_gpu = Scores(scores.query.cuda(), scores.key.cuda(), 0.25)
+    out, what = sparse.sparse_attention(on_gpu, value.cuda(), there, dense_above=1e9)
     assert what.kernel == "triton" and not any(what.dense)
-    wanted = masked(*given, lines)
+    wanted = masked(scores, value, lines)
     assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < error

@@ -14,7 +14,7 @@ from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
-from sinkscope.loops.text.outputs import number, split
+from sinkscope.loops.text.outputs import split
 
 SMALL = {
     "window": 20,
@@ -127,6 +127,12 @@ def test_after_the_end_nothing_is_looked_at():
     monitor.end()
     assert not any(monitor.update(0, 1.0).trigger for _ in range(500))
     assert monitor.ended and monitor.last == step._replace(trigger=False)
+
+
+def number(words: list[str]) -> list[int]:
+    """Number the words in the order of their first occurrence."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(word, len(numbers)) for word in words]
 
 
 @pytest.mark.parametrize("name", sorted(HONEST))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.loading.backends import BACKENDS
 from sinkscope.models.modules.down_projections import w_out
+from sinkscope.models.modules.parts import Kind
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -37,7 +38,7 @@ PAIRS = [
         t, b, marks=[] if (i % 2 and (i // 2 + j) % 3 == 0) or (t, b) == ("falcon", "hf") else [pytest.mark.slow]
     )
     for i, t in enumerate(MODEL_TYPES)
-    for j, b in enumerate(BACKENDS)
+    for j, b in enumerate(get_args(Kind))
     if (t, b) not in UNSUPPORTED
 ]
 D_MLP = {"qwen2_moe": 32, "qwen3_moe": 32, "glm4_moe": 24}
@@ -129,7 +130,7 @@ def starcoder2(monkeypatch):
     return adapters.register(Adapter("starcoder2", up="mlp.c_fc", gate=None, down="mlp.c_proj"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", get_args(Kind))
 def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend):
     loaded = load(checkpoint("starcoder2"), backend=backend)  # with the load-time probe
     target = target_of(loaded)

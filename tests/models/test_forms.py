@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.opening.load import load
-from sinkscope.opening.stream import open_stream
+from sinkscope.opening.open import open_stream
 
 SHORT = {"max_repeats": 64}
 

@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -23,10 +24,10 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.loading.backends import BACKENDS
+from sinkscope.models.modules.parts import Kind
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.opening.stream import open_stream
+from sinkscope.opening.open import open_stream
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 
@@ -134,7 +135,7 @@ def test_what_is_no_model():
         load(file)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", get_args(Kind))
 def test_tokenizer_without_bos_stays_without(backend, tmp_path):
     folder = spoiled(tmp_path / "m")
     word_tokenizer(96, bos=False).save_pretrained(folder)

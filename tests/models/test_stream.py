@@ -22,7 +22,7 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.opening.stream import open_stream
+from sinkscope.opening.open import open_stream
 
 
 def ids_and_mask() -> tuple[Tensor, Tensor]:

@@ -183,3 +183,28 @@ def test_a_row_names_the_places_that_a_part_may_have(monkeypatch):
     monkeypatch.setattr(adapters, "ADAPTERS", {})
     adapters.register(Adapter("llama", attn="linear_attn|self_attn"))
     assert probe(target_of(random_model("llama"))).problem is None
+
+
+class EightBits(torch.nn.Module):
+    """A linear module of which integers and a scale are kept, as libraries that quantise put in its place."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = torch.nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 127)
+        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.weight * self.scale)
+
+
+def test_of_a_model_that_is_quantised_in_some_layers_all_parts_are_proved():
+    """Its layers are of more kinds than those of the small model that is called in its place."""
+    model = copy.deepcopy(tiny_model("llama")[0])
+    for layer in model.model.layers[1:]:
+        layer.mlp.down_proj = EightBits(layer.mlp.down_proj)
+    model.is_quantized = True
+    target = target_of(model)
+    assert [target.path(layer, "down") for layer in range(target.n_layers)] == ["mlp.down_proj"] * target.n_layers
+    assert target.adapter.unproved == () and probe(target).problem is None
+    assert w_out(target, 1, [3]).shape == (1, target.d_model)

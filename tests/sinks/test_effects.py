@@ -15,7 +15,7 @@ from raw_kit import attention, blocks, norms, zeroed
 from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
-from sinkscope.opening.stream import open_stream
+from sinkscope.opening.open import open_stream
 from sinkscope.results.parts import Component, Head, Neuron, neurons_of, sites_of
 from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import has_key_bias

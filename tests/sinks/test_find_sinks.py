@@ -21,7 +21,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.opening.stream import open_stream
+from sinkscope.opening.open import open_stream
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks

@@ -199,7 +199,7 @@ def test_repetition_through_other_neurons_is_said_and_patched(name, family, tmp_
     assert "Other neurons make it" in str(result)
     patch = SinkPatch.from_result(result)
     first = {site for sites in h.truth.sets for site in sites}
-    assert {site.numbers for site in patch.checked_sites} == first | set(h.truth.repeated)
+    assert {site.site for site in patch.checked_sites} == first | set(h.truth.repeated)
     token = next(token for token, group in h.groups.items() if group >= 0 and token > 4)
     row = torch.tensor([[1, *[token] * 600]])
     intact = norms(h.model, row)[-1, 0, -1]

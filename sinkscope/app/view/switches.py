@@ -108,8 +108,8 @@ def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
             heads.append((layer, head))
         else:
             site = site_of(name)
-            check_site(target, *site)
-            neurons.append(site.numbers)
+            check_site(target, site.layer, site.neuron, site.expert)
+            neurons.append(site.site)
     return switch_off(sink, f"without {word_list(names)}", neurons, heads)
 
 

@@ -4,7 +4,6 @@ from sinkscope.hooks.edit.base import Composed, Event, Intervention, Run
 from sinkscope.hooks.edit.edits import Ablate, NeuronEdit
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.edit.sites import NeuronSite
 from sinkscope.hooks.edit.steer import Add
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "Event",
     "Intervention",
     "NeuronEdit",
-    "NeuronSite",
     "Quantize",
     "Run",
     "SinkPatch",

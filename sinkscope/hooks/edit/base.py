@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.edited_modules import EditedModules
 from sinkscope.hooks.edit.positions import Call, Tracker
 from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
 from sinkscope.models.hooks import Hook
@@ -48,6 +47,56 @@ class Event:
     head: int | None
     kind: str
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EditedModules:
+    """Notes which of the edited modules ran."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._names = {module: name for name, module in target.hf.named_modules()}
+        self._kept: set[nn.Module] = set()
+        self._idle: set[nn.Module] = set()
+
+    def keep(self, module: nn.Module) -> None:
+        """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
+        if module in self._names:
+            self._kept.add(module)
+
+    def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook of an edit, which from now on also notes that its module ran."""
+        self.keep(module)
+        self._idle |= {module} & self._kept
+
+        def noting(*args: Any) -> Any:
+            self._idle.discard(module)
+            return hook(*args)
+
+        return noting
+
+    def check(self) -> None:
+        """Refuse a run in which an edit was lost, although the model ran.
+
+        Raises:
+            UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
+        """
+        name = self._target.name
+        for path in self._paths(self._kept - set(self._target.hf.modules())):
+            raise UnsupportedError(
+                f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
+                "add an adapter) before the `with`",
+                page="edit-lost",
+            )
+        for path in self._paths(self._idle):
+            raise UnsupportedError(
+                f"{path} of {name} never ran while the model did, so that the edit there was lost: its work was done "
+                "in another way (a fused kernel, a captured graph, a skipped layer); switch that off, or edit another "
+                "layer",
+                page="edit-lost",
+            )
+
+    def _paths(self, modules: set[nn.Module]) -> list[str]:
+        return sorted(self._names[module] for module in modules)
 
 
 class Run:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention, under
@@ -79,8 +78,8 @@ def noted_decoding() -> Iterator[dict[str, Any]]:
         _RECORD.reset(token)
 
 
-class ForcedAnswer(LogitsProcessor):
-    """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
+def given_answers(answers: list[list[int]], start: int, pad: int = 0) -> dict[str, Any]:
+    """The option with which `generate` returns given answers.
 
     Args:
         answers: Token ids of each row's answer.
@@ -88,15 +87,11 @@ class ForcedAnswer(LogitsProcessor):
         pad: Token for rows whose answer has ended.
     """
 
-    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
-        self._answers, self._start, self._pad = answers, start, pad
+    def allowed(row: int, ids: Int[Tensor, " pos"]) -> list[int]:
+        rest = answers[row][len(ids) - start :]
+        return rest[:1] or [pad]
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores `[row vocab]`; in each row all but one are minus infinity."""
-        step = input_ids.shape[1] - self._start
-        tokens = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
-        allowed = torch.tensor(tokens, device=scores.device)[:, None]
-        return torch.full_like(scores, -torch.inf).scatter_(1, allowed, 0.0)
+    return {"prefix_allowed_tokens_fn": allowed}
 
 
 @torch.no_grad()
@@ -124,7 +119,7 @@ def decode(
     ends = end_ids(target)
     options: dict[str, Any] = {}
     if forced is not None:
-        options = {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
+        options = {**given_answers(forced, ids.shape[1]), "eos_token_id": None}
     with under(edit, target) as run:
         out = target.hf.generate(
             input_ids=ids,

@@ -16,7 +16,6 @@ from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
     PAGE,
     NeuronGroup,
-    NeuronSite,
     Positions,
     SiteLike,
     Where,
@@ -29,6 +28,7 @@ from sinkscope.hooks.edit.sites import (
 )
 from sinkscope.models.checks import check_site
 from sinkscope.models.target import Target
+from sinkscope.results.parts import Neuron
 
 EVENT_SHARE = 0.1
 """A change counts as an event when it moves the neuron by more than this part of its value at the first token."""
@@ -77,9 +77,9 @@ class NeuronEdit(PlacedEdit):
         return ()
 
     @property
-    def checked_sites(self) -> tuple[NeuronSite, ...]:
-        """`sites`, typed: in whatever form they were given, they are stored as `NeuronSite`s."""
-        return cast("tuple[NeuronSite, ...]", self.sites)
+    def checked_sites(self) -> tuple[Neuron, ...]:
+        """`sites`, typed: in whatever form they were given, they are stored as `Neuron`s."""
+        return cast("tuple[Neuron, ...]", self.sites)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
         """The values that replace `values.old`: those of the formula, by default. None leaves them unchanged.
@@ -126,7 +126,7 @@ class NeuronEdit(PlacedEdit):
         for layer, head in self._heads:
             check_site(target, layer, head=head)
         for site in self.checked_sites:
-            check_site(target, *site)
+            check_site(target, site.layer, site.neuron, site.expert)
             is_gated = target.is_gated(site.layer)
             if site.expert is not None:
                 is_gated = target.experts(site.layer).GATED
@@ -152,9 +152,9 @@ class Ablate(NeuronEdit):
 
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
-        NeuronSite(layer=1, neuron=3, expert=None)
+        Neuron(layer=1, expert=None, neuron=3)
         >>> Ablate(neurons="L1.N338").sites[0]
-        NeuronSite(layer=1, neuron=338, expert=None)
+        Neuron(layer=1, expert=None, neuron=338)
         >>> Ablate(heads=["L0.H4", (2, 1)]).heads
         ((0, 4), (2, 1))
     """

@@ -60,14 +60,14 @@ class Values:
                 fixed["expert"] = of.expert
 
         def events() -> list[Event]:
-            columns = {name: tensor.expand(where.shape)[where].tolist() for name, tensor in tensors.items()}
+            columns = [tensor.expand(where.shape)[where].tolist() for tensor in tensors.values()]
             positions = index.tolist()
             logged = list[Event]()
-            for number, (row, token, *neuron) in enumerate(where.nonzero().tolist()):
-                entry = {name: values[number] for name, values in columns.items()}
+            for (row, token, *neuron), *values in zip(where.nonzero().tolist(), *columns, strict=True):
+                entry = dict(zip(tensors, values, strict=True)) | fixed
                 if neuron and head is None:
                     entry = {"neuron": of.neurons[neuron[0]], **entry}
-                logged.append(Event(row, step, positions[row][token], of.layer, head, kind, {**entry, **fixed}))
+                logged.append(Event(row, step, positions[row][token], of.layer, head, kind, entry))
             return logged
 
         self.run.log(events)

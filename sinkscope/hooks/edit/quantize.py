@@ -101,7 +101,7 @@ class Quantize(PlacedEdit):
 
     Example:
         >>> Quantize(activations=8, scale="tensor", neurons=["L1.N338"], positions="first").neurons
-        (NeuronSite(layer=1, neuron=338, expert=None),)
+        (Neuron(layer=1, expert=None, neuron=338),)
     """
 
     KIND: ClassVar[str] = "rounded"
@@ -132,7 +132,7 @@ class Quantize(PlacedEdit):
         """The inputs of linear modules, and the outputs of the projections of keys and values."""
         channels: dict[nn.Module, list[int]] = {}
         for site in map(site_of, self.neurons):
-            check_site(target, *site)
+            check_site(target, site.layer, site.neuron, site.expert)
             if not target.is_mixture(site.layer):
                 channels.setdefault(down_projection(target, site.layer), []).append(site.neuron)
         modules = linear_modules(target)
@@ -143,8 +143,8 @@ class Quantize(PlacedEdit):
                 exact = channels.get(one.module, [])
                 of = _Rounded(one.layer, one.name, partial(torch.unsqueeze, dim=-2), self.activations, exact)
                 places.append((Place(one.module, "pre"), of))
-        for layer in range(target.n_layers):
-            if self.kv is not None and layer not in self.layers and target.has_attention(layer):
+        for layer in target.attending:
+            if self.kv is not None and layer not in self.layers:
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
                     of = _Rounded(layer, site.name, site.cut, self.kv, [])

@@ -19,9 +19,10 @@ from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit
 from sinkscope.hooks.edit.placed import Formula, Values
-from sinkscope.hooks.edit.sites import NeuronGroup, NeuronSite, SiteLike, Where, site_of
+from sinkscope.hooks.edit.sites import NeuronGroup, SiteLike, Where, site_of
 from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
+from sinkscope.results.parts import Neuron
 
 _PAGE = "patch-file"
 Value = Literal["second", "calibrated"] | Finite
@@ -80,8 +81,8 @@ class SinkPatch(NeuronEdit):
         >>> patch = SinkPatch(layer=1, neurons=[7890, 10411])
         >>> for site in patch.sites:
         ...     print(site)
-        layer 1, neuron 7890
-        layer 1, neuron 10411
+        L1.N7890
+        L1.N10411
     """
 
     value: Literal["second", "calibrated"] | float = "second"
@@ -157,7 +158,7 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [{**site._asdict(), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
+        sites = [{**vars(site), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
         content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
         write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n")
 
@@ -258,6 +259,6 @@ class SinkPatch(NeuronEdit):
         return memory.keep("value", value.expand(old.shape), when)
 
 
-def _site(row: Any) -> NeuronSite:
+def _site(row: Any) -> Neuron:
     """The neuron that a row of a result or file is about."""
-    return NeuronSite(row.layer, row.neuron, row.expert)
+    return Neuron(row.layer, row.expert, row.neuron)

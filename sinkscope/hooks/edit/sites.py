@@ -10,9 +10,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import Whole, Wording, check_values, checked_value
-from sinkscope.results.notation import neuron_name, read_head, read_neuron
+from sinkscope.results.notation import read_head, read_neuron
+from sinkscope.results.parts import Neuron
 
-SiteLike = Sequence[int | None] | str
+SiteLike = Neuron | Sequence[int] | str
 Where = Literal["post", "up"]
 Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
 PAGE = "neuron-sites"
@@ -27,24 +28,6 @@ _POSITIONS = Annotated[
         '"first", whole numbers from 0 (0 is the first token that is not padding) or a slice of them',
     ),
 ]
-
-
-class NeuronSite(NamedTuple):
-    """One neuron of a layer's MLP (in a mixture, of its shared expert) or of one routed expert of a mixture."""
-
-    layer: int
-    neuron: int
-    expert: int | None = None
-
-    def __str__(self) -> str:
-        return neuron_name(*self.numbers)
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """(layer, neuron), or (layer, expert, neuron) for a routed expert, as in results."""
-        if self.expert is None:
-            return (self.layer, self.neuron)
-        return (self.layer, self.expert, self.neuron)
 
 
 class NeuronGroup(NamedTuple):
@@ -62,12 +45,12 @@ class NeuronGroup(NamedTuple):
         return torch.linalg.vector_norm(values, dim=-1, keepdim=True)
 
     @property
-    def sites(self) -> list[NeuronSite]:
-        """Each neuron as a site."""
-        return [NeuronSite(self.layer, neuron, self.expert) for neuron in self.neurons]
+    def sites(self) -> list[Neuron]:
+        """Each neuron by its address."""
+        return [Neuron(self.layer, self.expert, neuron) for neuron in self.neurons]
 
 
-def groups_of(sites: Iterable[NeuronSite]) -> list[NeuronGroup]:
+def groups_of(sites: Iterable[Neuron]) -> list[NeuronGroup]:
     """The sites, each once, grouped by MLP."""
     neurons: dict[tuple[int, int | None], list[int]] = {}
     for site in dict.fromkeys(sites):
@@ -75,18 +58,17 @@ def groups_of(sites: Iterable[NeuronSite]) -> list[NeuronGroup]:
     return [NeuronGroup(layer, expert, members) for (layer, expert), members in neurons.items()]
 
 
-def site_of(site: Any) -> NeuronSite:
-    """A `NeuronSite` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
+def site_of(site: Any) -> Neuron:
+    """A `Neuron` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
 
     Raises:
         SinkscopeError: The site is neither two or three whole numbers from 0 nor such a name.
     """
-    if isinstance(site, NeuronSite):
+    if isinstance(site, Neuron):
         return site
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    numbers = checked_value(_SITE, site, "site ", page=PAGE)
-    return NeuronSite(numbers[0], numbers[-1], *numbers[1:-1])
+    return Neuron.of(checked_value(_SITE, site, "site ", page=PAGE))
 
 
 def head_of(head: Any) -> tuple[int, int]:

@@ -134,10 +134,9 @@ def _site(target: Target, name: str) -> Site:
     _, number, part = name.split(".", 2)
     layer = int(number)
     if part.startswith("attn.") and not target.has_attention(layer):
-        attending = [str(other) for other in range(target.n_layers) if target.has_attention(other)]
         raise UnsupportedError(
             f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
-            f"{', '.join(attending)}"
+            f"{', '.join(map(str, target.attending))}"
         )
     if part == "attn.hook_pattern":
         return Site(name, layer, None)

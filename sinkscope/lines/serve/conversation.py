@@ -9,27 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from textwrap import shorten
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.hooks.edit import positions
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.decode import ForcedAnswer, decoding
+from sinkscope.hooks.edit.decode import decoding, given_answers
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.kv.session import Session
-from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.serve.sparse_prompts import LinesKept
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.inputs import read_row
@@ -72,8 +70,6 @@ class Turn:
         held: Number of tokens in the cache after the turn, averaged over layers and kv heads.
         summary: What the edit did, in one line.
         events: What the edit did; `step` counts the turn's forward calls.
-        lines: For each layer, the lines along which the queries attended, except last queries that attend to
-            everything (`dense_rows`). None where attention was dense.
         output: What `model.generate` returned.
     """
 
@@ -86,7 +82,6 @@ class Turn:
     held: float
     summary: str
     events: tuple[Event, ...]
-    lines: tuple[HeadLines | None, ...]
     output: Any
 
     def __repr__(self) -> str:
@@ -107,7 +102,6 @@ class TurnRecorder(Intervention):
     Attributes:
         cache: The cache on which the turn runs.
         earlier: Its tokens before the turn; None in the first one.
-        lines: Chosen lines by layer.
         state: What is known about the cache.
         after_prompt: The tokens right after the prompt was read, and what edits know about them.
         after_answer: The same at the end of the turn.
@@ -115,7 +109,6 @@ class TurnRecorder(Intervention):
 
     cache: DynamicCache
     earlier: positions.Sequence | None
-    lines: dict[int, HeadLines] = field(default_factory=dict)
     state: CacheState | None = None
     after_prompt: positions.Sequence | None = None
     after_answer: positions.Sequence | None = None
@@ -127,7 +120,6 @@ class TurnRecorder(Intervention):
         session.count_reads()
         if self.earlier is not None:
             run.tracker.bind(self.earlier.copy(), self.cache)
-        session.guests[LinesKept] = LinesKept(self.lines)
         session.after_call(self._note_call)
 
     def _note_call(self, moment: Moment) -> None:
@@ -226,8 +218,7 @@ class Conversation:
         """
         new = self._encode(prompt, "prompt", special=not self.turns)
         gold = self._encode(answer, "answer", special=False)
-        force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
-        return self._take_turn(new, len(gold), {"logits_processor": force}, gold)
+        return self._take_turn(new, len(gold), given_answers([gold], len(self.ids) + len(new)), gold)
 
     def branch(self) -> Conversation:
         """Start another conversation from here, for instance to ask several questions about one document.
@@ -301,7 +292,6 @@ class Conversation:
             held=held,
             summary=run.summary(),
             events=tuple(run.events),
-            lines=tuple(recorder.lines.get(layer) for layer in range(target.n_layers)),
             output=output,
         )
         self.turns = [*self.turns, turn]

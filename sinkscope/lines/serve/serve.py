@@ -14,6 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.hooks.edit.base import Run
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.choice import Variant, select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import choice_cost, draw_of, held_out
@@ -162,28 +163,20 @@ class LoopServe(SparsePrompts):
         if self.decode:
             self.decoding.enter(run, key)
 
-    def lines(
-        self,
-        query: Float[Tensor, "head query d_head"],
-        key: Float[Tensor, "kv_head key d_head"],
-        scaling: float | None,
-        layer: int,
-    ) -> HeadLines:
+    def lines(self, scores: Scores, layer: int) -> HeadLines:
         """The lines that hold `alpha` of the sampled attention with the fewest cells."""
-        queries, keys = query.shape[1], key.shape[1]
+        limit = line_limit(self.dense_above, scores.query)
         return select_lines(
-            query,
-            key,
+            scores,
             self.alpha,
             sample=self.sample,
-            seed=draw_of(self.seed, layer, queries, keys),
+            seed=draw_of(self.seed, layer, scores.queries, scores.keys),
             variant=self.variant,
             begin=self.begin,
             local=self.local,
             sharp=self.sharp,
             checked=self.checked,
-            scaling=scaling,
-            dense_above=max(0.0, line_limit(self.dense_above, query) - self._cost(query, keys)),
+            dense_above=max(0.0, limit - self._cost(scores.query, scores.keys)),
         )
 
     def _cost(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
@@ -199,9 +192,10 @@ class LoopServe(SparsePrompts):
             return False
         return cost == 0 or cost < line_limit(self.dense_above, query)
 
-    def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
+    def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""
-        return held_out(queries, sample=self.sample, seed=draw_of(self.seed, layer, queries, keys))
+        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
+        return held_out(scores.queries, self.sample, seed)
 
     def summary(self, run: Run) -> str:
         """The share of attention that prompts computed, and the tokens that a decoding step read; or that all did."""

@@ -17,9 +17,9 @@ from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
-from sinkscope.lines.attention import recovered
+from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, lack_of_library, sparse_attention
+from sinkscope.lines.sparse import Sparsity, all_dense, dense_attention, dense_limit, lack_of_library, sparse_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
@@ -29,18 +29,14 @@ class PromptRow:
     """Queries, keys and values of one row of a prompt, without padding and holes.
 
     Attributes:
-        query: Queries after rotary.
-        key: Keys after rotary.
+        scores: The parts of the scores.
         value: Values.
-        scaling: Factor on the scores.
         layer: Decoder layer.
         real: Which of the padded queries these are.
     """
 
-    query: Float[Tensor, "head query d_head"]
-    key: Float[Tensor, "kv_head key d_head"]
+    scores: Scores
     value: Float[Tensor, "kv_head key d_value"]
-    scaling: float
     layer: int
     real: Bool[Tensor, " padded"]
 
@@ -49,32 +45,22 @@ class PromptRow:
         """A row of a prompt; it has no queries if it is all padding."""
         real = view.query_pos[row] >= 0
         occupied = view.pos[row, 0] >= 0
-        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
-        if not bool(real.all()):
-            query = query[:, real]
-        if not bool(occupied.all()):
-            key, value = key[:, occupied], value[:, occupied]
-        return cls(query, key, value, prompt.scaling, prompt.layer, real)
+        scores = Scores(prompt.query[row][:, real], prompt.key[row][:, occupied], prompt.scaling)
+        return cls(scores, prompt.value[row][:, occupied], prompt.layer, real)
 
     def without_last(self, count: int) -> PromptRow:
         """All but the last positions."""
-        queries, keys = self.query.shape[1] - count, self.key.shape[1] - count
-        return replace(self, query=self.query[:, :queries], key=self.key[:, :keys], value=self.value[:, :keys])
+        keys = self.scores.keys - count
+        return replace(self, scores=self.scores.part(self.scores.past, keys), value=self.value[:, :keys])
 
     def cells(self) -> int:
         """Number of causal cells: each query attends to one key more than the one before."""
-        queries, keys = self.query.shape[1], self.key.shape[1]
-        return queries * (2 * keys - queries + 1) // 2
-
-    def all_lines(self, queries: int) -> HeadLines:
-        """Every line, for the last queries."""
-        every = torch.ones(len(self.query), self.key.shape[1], dtype=torch.bool, device=self.query.device)
-        return HeadLines(every, every, queries)
+        queries = self.scores.queries
+        return queries * (2 * self.scores.keys - queries + 1) // 2
 
     def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
         """Attention of the last queries to everything."""
-        query, lines = self.query[:, -queries:], self.all_lines(queries)
-        return sparse_attention(query, self.key, self.value, lines, scaling=self.scaling, dense_above=0.0)[0]
+        return dense_attention(self.scores.part(self.scores.keys - queries, self.scores.keys), self.value)
 
     def last_error(self, output: Float[Tensor, "head d_value"]) -> Tensor:
         """Error of an output of the last query beside that of attending to everything, as a share of its norm."""
@@ -87,7 +73,6 @@ class PromptRead:
     """How a row of a prompt was read in one layer, and what was lost: nothing where the last query is dense.
 
     Attributes:
-        lines: Lines along which the queries attended, except last queries that attend to everything.
         sparsity: What was computed.
         output: What attention gives; None if every head is dense.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
@@ -95,7 +80,6 @@ class PromptRead:
         last_error: Error of the output of the last query, as a share of its norm.
     """
 
-    lines: HeadLines
     sparsity: Sparsity
     output: Float[Tensor, "head query d_value"] | None
     recovered: Float[Tensor, " head"] | None
@@ -122,17 +106,6 @@ class PromptRead:
         return data
 
 
-@dataclass(frozen=True, eq=False)
-class LinesKept:
-    """A guest of a session that wants to know the lines of the latest prompt.
-
-    Attributes:
-        by_layer: The lines of each layer that is read along lines, on a CPU.
-    """
-
-    by_layer: dict[int, HeadLines]
-
-
 class SparsePrompts(Intervention):
     """Base of interventions that read prompts along lines, row by row, and of no other call.
 
@@ -156,16 +129,10 @@ class SparsePrompts(Intervention):
     # To be written by a subclass ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def lines(
-        self,
-        query: Float[Tensor, "head query d_head"],
-        key: Float[Tensor, "kv_head key d_head"],
-        scaling: float | None,
-        layer: int,
-    ) -> HeadLines:
-        """Lines along which queries of a layer attend; `scaling` is the factor on the scores."""
+    def lines(self, scores: Scores, layer: int) -> HeadLines:
+        """Lines along which queries of a layer attend."""
 
-    def held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"] | None:
+    def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"] | None:
         """Queries on which to measure how much attention the lines hold; None: on none."""
 
     def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
@@ -220,14 +187,10 @@ class SparsePrompts(Intervention):
         if why_dense is None:
             for number in range(len(prompt.query)):
                 row = PromptRow.of(prompt, view, number)
-                if not row.query.shape[1]:
+                if not row.scores.queries:
                     continue
                 rows[number] = row
                 reads[number] = self.read(row)
-                if LinesKept in session.guests:
-                    lines = reads[number].lines
-                    kept: LinesKept = session.guests[LinesKept]
-                    kept.by_layer[prompt.layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         if why_dense is not None:
             return None
@@ -242,28 +205,26 @@ class SparsePrompts(Intervention):
         for number, row in rows.items():
             output = reads[number].output
             if output is None:
-                output = row.dense(row.query.shape[1])
+                output = row.dense(row.scores.queries)
             whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
         return whole
 
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
-        heads, queries, keys = len(row.query), row.query.shape[1], row.key.shape[1]
+        heads, queries, keys = row.scores.heads, row.scores.queries, row.scores.keys
         body = row.without_last(min(self.dense_rows, queries))
-        held_out = self.held_out(body.query.shape[1], body.key.shape[1], row.layer)
+        held_out = self.held_out(body.scores, row.layer)
         shares = None if held_out is None else torch.ones(heads)
-        if keys < self.shortest or queries <= self.dense_rows or not self.pays(body.query, keys):
-            return PromptRead(row.all_lines(queries), all_dense(heads), None, shares, 0.0)
-        lines = self.lines(body.query, body.key, row.scaling, row.layer)
+        if keys < self.shortest or queries <= self.dense_rows or not self.pays(body.scores.query, keys):
+            return PromptRead(all_dense(heads), None, shares, 0.0)
+        lines = self.lines(body.scores, row.layer)
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
-        if line_limit(self.dense_above, row.query) < 1 and bool(lines.vertical.all()):
-            return PromptRead(lines, all_dense(heads), None, shares, met * keys / row.cells())
-        output, sparsity = sparse_attention(
-            body.query, body.key, body.value, lines, scaling=row.scaling, dense_above=self.dense_above
-        )
+        if line_limit(self.dense_above, row.scores.query) < 1 and bool(lines.vertical.all()):
+            return PromptRead(all_dense(heads), None, shares, met * keys / row.cells())
+        output, sparsity = sparse_attention(body.scores, body.value, lines, dense_above=self.dense_above)
         if held_out is not None and not all(sparsity.dense):
             met += len(held_out)
-            shares = recovered(body.query, body.key, lines, row.scaling, held_out)
+            shares = recovered(body.scores, lines, held_out)
             shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
         last_error: Tensor | float = 0.0
         if self.dense_rows:
@@ -271,7 +232,7 @@ class SparsePrompts(Intervention):
             sparsity = _with_dense_end(sparsity, body.cells() / row.cells())
         elif shares is not None:
             last_error = row.last_error(output[:, -1])
-        return PromptRead(lines, sparsity, output, shares, met * keys / row.cells(), last_error)
+        return PromptRead(sparsity, output, shares, met * keys / row.cells(), last_error)
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used.

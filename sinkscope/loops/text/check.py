@@ -265,7 +265,7 @@ def check(
         named = [(str(place), item) for place, item in enumerate(items, 1)]
     for each, output in named:
         try:
-            pieces = pieces_of_output(output, each, True)
+            pieces = pieces_of_output(output, each)
         except ValueError as error:
             raise SinkscopeError(f"output {each} cannot be checked: {error}") from None
         for piece in pieces:

@@ -125,17 +125,17 @@ def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
     filled = [field for field in present if data[field] not in (None, "", [])]
     if not filled:
         return [Piece(f"line {place}", last=True)]
-    return pieces_of_output(data[filled[0]], f"line {place}", True)
+    return pieces_of_output(data[filled[0]], f"line {place}")
 
 
-def pieces_of_output(value: Any, name: str, last: bool) -> list[Piece]:
-    """The pieces of a text, or of tokens that are ids or texts.
+def pieces_of_output(value: Any, name: str) -> list[Piece]:
+    """The pieces of a whole output: a text, or tokens that are ids or texts.
 
     Raises:
         ValueError: It is neither.
     """
     if isinstance(value, str):
-        return [Piece(name, text=value, last=last)]
+        return [Piece(name, text=value, last=True)]
     tokens = id_list(value)
     if not isinstance(tokens, list | tuple):
         raise ValueError(f"expected a string, or a list of tokens, and found {shown(repr(value))}")
@@ -144,4 +144,4 @@ def pieces_of_output(value: Any, name: str, last: bool) -> list[Piece]:
         if not isinstance(token, str) and not is_token_id(token):
             raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
         outputs.append(Piece(name, token, str(token)))
-    return [*outputs, Piece(name, last=last)]
+    return [*outputs, Piece(name, last=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # written without spaces
 _WORDS = re.compile(
@@ -67,12 +67,6 @@ def spans(text: str) -> list[tuple[str, int]]:
             for place in range(match.start() + _GAP, match.end() + 1, _BLANK):
                 words.append((" ", place))
     return words
-
-
-def number(tokens: Iterable[object]) -> list[int]:
-    """Number the tokens in the order of their first occurrence."""
-    numbers: dict[object, int] = {}
-    return [numbers.setdefault(token, len(numbers)) for token in tokens]
 
 
 def is_plain(words: Sequence[str]) -> bool:

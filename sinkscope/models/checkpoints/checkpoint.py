@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.plain import parse_json
 from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
 from sinkscope.models.checkpoints.hub import hub_folder, hub_shard, optional_file
-from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_quantised
 from sinkscope.models.loading.config import check_kind, read_checkpoint_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_WEIGHTS = (_SINGLE, _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # in order of preference
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LFS = b"version "  # a Git LFS pointer begins with it
 
 
@@ -80,155 +78,158 @@ def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> Sinksc
     )
 
 
-def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
-    """The index as a map from tensor name to shard; empty if there is no index.
+def _index_map(index: Path) -> dict[str, str]:
+    """An index as a map from tensor name to shard.
 
     Raises:
         SinkscopeError: It is no index.
     """
-    if not (folder / name).is_file():
-        return {}
-    content = read_checkpoint_json(folder / name)
+    content = read_checkpoint_json(index)
     weight_map: Any = None
     if isinstance(content, dict):
         weight_map = content.get("weight_map")
     is_map = isinstance(weight_map, dict) and bool(weight_map)
     if not is_map or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise SinkscopeError(f"{name} has no weight_map of tensors and files; download it again", page="missing-shard")
+        raise SinkscopeError(
+            f"{index.name} has no weight_map of tensors and files; download it again", page="missing-shard"
+        )
     return weight_map
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint that transformers would load.
+def _first_of(folder: Path, repo: str | None, names: Iterable[str]) -> str | None:
+    """The first of some files that a checkpoint has; it is then in the folder."""
+    # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
+    for name in names:
+        if (folder / name).is_file():
+            return name
+    for name in names:
+        if repo is not None and optional_file(repo, name, folder.name) is not None:
+            return name
+    return None
+
+
+def weight_files(folder: Path, repo: str | None = None) -> list[Path]:
+    """The weight files of a checkpoint that transformers would load: safetensors, or else pickles.
+
+    Args:
+        folder: Its folder; that of a hub repo is named after the commit.
+        repo: The hub repo from which they are downloaded.
 
     Raises:
         SinkscopeError: There are none, or a shard is missing.
     """
-    for name in _WEIGHTS:
-        if not (folder / name).is_file():
-            continue
-        if not name.endswith("index.json"):
-            return [folder / name]
-        shards = sorted(set(_index_map(folder, name).values()))
-        absent = [shard for shard in shards if not (folder / shard).is_file()]
-        if absent:
-            raise SinkscopeError(
-                f"{folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are missing); "
-                "download what is missing into the folder",
-                page="missing-shard",
-            )
-        return [folder / shard for shard in shards]
-    remedy = "download the weights, not only the configuration"
-    gguf = sorted(folder.glob("*.gguf"))
-    if gguf:
-        remedy = f"give the file itself: {gguf[0]}"
-    raise SinkscopeError(
-        f"{folder} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin); {remedy}", page="no-weights"
-    )
+    name = _first_of(folder, repo, (_SINGLE, _INDEX)) or _first_of(folder, repo, _PICKLES)
+    if name is None and repo is not None:
+        raise SinkscopeError(
+            f"{repo} has no weights for transformers (expected safetensors or pytorch_model.bin); give another repo, "
+            "or download a .gguf file and give that",
+            page="no-weights",
+        )
+    if name is None:
+        remedy = "download the weights, not only the configuration"
+        gguf = sorted(folder.glob("*.gguf"))
+        if gguf:
+            remedy = f"give the file itself: {gguf[0]}"
+        raise SinkscopeError(
+            f"{folder} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin); {remedy}", page="no-weights"
+        )
+    if not name.endswith("index.json"):
+        return [folder / name]
+    shards = sorted(set(_index_map(folder / name).values()))
+    if repo is not None:
+        return [hub_shard(repo, shard, folder.name, name) for shard in shards]
+    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    if absent:
+        raise SinkscopeError(
+            f"{folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are missing); "
+            "download what is missing into the folder",
+            page="missing-shard",
+        )
+    return [folder / shard for shard in shards]
 
 
-@dataclass(frozen=True)
-class LocalFiles:
-    """Files on this machine: a checkpoint folder, the name of a GGUF file in it, and the commit of a hub repo."""
+class Files:
+    """The files of a model: a GGUF file, a folder (both a Path), or a repo on the hub (a str, org/name).
 
-    folder: Path
-    gguf: str | None = None
-    commit: str | None = None
-
-
-def local_files(source: ModelSource) -> LocalFiles:
-    """A whole checkpoint on this machine; of a hub repo, only the needed files are downloaded.
-
-    Args:
-        source: Where it comes from. Safetensors are preferred to pickles.
-
-    Raises:
-        SinkscopeError: The folder is not a complete checkpoint, or the repo cannot be downloaded.
-    """
-    if source.kind == "gguf":
-        file = Path(source.where)
-        return LocalFiles(file.parent, gguf=file.name)
-    if source.kind == "folder":
-        check_folder(Path(source.where))
-        return LocalFiles(Path(source.where))
-    repo = str(source.where)
-    folder = hub_folder(repo, source.revision)
-    config = read_checkpoint_json(folder / "config.json")
-    check_kind(repo, config)  # before weights that cannot be measured are downloaded
-    commit = folder.name
-    hub_folder(repo, commit, TOKENIZER_FILES)
-    _download_weights(repo, commit)
-    check_folder(folder)
-    return LocalFiles(folder, commit=commit)
-
-
-def _download_weights(repo: str, commit: str) -> None:
-    for single in (_SINGLE, "pytorch_model.bin"):
-        index = optional_file(repo, f"{single}.index.json", commit)
-        if index is not None:
-            for shard in sorted(set(_index_map(index.parent, index.name).values())):
-                hub_shard(repo, shard, commit, index.name)
-            return
-        if optional_file(repo, single, commit) is not None:
-            return
-    raise SinkscopeError(
-        f"{repo} has no weights for transformers (expected safetensors or pytorch_model.bin); give another repo, or "
-        "download a .gguf file and give that",
-        page="no-weights",
-    )
-
-
-class SafetensorsSource:
-    """The tensors of a checkpoint in a folder (a Path) or on the hub (a str, org/name), read one by one.
-
-    From a hub repo, config.json and the index are downloaded at once. Each shard is downloaded when one of its tensors
-    is first needed.
+    Of a hub repo, config.json is downloaded at once.
 
     Attributes:
-        name: Hub id, or base name of the folder.
-        folder: The folder with config.json; for a hub repo, its snapshot in the cache.
-        commit: The hub's commit; None for a folder.
+        name: Hub id, or base name of the file or folder.
+        folder: The folder with config.json or the GGUF file; for a hub repo, its snapshot in the cache.
+        repo: The hub repo; None for a file or folder.
+        gguf: Name of the GGUF file, if it is one.
+
+    Raises:
+        SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
+        UnsupportedError: The repo holds another kind of model.
+    """
+
+    def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
+        self.repo: str | None = None
+        self.gguf: str | None = None
+        if not isinstance(where, Path):
+            self.folder, self.name, self.repo = hub_folder(where, revision), where, where
+            check_kind(where, read_checkpoint_json(self.folder / "config.json"))  # before its weights are downloaded
+        elif where.is_file():
+            self.folder, self.name, self.gguf = where.parent, where.name, where.name
+        else:
+            self.folder, self.name = where, where.resolve().name
+            check_folder(where)
+
+    @property
+    def commit(self) -> str | None:
+        """The hub's commit; None for a file or folder."""
+        return None if self.repo is None else self.folder.name
+
+    def fetch_tokenizer(self) -> None:
+        """Download the files of the tokenizer, and of generation, that a hub repo has."""
+        if self.repo is not None:
+            for name in TOKENIZER_FILES:
+                optional_file(self.repo, name, self.folder.name)
+
+    def fetch_all(self) -> None:
+        """Download what a whole model needs.
+
+        Raises:
+            SinkscopeError: The repo has no weights, or they cannot be downloaded.
+        """
+        self.fetch_tokenizer()
+        if self.repo is not None:
+            weight_files(self.folder, self.repo)
+            check_folder(self.folder)
+
+
+class SafetensorsSource(Files):
+    """The tensors of a checkpoint, read one by one. Each shard of a hub repo is downloaded when it is first needed.
+
+    Attributes:
         weight_map: The name of the file that holds each tensor.
         read: Names of the tensors that have been read so far.
 
     Raises:
-        SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
-        UnsupportedError: The weights are not safetensors, or the repo holds another kind of model.
+        UnsupportedError: The weights are not safetensors.
     """
 
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
+        super().__init__(where, revision=revision)
         self.read: set[str] = set()
-        self.commit: str | None = None
-        if isinstance(where, Path):
-            self.folder, self.name = where, where.resolve().name
-            check_folder(self.folder)
+        name = _first_of(self.folder, self.repo, (_SINGLE, _INDEX))
+        if name is None or self.gguf is not None:
+            raise UnsupportedError(
+                f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
+                "sinkscope.load(...), or convert it with save_pretrained",
+                page="not-streamable",
+            )
+        if name == _INDEX:
+            self.weight_map = _index_map(self.folder / name)
         else:
-            self.folder, self.name = hub_folder(where, revision), where
-            check_kind(where, read_checkpoint_json(self.folder / "config.json"))  # before its weights are downloaded
-            self.commit = self.folder.name
-        self.weight_map = self._files()
-
-    def _files(self) -> dict[str, str]:
-        """The name of the file that holds each tensor."""
-        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
-        names = [name for name in (_SINGLE, _INDEX) if (self.folder / name).is_file()]
-        if self.commit is not None and not names:
-            names = [name for name in (_SINGLE, _INDEX) if optional_file(self.name, name, self.commit) is not None]
-        for name in names:
-            if name == _INDEX:
-                return _index_map(self.folder)
-            return dict.fromkeys(read_header(self.folder / name), name)
-        raise UnsupportedError(
-            f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
-            "sinkscope.load(...), or convert it with save_pretrained",
-            page="not-streamable",
-        )
+            self.weight_map = dict.fromkeys(read_header(self.folder / name), name)
 
     def _shard(self, name: str) -> Path:
         """Path of a weight file. For a hub repo it is downloaded and checked; a folder was checked when opened."""
-        if self.commit is None:
+        if self.repo is None:
             return self.folder / name
-        file = hub_shard(self.name, name, self.commit, _INDEX)
+        file = hub_shard(self.repo, name, self.commit, _INDEX)
         check_quantised(self.name, read_checkpoint_json(self.folder / "config.json"), _dtypes(read_header(file)))
         return file
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, read_header, weight_files
+from sinkscope.models.checkpoints.checkpoint import Files, read_header, weight_files
 from sinkscope.models.loading.config import read_checkpoint_json
 from sinkscope.models.modules.linear import brought
 from sinkscope.models.shards import local, shards_of
@@ -20,7 +20,7 @@ _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small o
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 
 
-def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
+def fingerprint(source: Files | Path | nn.Module) -> str:
     """Identify a checkpoint by its configuration, its tensors and a sample of their bytes.
 
     The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
@@ -31,10 +31,10 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
     """
     if isinstance(source, nn.Module):
         return _of_model(source)
-    if isinstance(source, SafetensorsSource):
+    if isinstance(source, Files):
         if source.commit is not None:
             return source.commit
-        source = source.folder
+        source = source.folder / (source.gguf or "")
     if source.is_file():
         return _of_files([source], {})
     return _of_files(weight_files(source), read_checkpoint_json(source / "config.json"))

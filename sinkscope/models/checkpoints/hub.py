@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.lora import ADAPTER_CONFIG, refuse_adapter
+from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.loading.config import first_line
 
 WEIGHTS = 100 << 20  # bytes of a model in the cache from which they are more than its tokenizer
@@ -78,16 +77,15 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Si
     return SinkscopeError(message, page=page)
 
 
-def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) -> Path:
-    """Download the config.json of a hub repo, plus other files if they exist.
+def hub_folder(repo: str, revision: str | None) -> Path:
+    """Download the config.json of a hub repo.
 
     Args:
         repo: Hub id, org/name.
         revision: Branch, tag or commit.
-        optional: Names of the other files.
 
     Returns:
-        Their folder in the cache. It is named after the commit, so all its files belong to one revision.
+        Its folder in the cache. It is named after the commit, so all its files belong to one revision.
 
     Raises:
         SinkscopeError: There is no config.json, or an adapter.
@@ -103,8 +101,6 @@ def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) ->
     adapter = optional_file(repo, ADAPTER_CONFIG, folder.name)
     if adapter is not None:
         raise refuse_adapter(adapter, repo, beside=True)
-    for name in optional:
-        optional_file(repo, name, folder.name)
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, reason_of
-from sinkscope.models.checkpoints.lora import ADAPTER_CONFIG, refuse_adapter
+from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.checkpoints.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -25,28 +25,45 @@ _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text
 
 
 class LayerStore:
-    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room.
+    """A model that reads the weights of a layer when the layer is called, and frees them when others need the room.
 
-    A model whose layers it holds has no logits: a pass ends at the last hidden state.
+    It has no logits: a pass ends at the last hidden state. transformers makes the modules from parts of the checkpoint,
+    so its renames, fusions and dtypes apply.
 
     Attributes:
         source: The checkpoint; `source.read` lists the tensors read so far.
+        causal: The model. Its layers are on the meta device until they are called.
         resident: The number of layers that it holds in memory.
         skipped: The number of first layers that are called without being computed.
         reads: How often each layer was read.
     """
 
-    def __init__(self, source: SafetensorsSource, loader: LayerLoader, layers: list[nn.Module], resident: int) -> None:
-        self.source = source
-        self._loader = loader
-        self._layers = layers
+    def __init__(
+        self,
+        source: SafetensorsSource,
+        config: Any,
+        *,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        resident: int,
+    ) -> None:
+        self.source, self._config, self._device, self._dtype = source, config, device, dtype
         self.resident = resident
         self.skipped = 0
         self.reads: Counter[int] = Counter()
-        self._empty = [layer.state_dict() for layer in layers]  # on meta: costs nothing
         self._in_memory: set[int] = set()
         self._pins: Counter[int] = Counter()
-        for index, layer in enumerate(layers):
+        with torch.device("meta"):
+            self.causal = new_model(config, dtype).eval().requires_grad_(False)
+        prefix, stack = self.causal.base_model_prefix, stack_of(self.causal)
+        self._base_class = type(getattr(self.causal, prefix))
+        self._path = stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
+        layers = self.causal.get_submodule(stack)
+        self._layers = list(layers.children())
+        self._empty = [layer.state_dict() for layer in self._layers]  # on meta: costs nothing
+        self._split()
+        setattr(self.causal, prefix, self._base(layers))
+        for index, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(partial(self._before, index))
 
     def _before(self, index: int, _module: nn.Module, _args: Any) -> None:
@@ -64,7 +81,7 @@ class LayerStore:
             if len(self._in_memory) >= self.resident and not self._pins[other]:
                 self._layers[other].load_state_dict(self._empty[other], assign=True)
                 self._in_memory.remove(other)
-        self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
+        self._layers[index].load_state_dict(self._layer(index), assign=True)
         self._in_memory.add(index)
         self.reads[index] += 1
 
@@ -78,30 +95,14 @@ class LayerStore:
         finally:
             self._pins[index] -= 1
 
-
-class LayerLoader:
-    """Makes modules from parts of a checkpoint. transformers loads them, so its renames, fusions and dtypes apply."""
-
-    def __init__(
-        self, source: SafetensorsSource, config: Any, *, device: str | torch.device, dtype: torch.dtype
-    ) -> None:
-        self._source, self._config, self._device, self._dtype = source, config, device, dtype
-        with torch.device("meta"):
-            self.causal = new_model(config, self._dtype).eval().requires_grad_(False)
-        prefix = self.causal.base_model_prefix
-        self._base_class = type(getattr(self.causal, prefix))
-        self.stack = stack_of(self.causal)
-        self._path = self.stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
-        self._split()
-
     def _split(self) -> None:
         """Sort the tensors of the checkpoint by layer, and leave out the unembedding."""
-        stack = self.stack.rsplit(".", 1)[-1]
+        stack = self._path.rsplit(".", 1)[-1]
         pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
-        nested = any(_LANGUAGE.match(name) for name in self._source.weight_map)
+        nested = any(_LANGUAGE.match(name) for name in self.source.weight_map)
         self._outside: dict[str, str] = {}  # name in the checkpoint -> name to load it by
         self._inside: dict[int, dict[str, str]] = {}
-        for name in self._source.weight_map:
+        for name in self.source.weight_map:
             if _HEAD.search(name) or (nested and not _LANGUAGE.match(name)):
                 continue
             key = name
@@ -114,8 +115,8 @@ class LayerLoader:
                 head, layer, tail = match.groups()
                 self._inside.setdefault(int(layer), {})[name] = f"{head}0{tail}"
 
-    def base(self) -> nn.Module:
-        """The base of the model. It is whole except for the weights of its layers, which are on the meta device."""
+    def _base(self, layers: nn.Module) -> nn.Module:
+        """The base of the model, with these layers. Around them it is whole."""
         shallow = copy.deepcopy(self._config)
         shallow.num_hidden_layers = 0
         base = self._make(shallow, self._outside, "the part around the layers")
@@ -123,11 +124,10 @@ class LayerLoader:
             if hasattr(module, "config"):
                 module.config = self._config  # forward passes read the depth and the layer types from it
         parent, _, leaf = self._path.rpartition(".")
-        layers = self.causal.get_submodule(self.stack)
         setattr(base.get_submodule(parent), leaf, layers)
         return base
 
-    def layer(self, index: int) -> dict[str, Tensor]:
+    def _layer(self, index: int) -> dict[str, Tensor]:
         """The weights of one decoder layer, by the names of its module."""
         names = self._inside.get(index, {})
         single = copy.deepcopy(self._config)
@@ -137,7 +137,7 @@ class LayerLoader:
         if hasattr(single, "mlp_only_layers"):
             # The rule of the whole model goes by the number of a layer, so the single layer is told what it is there.
             single.mlp_only_layers = []
-            if not any(parameter.ndim == 3 for parameter in self._empty(index).parameters()):
+            if not any(parameter.ndim == 3 for parameter in self._layers[index].parameters()):
                 single.mlp_only_layers = [0]
             single.decoder_sparse_step = 1
         if hasattr(single, "first_k_dense_replace"):
@@ -145,25 +145,21 @@ class LayerLoader:
         alone = f"{self._path}.0"
         with torch.device("meta"):
             made = self._base_class(single).get_submodule(alone)
-        if kind_of(made) != kind_of(self._empty(index)):
+        if kind_of(made) != kind_of(self._layers[index]):
             raise UnsupportedError(
-                f"layer {index} of {self._source.name} alone is of another kind than in the whole model; load it whole "
+                f"layer {index} of {self.source.name} alone is of another kind than in the whole model; load it whole "
                 "with sinkscope.load(...)",
                 page="not-streamable",
             )
         module = self._make(single, names, f"layer {index}", alone, f"{self._path}.{index}")
         return module.get_submodule(alone).state_dict()
 
-    def _empty(self, index: int) -> Any:
-        """A layer of the whole model, on meta."""
-        return self.causal.get_submodule(f"{self.stack}.{index}")
-
     def _make(self, config: Any, names: dict[str, str], what: str, part: str = "", truly: str = "") -> nn.Module:
         """Make an object of the base class from these tensors, which must include every tensor below `part`.
 
         In the whole model, `part` is called `truly`.
         """
-        state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
+        state = {names[name]: tensor for name, tensor in self.source.tensors(names).items()}
         with quiet(bars=False), torch.random.fork_rng(devices=[]):
             module, info = self._base_class.from_pretrained(
                 None,
@@ -175,7 +171,7 @@ class LayerLoader:
             )
         if info["mismatched_keys"]:
             raise SinkscopeError(
-                f"the shapes of {what} in {self._source.name} are not those of its config.json; download both from one "
+                f"the shapes of {what} in {self.source.name} are not those of its config.json; download both from one "
                 "revision",
                 page="missing-tensors",
             )
@@ -183,11 +179,11 @@ class LayerLoader:
         if absent:
             first = absent[0].removeprefix(f"{part}.")
             raise SinkscopeError(
-                f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
+                f"{self.source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
                 page="missing-tensors",
             )
         origins = {new: stored for stored, new in names.items()}
-        check_unexpected(module, info["unexpected_keys"], self._source.name, origins)
+        check_unexpected(module, info["unexpected_keys"], self.source.name, origins)
         path = f"{self.causal.base_model_prefix}.{truly}".rstrip(".")
-        check_finite(module.get_submodule(part), self._source.name, f"{path}.")  # what is outside holds random numbers
+        check_finite(module.get_submodule(part), self.source.name, f"{path}.")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import LocalFiles, weight_files
+from sinkscope.models.checkpoints.checkpoint import Files, weight_files
 from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class
 from sinkscope.results.console import note
 
 
-def model_with_weights(
-    source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any], *, is_cut: bool
-) -> Any:
+def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any], *, is_cut: bool) -> Any:
     """A model in eval mode, with the weights of the files.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 
@@ -14,10 +14,6 @@ from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.parts import Kind
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import Target
-
-Backend = Literal["bridge", "hf", "nnsight"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-
 
 _LIBRARIES = {"bridge": ("TransformerLens", "transformer-lens"), "nnsight": ("nnsight", "nnsight")}
 """What wraps a model, and its package."""
@@ -121,7 +117,7 @@ def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
     )
 
 
-def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
+def wrap(hf: Any, tokenizer: Any, backend: Kind) -> Any:
     """Wrap `hf` as the requested kind of object. Bridge and nnsight change `hf` in place, so do not use it elsewhere.
 
     The tokenizer is copied first, because both set padding and special tokens on theirs. TransformerLens and nnsight

@@ -17,7 +17,8 @@ from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
 from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
 
-Kind = Literal["hf", "bridge", "nnsight"]
+Kind = Literal["bridge", "hf", "nnsight"]
+"""Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
 
 
 @dataclass(frozen=True, eq=False)

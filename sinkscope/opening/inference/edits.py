@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -14,12 +17,49 @@ from sinkscope.models.modules.down_projections import column_factor, typical_neu
 from sinkscope.models.modules.experts import experts_of
 from sinkscope.models.passes.short import relative_error
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.passing import Passing, rounded
 
-EDITED_ROWS = (4, 5, 6)
-"""Rows of the batch with an edit."""
-_MOVED, _TURNED, _SCALED = EDITED_ROWS  # a neuron, what experts give, or `up` is
+ROWS = 7
+"""Rows of the batch: an intact one, three with a turned head of queries, keys or values, and three edited here."""
+_MOVED, _TURNED, _SCALED = 4, 5, 6  # a neuron, what experts give, or `up` is
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
+_ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
+
+
+@dataclass(eq=False)
+class Passing:
+    """What passed a module, by row of the batch and position, in float32.
+
+    Attributes:
+        ran: Whether the module ran.
+        rows: What passed it; no numbers before it ran.
+    """
+
+    ran: bool = False
+    rows: Float[Tensor, "row pos width"] = field(default_factory=lambda: torch.empty(0, 0, 0))
+
+    def by_row(self, tensor: Tensor) -> Float[Tensor, "row pos width"]:
+        """A tensor by row and position, which OPT and experts run together."""
+        if tensor.ndim == 2:
+            return rearrange(tensor, "(row pos) width -> row pos width", row=ROWS)
+        return rearrange(tensor, "row pos ... -> row pos (...)")
+
+    def keep(self, output: Any) -> None:
+        """Keep a copy of what passes; some models add to it in place."""
+        self.rows = self.by_row(first_tensor(output).detach()).float().clone()
+        self.ran = True
+
+    def change(self, row: int) -> Float[Tensor, "pos width"]:
+        """What an edit of a row changed, beside the first row."""
+        return self.rows[row] - self.rows[0]
+
+
+def rounded(constant: float) -> float:
+    """A constant as an adapter states it."""
+    if abs(constant) < _ONE:
+        return 0.0
+    if abs(constant - 1) < _ONE:
+        return 1.0
+    return float(f"{constant:.4g}")
 
 
 class MlpEdits:
@@ -35,13 +75,13 @@ class MlpEdits:
         problem: Why they cannot be compared.
     """
 
-    def __init__(self, target: Target, layer: int, rows: int) -> None:
-        self.target, self.layer, self.adapter, self._rows = target, layer, target.adapter, rows
+    def __init__(self, target: Target, layer: int) -> None:
+        self.target, self.layer, self.adapter = target, layer, target.adapter
         self.errors = list[float]()
         self.factors = dict[str, float]()
         self.problem: str | None = None
         self.is_mixture = target.is_mixture(layer)
-        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing(rows) for _ in range(5))
+        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing() for _ in range(5))
         neuron: int | None = 0
         if target.has_part(layer, "down"):
             neuron = typical_neuron(target, layer)

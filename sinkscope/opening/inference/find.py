@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
-from sinkscope.models.loading.config import cpu_by_default
-from sinkscope.models.modules.stack import DRAFT, layer_kinds
+from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
+from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
 from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
-from sinkscope.opening.inference.sample import sample_of
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
+_TOKENS = 64  # in the vocabulary of a small model
 
 
 @cpu_by_default()
@@ -87,7 +89,8 @@ def prove(target: Target) -> None:
     """
     if target.is_elsewhere or target.shards.size > 1:
         return
-    report = probe(target)
+    # The attention of a plain model was compared where its adapter was found, once per configuration.
+    report = probe(target, attention=target.kind != "hf" or "*" in dict(target.adapter.unproved))
     if report.problem is not None:
         raise _refusal(target, report.problem)
     _KNOWN[_key(target.hf)] = _noted(target.adapter, report.unproved)
@@ -125,3 +128,16 @@ def _key(hf: Any) -> tuple[type, Adapter | None, str]:
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
     return type(hf), row_of(hf.config.model_type), str(sorted(config.items(), key=str))
+
+
+def sample_of(hf: Any) -> Any:
+    """A random model of a model's configuration, in float32: the first layer of each kind and those before it."""
+    config = copy.deepcopy(hf.config)
+    config.distributed_config = None  # it is whole in every process
+    text = config.get_text_config()
+    kinds = first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
+    cut_depth(text, max(*kinds, 1) + 1)  # at least two
+    text.vocab_size, text.pad_token_id = _TOKENS, 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return new_model(config).float().eval().requires_grad_(False)

@@ -25,14 +25,12 @@ from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.edits import EDITED_ROWS, MlpEdits
-from sinkscope.opening.inference.passing import Passing, rounded
+from sinkscope.opening.inference.edits import ROWS, MlpEdits, Passing, rounded
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
 Rows = Float[Tensor, "row pos width"]
 _TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
-_ROWS = 1 + len(_TURNED) + len(EDITED_ROWS)
 _TOKENS = 6
 _HEAD = 1  # the one that is edited, if there are two
 _LARGE = 1000.0
@@ -49,8 +47,7 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
         layers: The layers.
         measures: Whether the factors of attention and MLP are measured, and not those of the adapter.
     """
-    tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
-    checks = {layer: LayerSums(target, layer, tolerance, measures) for layer in layers}
+    checks = {layer: LayerSums(target, layer, measures) for layer in layers}
     hooks = list[Hook]()
     for check in checks.values():
         hooks += check.hooks()
@@ -63,7 +60,7 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
     if target.kind != "bridge":  # its attention is its own
         tap = listening(target, see)
     with torch.no_grad(), tap, target.hooks(*hooks):
-        target.forward(token_ids(target, _TOKENS).expand(_ROWS, -1), upto=max(layers))
+        target.forward(token_ids(target, _TOKENS).expand(ROWS, -1), upto=max(layers))
     return list(checks.values())
 
 
@@ -76,13 +73,14 @@ class LayerSums:
         edits: What edits of the MLP show.
     """
 
-    def __init__(self, target: Target, layer: int, tolerance: float, measures: bool) -> None:
-        self.target, self.layer, self.tolerance, self.measures = target, layer, tolerance, measures
+    def __init__(self, target: Target, layer: int, measures: bool) -> None:
+        self.target, self.layer, self.measures = target, layer, measures
+        self.tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
         self.problems = dict[str, str]()
         self.factors = {"attn_factor": target.adapter.attn_factor, "write_factor": target.adapter.write_factor}
-        self.pre, self.attn, self.mid, self.mlp = (Passing(_ROWS) for _ in range(4))
-        self.own_attn, self.projected, self.heads = (Passing(_ROWS) for _ in range(3))  # what attention itself gives
-        self.edits = MlpEdits(target, layer, _ROWS)
+        self.pre, self.attn, self.mid, self.mlp = (Passing() for _ in range(4))
+        self.own_attn, self.projected, self.heads = (Passing() for _ in range(3))  # what attention itself gives
+        self.edits = MlpEdits(target, layer)
         self._generator = torch.Generator().manual_seed(layer)
         self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
         self._count = 0  # query heads
@@ -114,7 +112,7 @@ class LayerSums:
     def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
         """Put random numbers in the place of what passes; the same ones in both rows, or not."""
         rows = passing.by_row(tensor).clone()
-        count = 1 if same else _ROWS
+        count = 1 if same else ROWS
         noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
         if passing is self.pre:
             noise[:, -1] *= _LARGE
@@ -131,7 +129,7 @@ class LayerSums:
         """Let the numbers of one head change places."""
         turned = tensor.clone()
         try:
-            heads = head_projection(which, self.target, turned.view(_ROWS, -1, turned.shape[-1]))
+            heads = head_projection(which, self.target, turned.view(ROWS, -1, turned.shape[-1]))
         except Exception as error:
             self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
             return tensor
@@ -181,7 +179,7 @@ class LayerSums:
 
     def _finish(self, output: Any) -> None:
         """Compare at the end of the layer."""
-        post = Passing(_ROWS)
+        post = Passing()
         post.keep(output)
         adapter, pre = self.target.adapter, self.pre.rows
         self.edits.finish()

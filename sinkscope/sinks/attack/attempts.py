@@ -20,7 +20,7 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.text.chat import chat_text
 from sinkscope.results.claims import Claims, Outcome
-from sinkscope.results.parts import Tokens, neurons_of
+from sinkscope.results.parts import Tokens
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
@@ -156,11 +156,10 @@ class Attempts:
         claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
-            neurons = neurons_of(site.numbers for site in patch.checked_sites)
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
             for words, left in (("Listing 1", listing), ("the patch", patched)):
                 outcome = Outcome(f"spikes under {words}", unit="cases")
-                claims.append(claim_of_cases(neurons, place, outcome, torch.stack([left, intact, control])))
+                claims.append(claim_of_cases(patch.checked_sites, place, outcome, torch.stack([left, intact, control])))
         return tuple(claims)
 
 

@@ -21,7 +21,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.parts import in_words, neurons_of
+from sinkscope.results.parts import in_words, neurons_of, sites_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
@@ -153,5 +153,5 @@ def patch_eval(
     return PatchEvaluation(
         perplexity=perplexity,
         errors=np.append(np.nan, errors_of(samples).numpy() * perplexity[1:]),
-        neurons=tuple(site.numbers for site in edit.checked_sites),
+        neurons=sites_of(edit.checked_sites),
     )

@@ -21,7 +21,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of, neuron_names, short_sentence
-from sinkscope.results.parts import neurons_of
+from sinkscope.results.parts import neurons_of, sites_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
@@ -301,7 +301,7 @@ def patch_make(
     return PatchMade(
         verdict=verdict,
         reason=reason,
-        sites=tuple(site.numbers for site in sites),
+        sites=sites_of(sites),
         calibrated=tuple(patch.calibrated[site] for site in sites),
         proof=proof,
     )

@@ -7,10 +7,11 @@ from contextlib import suppress
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.edit.sites import NeuronSite, groups_of
+from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws, some_of
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.find import find_sinks
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
@@ -42,7 +43,7 @@ def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
-    calibrated: dict[NeuronSite, float] = {}
+    calibrated: dict[Neuron, float] = {}
     for group in groups_of(patch.checked_sites):
         with setup.target.loaded(group.layer):
             view = neutral_view(setup.target, group.layer, setup.ids)
@@ -54,5 +55,5 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
             value = neutral_up(view, flat)
             if patch.site == "post" or value is None:
                 value = neutral_post(setup.target, view, flat)
-            calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
+            calibrated[Neuron(group.layer, group.expert, neuron)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)

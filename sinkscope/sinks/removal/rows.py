@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
-from sinkscope.hooks.edit.sites import groups_of, site_of
+from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, hidden_of, on_hidden, on_output, with_hidden
 from sinkscope.models.modules.experts import Args, Kwargs
 from sinkscope.models.norms import norm_of
@@ -233,11 +233,11 @@ class Rows:
     def _hooks(self, layers: range) -> list[Hook]:
         """The hooks that carry out the edits in some layers."""
         parts = dict.fromkeys(chain.from_iterable(self.edits[: self._joined]))
-        silenced = [site_of(part.site) for part in parts if isinstance(part, Neuron)]
+        silenced = [part for part in parts if isinstance(part, Neuron)]
         hooks: list[Hook] = []
         for group in groups_of(silenced):
             if group.layer in layers:
-                where = torch.cat([self._rows_with(Neuron.of(site.numbers)) for site in group.sites], -1)
+                where = torch.cat([self._rows_with(site) for site in group.sites], -1)
                 hooks.append(neurons_place(self.target, group).rows(where, torch.zeros_like))
         for part in parts:
             if isinstance(part, Component | Head) and part != KEY_BIAS and (part.layer or 0) in layers:

@@ -17,7 +17,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
-from sinkscope.results.parts import neurons_of
+from sinkscope.results.parts import sites_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
@@ -172,8 +172,8 @@ def read_probabilities(
     claims = [claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))]
     neurons: Sites = ()
     if edit is not None:
-        neurons = tuple(site.numbers for site in edit.checked_sites)
-        claims.append(claim_of_cases(neurons_of(neurons), claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
+        neurons = sites_of(edit.checked_sites)
+        claims.append(claim_of_cases(edit.checked_sites, claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
     setup.record(patch=neurons)
     return ProbabilityReading(
         sweep=sweep,
