@@ -89,8 +89,7 @@ def prove(target: Target) -> None:
     """
     if target.is_elsewhere or target.shards.size > 1:
         return
-    # The attention of a plain model was compared where its adapter was found, once per configuration.
-    report = probe(target, attention=target.kind != "hf" or "*" in dict(target.adapter.unproved))
+    report = probe(target)
     if report.problem is not None:
         raise _refusal(target, report.problem)
     _KNOWN[_key(target.hf)] = _noted(target.adapter, report.unproved)

@@ -46,13 +46,12 @@ class ProbeReport:
 
 
 @torch.no_grad()
-def probe(target: Target, *, every_layer: bool = True, attention: bool = True) -> ProbeReport:
+def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
 
     Args:
         target: The model, with an adapter. It is left unchanged.
         every_layer: Whether all layers are edited, and not only the first of each kind.
-        attention: Whether recomputed attention is compared with the model's own.
 
     Returns:
         What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
@@ -76,8 +75,7 @@ def probe(target: Target, *, every_layer: bool = True, attention: bool = True) -
                 check_positions(target)
         else:
             _measure_edits(report, target, first_of_kinds(target))
-        if attention:
-            report.row_sum_error, report.attention_error = attention_errors(target)
+        report.row_sum_error, report.attention_error = attention_errors(target)
         if not report.row_sum_error <= report.tolerance:
             raise UnsupportedError(f"recomputed attention rows do not sum to one (off by {report.row_sum_error:.2g})")
         if not report.attention_error <= report.tolerance:
