@@ -31,6 +31,7 @@ from sinkscope.sinks.attack.attempts import (
     Attempts,
     attack_contexts,
     attack_patches,
+    drawn_sources,
     make_pools,
 )
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
@@ -235,7 +236,8 @@ def attack(
     if sequences and made is not None:
         hold_layers(target, made.scan.layer)
         everyone = make_pools({-1: ordinary}, size, left_out)
-        attempts = Attempts(setup, made.scan, contexts, patches, (pools, everyone), lengths, sequences)
+        drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
+        attempts = Attempts(setup, made.scan, contexts, patches, drawn)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             attempts.fill(table)

@@ -34,8 +34,8 @@ def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "to
         tokens: The tokens.
     """
     heads = model.setup.n_heads
-    lost = torch.zeros(1 + heads, *model.means.shape[:2], dtype=torch.bool)
-    lost[:, 0] = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+    lost = model.none_of(1 + heads)
+    lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
     ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
     rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
     return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))

@@ -137,9 +137,14 @@ def parts_of(result: Circuit) -> list[list[str]]:
         for row in result.rows():
             if row["role"] in roles:
                 lost, control = (max(0.0, 1 - row[name]) for name in ("left", "control"))
-                words = (str(row["place"]), f"{lost:.0%} lost without it", f"({row['contrast']}: {control:.0%})")
-                lines = map(html.escape, words)
-                named.setdefault(row["subject"], "<br>".join([f"<b>{html.escape(row['subject'])}</b>", *lines]))
+                words = (
+                    row["subject"],
+                    row["place"],
+                    f"{lost:.0%} lost without it",
+                    f"({row['contrast']}: {control:.0%})",
+                )
+                subject, *lines = map(html.escape, words)
+                named.setdefault(subject, "<br>".join([f"<b>{subject}</b>", *lines]))
         steps.append(list(named.values())[:MOST_PARTS])
     if result.spikes:
         steps.append(["<b>spike</b><br>the norm far above the typical one"])
@@ -153,18 +158,16 @@ def draw(result: Circuit) -> go.Figure:
     titles = ["from the mark to the heads that read it", "attention that heads keep without the sink's maker"]
     fig: Any = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
     steps = parts_of(result)
-    places: list[list[float]] = []
-    for step in steps:
-        places.append([(number + 0.5) / len(step) for number in range(len(step))])
-    for level, below in enumerate(places[1:], 1):
-        for start, end in product(places[level - 1], below):
-            line = {"color": GREY, "width": 1}
-            ends = {"x": [start, end], "y": [level - 1, level]}
-            fig.add_scatter(**ends, mode="lines", line=line, showlegend=False, hoverinfo="skip", row=1, col=1)
-    for level, (step, across) in enumerate(zip(steps, places, strict=True)):
+    above: list[float] = []
+    for level, step in enumerate(steps):
+        across = [(number + 0.5) / len(step) for number in range(len(step))]
+        for ends in product(above, across):
+            line = {"mode": "lines", "line": {"color": GREY, "width": 1}, "showlegend": False, "hoverinfo": "skip"}
+            fig.add_scatter(x=ends, y=[level - 1, level], **line, row=1, col=1)
         for text, x in zip(step, across, strict=True):
             box = {"showarrow": False, "bgcolor": "#ffffff", "bordercolor": BLUE, "borderpad": 6, "font": {"size": 11}}
             fig.add_annotation(x=x, y=level, text=text, **box, row=1, col=1)
+        above = across
     fig.update_xaxes(range=[0, 1], visible=False, col=1)
     fig.update_yaxes(range=[len(steps) - 0.5, -0.5], visible=False, col=1)
     kept: dict[tuple[int, int], float] = {}
