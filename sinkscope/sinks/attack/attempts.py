@@ -155,7 +155,7 @@ class Attempts:
         return tuple(claims)
 
 
-def after(lead: Sequence[int], rows: TokenRows) -> TokenRows:
+def after(lead: Sequence[int], rows: TokenRows) -> Tensor:
     """Sequences with the same tokens before each."""
     return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
 
