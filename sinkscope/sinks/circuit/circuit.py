@@ -1,38 +1,43 @@
 """The circuit of each sink: what marks its place, the neurons that make its spike, and the heads that attend to it.
 
-The claims about neurons and heads are those of `find_sinks`; what marks the place is measured here (`marks`).
+The claims about neurons and heads are those of `find_sinks`; what marks the place is measured here: the heads, or what
+else writes there before the spike begins.
 """
 
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
+import torch
 from plotly.subplots import make_subplots
 
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Claims, Search
+from sinkscope.results.claims import Claim, Claims, Outcome, Search
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import POSITION
 from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
 from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.records import Sink, Spike
 from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statement
-from sinkscope.sinks.find.spikes import made_spikes
+from sinkscope.sinks.find.spikes import MadeSpike, made_spikes
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.removal.components import key_bias, key_projection
+from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
+from sinkscope.sinks.removal.position_effect import PositionEffect
+from sinkscope.sinks.tokens import prefixes, repeated
 from sinkscope.sinks.values import HeadValue, values_of, values_sentence
 
 TRACED = 4  # spikes whose marks are traced at most
+TEXTS = 2  # pieces of typical text in which they are traced
 MOST_PARTS = 4  # of a step that are drawn
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
@@ -207,14 +212,14 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     made = made_spikes(setup, Survey.of(setup))
     claims: list[Claim] = []
     for each in made[:TRACED]:
-        claims += marks_of(setup, each)
+        claims += place_marks(setup, each)
     words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
         repeats = (word.repeats or 0) * 3 // 2
         if setup.target.max_positions is not None:
             repeats = min(repeats, setup.target.max_positions - 1)
-        claims += repetition_marks(setup, made[0], word.id, repeats)
+        claims += copies_marks(setup, made[0], word.id, repeats)
     values, of_values = values_of(setup.target, Survey.of(setup))
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),
@@ -233,3 +238,54 @@ def _untested(target: Target) -> tuple[str, ...]:
         if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
             return ("the bias of the keys",)
     return ()
+
+
+def begins(made: MadeSpike) -> int:
+    """The layer after which a spike has begun."""
+    if made.found.set:
+        return max(neuron.layer for neuron in made.found.set)
+    return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
+
+
+def place_marks(setup: Setup, made: MadeSpike) -> Claims:
+    """What the spike of a place needs before the MLP of the layer in which it begins."""
+    scan = made.scan
+    ids = scan.ids[:TEXTS]
+    other = scan.ordinary(begins(made), ids.shape[1] // 2)[:TEXTS]
+    return marks_of(
+        setup, made, MARKS, made.spike.place.words, PositionEffect(setup.target, ids, scan.at[:TEXTS], other)
+    )
+
+
+def copies_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) -> Claims:
+    """What marks the last of many repetitions of a token."""
+    ids = repeated(prefixes(setup, [token]), [token], repeats)
+    place = f"the last of {repeats} copies of {setup.tokenizer.decode([token])!r}"
+    return marks_of(setup, made, COPIES, place, PositionEffect(setup.target, ids, repeats, 1))
+
+
+def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:
+    """What is left of the norm above a typical one where a spike has begun, without all marks, and without each."""
+    layer = begins(made)
+    effect = replace(effect, layer=layer, without=made.scan.shared_dims)
+    candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
+    marks = effect.marks(candidates)
+    others, name = beside(setup, marks, (), layer, candidates)
+    if not marks or not others:
+        return ()
+    subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
+    left = (1 - torch.tensor(effect.necessity([*subjects, *others]))).clamp(min=0)
+    claims: list[Claim] = []
+    for subject, kept in zip(subjects, left, strict=False):
+        claim = Claim(
+            role=role if subject == marks else f"{role} alone",
+            subject=subject,
+            outcome=Outcome("norm", layers=(layer,)),
+            place=place,
+            value=float(kept),
+            contrasts=(INTACT, by_chance(marks, left[len(subjects) :], name)),
+            draws=len(effect.ids),
+            search=Search("components alone and in sets", len(candidates)),
+        )
+        claims.append(claim)
+    return tuple(claims)
