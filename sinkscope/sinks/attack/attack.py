@@ -144,9 +144,8 @@ class ClusterAttack(Result):
         numbers = []
         if self.clusters is not None:
             served = float(np.isfinite(self.clusters.head).mean())
-            beside: dict[str, Any] = {"share": True, "contrast": "without heads"}
-            label = "tokens that one head of layer 0 marks"
-            numbers.append(Number("served", label, served, self.clusters.without_heads, **beside))
+            label, without = "tokens that one head of layer 0 marks", self.clusters.without_heads
+            numbers.append(Number("served", label, served, without, share=True, contrast="without heads"))
         return [*numbers, *numbers_of(self.attacked)]
 
 

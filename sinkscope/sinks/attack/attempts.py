@@ -127,13 +127,12 @@ class Attempts:
             ids: The sequences with what stands before.
             high: Which of their last positions have a high norm.
         """
-        target, end = self.setup.target, ids.shape[1]
-        layers = [layer for layer in target.attending if layer > self.scan.layer]
+        end = ids.shape[1]
         keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
         tail = self.setup.ids[:1, -TAIL:].expand(len(ids), -1)
-        received = attention_from(target, torch.cat([ids, tail], 1), keys, end, ROWS)[:, 0, layers].sum(1)
+        received = attention_from(self.setup.target, torch.cat([ids, tail], 1), keys, end, ROWS) / TAIL
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
-        return float((received / (TAIL * len(layers))).mean()), float(uniform)
+        return float(received[:, 0, self.scan.layer + 1 :].nanmean(1).mean()), float(uniform)
 
     def claims(self, best: tuple[int, int]) -> Claims:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""

@@ -128,7 +128,7 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
     """The norms of repeated tokens at the layer of a spike."""
     scan, before = made.scan, len(sweep.before)
     neurons = tuple(neuron.address for neuron in made.neurons)
-    reference, outcome = scan.spike_norm[scan.layer], Outcome("norm", (scan.layer,))
+    reference = scan.spike_norm[scan.layer]
     zeroed: dict[str, Sites] = {"intact": ()}
     if ablate and neurons:
         control = random_neurons(setup.target, neurons, neurons, setup.seed)
@@ -145,10 +145,11 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
     rows = reached if len(reached) else tried
     claims = []
     if len(rows):
-        claims.append(norms_of_copies(setup, scan, ids[rows], before, len(tried)))
-    if len(zeroed) > 1 and len(reached):
-        left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-        claims.append(claim_of_cases(neurons, claims[0].place, outcome, left, len(tried)))
+        copies = norms_of_copies(setup, scan, ids[rows], before, len(tried))
+        claims.append(copies)
+        if len(zeroed) > 1 and len(reached):
+            left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
+            claims.append(claim_of_cases(neurons, copies.place, copies.outcome, left, len(tried)))
     return NormReading(
         sweep=sweep,
         place=made.spike.place.words,
