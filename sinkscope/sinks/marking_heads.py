@@ -245,10 +245,8 @@ class MarkingHeads(Result):
 
 def _medians(values: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
     """The median over tokens that fire; minus infinity without softmax attention."""
-    medians = np.full(values.shape[1], -np.inf)
-    attending = np.isfinite(values).any(0)
-    medians[attending] = np.nanmedian(values[:, attending].astype(np.float64), axis=0)
-    return medians
+    medians = torch.from_numpy(values).double().nanquantile(0.5, 0)
+    return medians.nan_to_num(-torch.inf).numpy()
 
 
 def draw(result: MarkingHeads) -> go.Figure:

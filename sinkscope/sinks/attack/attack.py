@@ -103,9 +103,9 @@ class ClusterAttack(Result):
     def best(self) -> tuple[int, int] | None:
         """Context and length of the cluster attack with most successful positions; None if none was tried."""
         tried = np.nan_to_num(self.positions[0, :, :, 0], nan=-1.0)
-        if tried.max(initial=-1.0) < 0:
+        context, length = max(np.ndindex(*tried.shape), key=lambda place: (tried[place], place[1]))
+        if tried[context, length] < 0:
             return None
-        context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
         return context, length
 
     @property

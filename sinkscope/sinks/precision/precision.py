@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, Literal
 
+import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 
@@ -301,4 +302,4 @@ def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> K
 def costliest_layers(texts: Texts, scheme: dict[str, Any]) -> tuple[int, ...]:
     """The layers, the one first whose exactness leaves the smallest divergence."""
     left = [float(texts.rounded(**scheme, layers=[layer]).kl.mean()) for layer in range(texts.target.n_layers)]
-    return tuple(sorted(range(len(left)), key=lambda layer: left[layer]))
+    return tuple(np.argsort(left, kind="stable").tolist())
