@@ -15,10 +15,9 @@ from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.find.spikes import sink_spike, without_spike
-from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
-from sinkscope.sinks.repetition.norm import NormReading, read_norms
+from sinkscope.sinks.repetition.norm import AtlasReading, NormReading, read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import ProbabilityReading, in_memory, read_probabilities
 from sinkscope.sinks.repetition.sweep import NoReading, sweep_rows
 
