@@ -25,7 +25,7 @@ from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import TokenRows, encode
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
 SEQUENCES_AT_ONCE = 64  # sequences per pass
@@ -177,7 +177,7 @@ def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ..
             turn = chat_text(tokenizer, [{"role": "user", "content": MARK}], answer=False)
             prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
     if prefix:
-        contexts["chat"] = (*start, *tokenizer(prefix, add_special_tokens=False)["input_ids"])
+        contexts["chat"] = (*start, *encode(setup, prefix))
     return contexts
 
 

@@ -1,4 +1,4 @@
-"""Norm of repeated tokens at the sink layer, of some tokens, also with sink neurons zeroed (Yona et al. 2025, Fig. 2, 3, 7).
+"""Norm of repeated tokens at the sink layer, also with sink neurons zeroed (Yona et al. 2025, Fig. 2, 3, 7, 9).
 
 Of every token of the vocabulary, it says after how many repetitions the token becomes a sink (Fig. 6).
 """
