@@ -175,7 +175,7 @@ def read_probabilities(
         neurons = tuple(site.numbers for site in edit.checked_sites)
         patched = probability[[1, 0, 2], :, -1]
         claims.append(claim_of_cases(neurons_of(neurons), copies.place, copies.outcome, patched))
-    setup.record(patch=neurons)
+    setup.record(patch=neurons, max_repeats=sweep.max_repeats)  # the search for neurons recorded its own
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),
