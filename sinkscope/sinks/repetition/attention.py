@@ -68,10 +68,11 @@ class AttentionReading(Reading):
         times = self.received[:, :, self.layer] / self.uniform
         first, usual, _ = times[0]
         sink, there, _ = np.median(times[1 : 1 + len(self.sweep.tokens)], axis=0)
-        return [
-            f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
-            f"{usual:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {first:,.1f} times its own."
-        ]
+        line = f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
+        line += f"{usual:.2f} times"
+        if np.isfinite(first + sink):  # else no such place stands in one of the texts
+            line += f"; the sink ({self.place}) receives {sink:,.1f} and {first:,.1f} times its own"
+        return [f"{line}."]
 
     def rows(self) -> Table:
         """One row per sequence, layer and class that it has."""

@@ -87,7 +87,14 @@ def draw(result: Repeat) -> go.Figure:
 
 
 def refuse_unused(
-    *, read: str, tokens: Sequence[str] | None, ablate: bool, patch: object, sample: int | None, **_: Any
+    *,
+    read: str,
+    tokens: Sequence[str] | None,
+    prefix: str | None,
+    ablate: bool,
+    patch: object,
+    sample: int | None,
+    **_: Any,
 ) -> None:
     """Refuse options that the reading has no use for, before a model is opened.
 
@@ -97,6 +104,7 @@ def refuse_unused(
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
     unused = {
         "--tokens all belongs to --read norm": every and read != "norm",
+        "--prefix belongs to some tokens": prefix is not None and every,
         "--ablate belongs to --read norm of some tokens": ablate and (read != "norm" or every),
         "--patch belongs to --read probability": patch is not None and read != "probability",
         "--sample belongs to --tokens all": sample is not None and not every,
