@@ -129,7 +129,8 @@ class AtlasReading(Reading):
         tokens: The tokens.
         ids: Their ids.
         repeats: First number of repetitions whose norm at the sink layer reaches half of the spike's.
-        head: Head of layer 0 that serves the token, as in `attack`; none if the spike is not at the first token.
+        head: Head of layer 0 that serves the token, as in `attack`; none if the spike is not at the first token, or
+            layer 0 has no heads.
         max_repeats: Largest number of repetitions tried.
         place: Where the spike is.
     """
@@ -246,7 +247,9 @@ def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | Non
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    clusters = find_clusters(setup, made, ids, resume)
+    clusters = None
+    if target.has_attention(0):
+        clusters = find_clusters(setup, made, ids, resume)
     hold_layers(target, scan.layer)
 
     def work(tokens: list[int]) -> Columns:
