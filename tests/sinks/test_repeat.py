@@ -176,7 +176,7 @@ def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
     assert values == pytest.approx(together, abs=1e-4)
     elsewhere = found.received.copy()
     elsewhere[1, 0] = np.nan
-    assert "sink (" in found.details()[0] and "sink (" not in replace(found, received=elsewhere).details()[0]
+    assert "first token" in found.details()[0] and "first" not in replace(found, received=elsewhere).details()[0]
 
 
 @pytest.mark.parametrize("first", [True, slow(False)])

@@ -42,7 +42,8 @@ class AttentionReading(Reading):
 
     Attributes:
         sweep: What was repeated.
-        place: The sink: where the first spike is that MLPs make, or else what heads attend to.
+        place: The sink: where the first spike is that MLPs make, or else what heads attend to; without either the first
+            token, which is then no sink.
         layer: The first layer with softmax attention whose heads can read the spike.
         sequences: "natural text"; the repeated tokens; and for each, one copy at the position of the last.
         classes: "there": the positions of the repetitions, whatever stands there; "sink": the others that belong to
@@ -71,7 +72,7 @@ class AttentionReading(Reading):
         line = f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
         line += f"{usual:.2f} times"
         if np.isfinite(first + sink):  # else no such place stands in one of the texts
-            line += f"; the sink ({self.place}) receives {sink:,.1f} and {first:,.1f} times its own"
+            line += f"; {self.place} receives {sink:,.1f} and {first:,.1f} times its own"
         return [f"{line}."]
 
     def rows(self) -> Table:
