@@ -209,25 +209,29 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    made = made_spikes(setup, Survey.of(setup))
+    target, made = setup.target, made_spikes(setup, Survey.of(setup))
     claims: list[Claim] = []
     for each in made[:TRACED]:
-        claims += place_marks(setup, each)
+        ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
+        other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
+        claims += marks_of(setup, each, MARKS, each.spike.place.words, PositionEffect(target, ids, at, other))
     words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
         repeats = (word.repeats or 0) * 3 // 2
-        if setup.target.max_positions is not None:
-            repeats = min(repeats, setup.target.max_positions - 1)
-        claims += copies_marks(setup, made[0], word.id, repeats)
-    values, of_values = values_of(setup.target, Survey.of(setup))
+        if target.max_positions is not None:
+            repeats = min(repeats, target.max_positions - 1)
+        ids = repeated(prefixes(setup, [word.id]), [word.id], repeats)
+        place = f"the last of {repeats} copies of {word.token!r}"
+        claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
+    values, of_values = values_of(target, Survey.of(setup))
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),
         spikes=sinks.spikes,
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
         layers_read=sinks.layers_read,
-        untested=_untested(setup.target),
+        untested=_untested(target),
         values=values,
     )
 
@@ -245,23 +249,6 @@ def begins(made: MadeSpike) -> int:
     if made.found.set:
         return max(neuron.layer for neuron in made.found.set)
     return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
-
-
-def place_marks(setup: Setup, made: MadeSpike) -> Claims:
-    """What the spike of a place needs before the MLP of the layer in which it begins."""
-    scan = made.scan
-    ids = scan.ids[:TEXTS]
-    other = scan.ordinary(begins(made), ids.shape[1] // 2)[:TEXTS]
-    return marks_of(
-        setup, made, MARKS, made.spike.place.words, PositionEffect(setup.target, ids, scan.at[:TEXTS], other)
-    )
-
-
-def copies_marks(setup: Setup, made: MadeSpike, token: int, repeats: int) -> Claims:
-    """What marks the last of many repetitions of a token."""
-    ids = repeated(prefixes(setup, [token]), [token], repeats)
-    place = f"the last of {repeats} copies of {setup.tokenizer.decode([token])!r}"
-    return marks_of(setup, made, COPIES, place, PositionEffect(setup.target, ids, repeats, 1))
 
 
 def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:
