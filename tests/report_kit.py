@@ -17,7 +17,7 @@ import sinkscope as ss
 from sinkscope import loops
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.results.result import Result
-from sinkscope.sinks.repetition.atlas import AtlasReading
+from sinkscope.sinks.repetition.norm import AtlasReading
 from sinkscope.sinks.repetition.repeat import Repeat
 
 BAD = "<img src=x onerror=alert(1)>&lt;"

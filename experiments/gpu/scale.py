@@ -27,7 +27,7 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.attack.clusters import TokenClusters
-from sinkscope.sinks.repetition.atlas import AtlasReading
+from sinkscope.sinks.repetition.norm import AtlasReading
 from sinkscope.sinks.repetition.repeat import repeat
 
 

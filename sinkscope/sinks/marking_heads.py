@@ -7,7 +7,7 @@ is read alone, and each row of a pass can replace other heads.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ import torch
 from einops import einsum, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import normalize, one_hot
 
 from sinkscope.hooks.edit.places import heads_place
 from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
@@ -48,30 +49,33 @@ class Replacement:
     Attributes:
         setup: The model.
         sink_layer: Layer of the sink neurons. Heads in this layer and below can be replaced.
-        means: Mean `hook_z` of every head of layers 0 to the sink layer; 0 in layers without softmax attention.
+        means: Mean `hook_z` of the heads of each layer up to the sink layer that has softmax attention.
         flat: The sink neurons, numbered as in a `LayerView`. If there are none, the whole MLP stands for them.
         cols: What each of them writes when its `hook_post` is 1.
     """
 
     setup: Setup
     sink_layer: int
-    means: Float[Tensor, "layer head d_head"]
+    means: Mapping[int, Float[Tensor, "head d_head"]]
     flat: Int[Tensor, " neuron"]
     cols: Float[Tensor, "neuron d_model"]
 
     @classmethod
     def of(cls, setup: Setup, sink_layer: int, neurons: Sequence[Neuron], place: Place) -> Replacement:
         """Built with means over typical text without the first position and without the place."""
-        target = setup.target
-        layers = list(filter(target.has_attention, range(sink_layer + 1)))
-        typical = ~place.means(setup.ids)[:, 1:]
+        target, typical = setup.target, ~place.means(setup.ids)[:, 1:]
+        layers = [layer for layer in target.attending if layer <= sink_layer]
         outputs = trace(target, setup.ids, [f"blocks.{layer}.attn.hook_z" for layer in layers], lambda z: z[:, 1:])
-        of_layers = torch.stack([output[typical].float().mean(0) for output in outputs.values()])
-        means = torch.zeros(sink_layer + 1, *of_layers.shape[1:])
-        means[layers] = of_layers
+        means = {}
+        for layer, output in zip(layers, outputs.values(), strict=True):
+            means[layer] = output[typical].float().mean(0)
         numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in neurons]
         flat = torch.tensor(numbers, dtype=torch.long)
         return cls(setup, sink_layer, means, flat, columns(target, sink_layer, flat))
+
+    def none_of(self, *edits: int) -> Bool[Tensor, "*edit layer head"]:
+        """So many edits that replace no head."""
+        return torch.zeros(*edits, self.sink_layer + 1, self.setup.n_heads, dtype=torch.bool)
 
     def written(
         self, ids: TokenRows, at: Int[Tensor, " row"], replaced: Bool[Tensor, "row layer head"] | None = None
@@ -85,12 +89,17 @@ class Replacement:
         """
         target = self.setup.target
         if replaced is None:
-            replaced = torch.zeros(len(ids), *self.means.shape[:2], dtype=torch.bool)
-        there = torch.nn.functional.one_hot(at, ids.shape[1]).bool()
+            replaced = self.none_of(len(ids))
+        there = one_hot(at, ids.shape[1]).bool()
         batch = max(1, BATCH_VALUES // (ids.shape[1] * target.d_mlp * max(1, target.n_experts(self.sink_layer))))
         written: list[Tensor] = []
         for rows, edits, where in zip(ids.split(batch), replaced.split(batch), there.split(batch), strict=True):
-            with target.hooks(*self._hooks(edits, where)):
+            hooks: list[Hook] = []
+            for layer, mean in self.means.items():
+                if bool(edits[:, layer].any()):
+                    chosen = repeat(edits[:, layer], "row head -> row 1 (head d_head)", d_head=mean.shape[-1])
+                    hooks.append(heads_place(target, layer).rows(chosen & where[..., None], beside(mean.flatten())))
+            with target.hooks(*hooks):
                 view = view_layer(target, self.sink_layer, rows, where)
             output = view.mlp.cpu()
             if len(self.flat):
@@ -99,16 +108,6 @@ class Replacement:
             written.append(output)
             self.setup.progress("heads", min(batch * len(written), len(ids)), len(ids))
         return torch.cat(written)
-
-    def _hooks(self, edits: Bool[Tensor, "row layer head"], where: Bool[Tensor, "row pos"]) -> list[Hook]:
-        """Hooks that replace the heads of `edits` by their means at the positions of `where`, in one pass."""
-        target = self.setup.target
-        hooks: list[Hook] = []
-        for layer, mean in enumerate(self.means):
-            if bool(edits[:, layer].any()) and target.has_attention(layer):
-                chosen = repeat(edits[:, layer], "row head -> row 1 (head d_head)", d_head=mean.shape[-1])
-                hooks.append(heads_place(target, layer).rows(chosen & where[..., None], beside(mean.flatten())))
-        return hooks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +245,8 @@ class MarkingHeads(Result):
 
 def _medians(values: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
     """The median over tokens that fire; minus infinity without softmax attention."""
-    medians = np.full(values.shape[1], -np.inf)
-    attending = np.isfinite(values).any(0)
-    medians[attending] = np.nanmedian(values[:, attending].astype(np.float64), axis=0)
-    return medians
+    medians = torch.from_numpy(values).double().nanquantile(0.5, 0)
+    return medians.nan_to_num(-torch.inf).numpy()
 
 
 def draw(result: MarkingHeads) -> go.Figure:
@@ -307,7 +304,7 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if place.is_first or tokens:
         ids, at, words_for = torch.tensor(words)[:, None], torch.zeros(len(words), dtype=torch.long), FIRST
     intact = bench.written(ids, at)
-    way = torch.nn.functional.normalize(typical.mean(0), dim=0)
+    way = normalize(typical.mean(0), dim=0)
     activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
     fires = activation >= PRESENT
     result = MarkingHeads(
@@ -320,14 +317,11 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     if not bool(fires.any()):
         return result
     marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
-    n_layers, n_heads, _ = bench.means.shape
-    every_layer = torch.eye(n_layers)[..., None].expand(-1, -1, n_heads)
-    every_head = torch.eye(n_layers * n_heads).unflatten(1, (n_layers, n_heads))
-    lost = 1 - marks.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]).bool())
-    layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, (n_layers, n_heads))
-    without_heads = [number for number in range(n_layers) if not setup.target.has_attention(number)]
-    layer_drop[:, without_heads] = torch.nan
-    drop[:, without_heads] = torch.nan
+    shape = n_layers, n_heads = layer + 1, setup.n_heads
+    every_layer = torch.eye(n_layers)[..., None].expand(-1, *shape)
+    every_head = torch.eye(n_layers * n_heads).unflatten(1, shape)
+    lost = 1 - marks.kept(torch.cat([torch.ones(1, *shape), every_layer, every_head]).bool())
+    layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, shape)
     drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
     result = replace(result, all_drop=float(lost[:, 0].median()), **drops)
     medians = _medians(layer_drop.numpy())
@@ -348,16 +342,20 @@ class _Marks:
     intact: Float[Tensor, "firing d_model"]
 
     def kept(self, edits: Bool[Tensor, "*firing edit layer head"]) -> Float[Tensor, "firing edit"]:
-        """Activation of the sink neurons over the intact one, for every firing token and every edit."""
+        """Activation of the sink neurons over the intact one, for every firing token and edit; NaN if it has no head.
+
+        Heads of layers without softmax attention are none.
+        """
         edits = edits.expand(len(self.ids), *edits.shape[-3:])
         rows = torch.arange(len(self.ids)).repeat_interleave(edits.shape[1])
         written = self.bench.written(self.ids[rows], self.at[rows], edits.flatten(0, 1)).unflatten(0, edits.shape[:2])
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
-        return along / self.intact.square().sum(-1, keepdim=True)
+        kept = along / self.intact.square().sum(-1, keepdim=True)
+        return kept.masked_fill(~edits[..., list(self.bench.means), :].any((2, 3)), torch.nan)
 
     def kept_in(self, layer: int, heads: Bool[Tensor, "*firing edit head"]) -> Float[Tensor, "firing edit"]:
         """The same with heads of one layer replaced."""
-        edits = torch.zeros(*heads.shape[:-1], *self.bench.means.shape[:2], dtype=torch.bool)
+        edits = self.bench.none_of(*heads.shape[:-1])
         edits[..., layer, :] = heads
         return self.kept(edits)
 
@@ -378,15 +376,15 @@ class _Marks:
             heads = torch.where(enough, fewer, heads)
         size = heads.sum(1)
         generator = draws(seed, f"heads of layer {layer}")
-        edits = torch.zeros(len(heads), CONTROL_DRAWS + 1, n_heads, dtype=torch.bool)
-        edits[:, 0] = heads
+        edits = heads[:, None].repeat(1, CONTROL_DRAWS + 1, 1)
         for token, others in enumerate(~heads):
+            edits[token, 1:] = False
             for chosen in edits[token, 1:]:
                 chosen[some_of(others.nonzero().flatten().tolist(), int(size[token]), generator)] = True
         lost = 1 - self.kept_in(layer, edits)
-        control = torch.where((n_heads - size >= size) & (size > 0), lost[:, 1:].amax(1), torch.nan)
+        control = lost[:, 1:].amax(1).masked_fill(n_heads - size < size, torch.nan)
         return {
             "serves": self.of_all(heads.float()) == 1,
-            "set_drop": self.of_all(torch.where(size > 0, lost[:, 0], torch.nan)),
+            "set_drop": self.of_all(lost[:, 0]),
             "control_drop": self.of_all(control),
         }

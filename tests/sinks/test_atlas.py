@@ -11,6 +11,7 @@ import torch
 from covering import slow
 from organisms import Organism, organism
 
+from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
 pytestmark = pytest.mark.few_texts
@@ -45,6 +46,13 @@ def test_repeats_are_those_of_one_whole_pass_per_token(family, seed):
     assert result.sink_layer == o.truth.sink_layer and len(atlas.ids) == 6
     expected = [by_hand(o, o.tokenizer.bos_token_id, token, LIMIT) for token in atlas.ids.tolist()]
     np.testing.assert_array_equal(atlas.repeats, expected)
+
+
+def test_without_attention_in_layer_0_no_head_serves_a_token(monkeypatch):
+    o, other = organism("llama", 5), Target.has_attention
+    monkeypatch.setattr(Target, "has_attention", lambda self, layer: layer > 0 and other(self, layer))
+    atlas = measured(o, sample=3).reading
+    assert len(atlas.repeats) == 3 and np.isnan(atlas.head).all()
 
 
 def test_every_grouped_token_gets_there_and_no_other():

@@ -112,7 +112,7 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
     o = organism("llama", 0, kind="none")
     result = measured(o, folder)
     assert {one.kept for one in result.rounded} == {"nothing", "first tokens", "costliest layers"}
-    assert "nothing kept exact" in result.conclusion() and "There is no sink." in result.details()
+    assert "nothing kept unrounded" in result.conclusion() and "There is no sink." in result.details()
 
 
 def changed(result: Precision, margin: float = 0.05, **regained: float) -> Precision:

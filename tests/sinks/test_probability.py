@@ -128,9 +128,11 @@ def test_of_a_flat_distribution_no_token_counts_as_the_likeliest():
     with torch.no_grad():
         weight.mul_(1e-6)
         try:
-            found = measured(answer_after=[5], new_tokens=1, max_repeats=20).reading
+            result = measured(answer_after=[5], new_tokens=1, max_repeats=20)
         finally:
             weight.mul_(1e6)
+    found = result.reading
+    assert result.settings["max_repeats"] == 20  # not those of the search for the patch's neurons
     assert found.probability == pytest.approx(found.uniform, rel=1e-3)
     assert np.isnan(found.left).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,6 +174,9 @@ def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
     (claim,) = result.claims
     values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
     assert values == pytest.approx(together, abs=1e-4)
+    elsewhere = found.received.copy()
+    elsewhere[1, 0] = np.nan
+    assert "first token" in found.details()[0] and "first" not in replace(found, received=elsewhere).details()[0]
 
 
 @pytest.mark.parametrize("first", [True, slow(False)])
@@ -201,6 +205,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: give a shorter --prefix"),
         ({"tokens": ["all"], "read": "distance"}, "--tokens all belongs to --read norm"),
+        ({"tokens": ["all"], "prefix": "a poem"}, "--prefix belongs to some tokens: leave it out, or ask for that"),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
         ({"sample": 4}, "--sample belongs to --tokens all"),

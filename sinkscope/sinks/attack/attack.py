@@ -31,6 +31,7 @@ from sinkscope.sinks.attack.attempts import (
     Attempts,
     attack_contexts,
     attack_patches,
+    drawn_sources,
     make_pools,
 )
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
@@ -102,9 +103,9 @@ class ClusterAttack(Result):
     def best(self) -> tuple[int, int] | None:
         """Context and length of the cluster attack with most successful positions; None if none was tried."""
         tried = np.nan_to_num(self.positions[0, :, :, 0], nan=-1.0)
-        if tried.max(initial=-1.0) < 0:
+        context, length = max(np.ndindex(*tried.shape), key=lambda place: (tried[place], place[1]))
+        if tried[context, length] < 0:
             return None
-        context, length = max(np.argwhere(tried == tried.max()).tolist(), key=lambda place: place[1])
         return context, length
 
     @property
@@ -143,9 +144,8 @@ class ClusterAttack(Result):
         numbers = []
         if self.clusters is not None:
             served = float(np.isfinite(self.clusters.head).mean())
-            beside: dict[str, Any] = {"share": True, "contrast": "without heads"}
-            label = "tokens that one head of layer 0 marks"
-            numbers.append(Number("served", label, served, self.clusters.without_heads, **beside))
+            label, without = "tokens that one head of layer 0 marks", self.clusters.without_heads
+            numbers.append(Number("served", label, served, without, share=True, contrast="without heads"))
         return [*numbers, *numbers_of(self.attacked)]
 
 
@@ -235,7 +235,8 @@ def attack(
     if sequences and made is not None:
         hold_layers(target, made.scan.layer)
         everyone = make_pools({-1: ordinary}, size, left_out)
-        attempts = Attempts(setup, made.scan, contexts, patches, (pools, everyone), lengths, sequences)
+        drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
+        attempts = Attempts(setup, made.scan, contexts, patches, drawn)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             attempts.fill(table)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
-from einops import repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
@@ -25,7 +25,7 @@ from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.tokens import TokenRows, encode
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
 SEQUENCES_AT_ONCE = 64  # sequences per pass
@@ -68,9 +68,7 @@ class Attempts:
         scan: The model at the place of its spike.
         leads: What stands before, by name.
         patches: The patches, by name.
-        pools: The clusters, and all tokens.
-        lengths: Tokens per sequence.
-        sequences: Sequences of each kind.
+        drawn: The sequences of each source, for each length; none if no cluster is large enough.
         shares: Share of the positions of each sequence that succeed, by patch, for a context, length and source.
     """
 
@@ -78,79 +76,71 @@ class Attempts:
     scan: LayerScan
     leads: Mapping[str, tuple[int, ...]]
     patches: Patches
-    pools: tuple[Sequence[Tensor], Sequence[Tensor]]
-    lengths: Sequence[int]
-    sequences: int
+    drawn: Sequence[Sequence[TokenRows]]
     shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
-
-    def drawn(self, length: int) -> list[TokenRows]:
-        """Sequences of each source; none if no cluster is large enough."""
-        cluster, random = (drawn_sequences(pools, length, self.sequences, self.setup.seed) for pools in self.pools)
-        return [cluster, random, cluster[:, :1].expand_as(cluster)] if len(cluster) else []
 
     def fill(self, table: Float[np.ndarray, "column patch context length source"]) -> None:
         """Attack, and write what happens into a table."""
-        done, whole = 0, sum(self.lengths) * len(self.leads)
-        for number, length in enumerate(self.lengths):
-            for source, rows in enumerate(self.drawn(length)):
+        whole = len(self.leads) * sum(rows.shape[1] for rows in chain(*self.drawn))
+        done = 0
+        for number, sources in enumerate(self.drawn):
+            for source, rows in enumerate(sources):
                 for place, lead in enumerate(self.leads.values()):
                     self.shares[place, number, source] = self.show(lead, rows, table[:, :, place, number, source])
-                    done += length
-                    self.setup.progress("attacks", done // len(SOURCES), whole)
+                    done += rows.shape[1]
+                    self.setup.progress("attacks", done, whole)
 
     def show(self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"]) -> list[Tensor]:
         """What sequences do without a patch, and the first of them under each; and the shares of their positions."""
-        target, some = self.setup.target, rows[:PATCHED]
+        ids = after(lead, rows)
         outputs, shares = [], []
         for number, patch in enumerate(self.patches.values()):
-            with under(patch, target):
-                high = self.spikes(lead, some if number else rows)
+            with under(patch, self.setup.target):
+                high = self.spikes(ids, len(lead))
                 if len(self.patches) > 1:
-                    columns[3:5, number] = self.attention(lead, some, high[:PATCHED])
-                    ids = joined(lead, some)
-                    last = trace(target, ids, ["logits"], lambda logits: logits[:, -1].float(), batch_size=ROWS)
+                    first = ids[:PATCHED]
+                    columns[3:5, number] = self.attention(first, high[:PATCHED])
+                    last = trace(
+                        self.setup.target, first, ["logits"], lambda logits: logits[:, -1].float(), batch_size=ROWS
+                    )
                     outputs.append(last["logits"].log_softmax(-1))
             by_row = high.double().mean(1)
             shares.append(by_row.float())
             columns[:3, number] = by_row.mean(), by_row.std() / len(high) ** 0.5, (by_row >= 0.5).double().mean()
+            ids = ids[:PATCHED]
         for number, output in enumerate(outputs):
             ours = outputs[PATCHES.index(PATCH)]
             columns[5, number] = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
         return shares
 
-    def spikes(self, lead: Sequence[int], rows: TokenRows) -> Bool[Tensor, "row attacked"]:
-        """Which positions of sequences have at least half of the spike's norm; the model's position 0 is left out."""
-        norms = norms_at_sink(self.scan, joined(lead, rows), SEQUENCES_AT_ONCE)[:, max(len(lead), 1) :]
+    def spikes(self, ids: TokenRows, before: int) -> Bool[Tensor, "row attacked"]:
+        """Which positions after the first `before` have at least half of the spike's norm; position 0 is left out."""
+        norms = norms_at_sink(self.scan, ids, SEQUENCES_AT_ONCE)[:, max(before, 1) :]
         return norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]
 
-    def attention(
-        self, lead: Sequence[int], rows: TokenRows, high: Bool[Tensor, "row attacked"]
-    ) -> tuple[float, float]:
+    def attention(self, ids: TokenRows, high: Bool[Tensor, "row attacked"]) -> tuple[float, float]:
         """What positions get together from the text after an attack, and what they would get if all got the same.
 
         Mean over sequences, heads and layers after the spike.
 
         Args:
-            lead: Tokens before the attack.
-            rows: The sequences.
-            high: Their positions of high norm.
+            ids: The sequences with what stands before.
+            high: Which of their last positions have a high norm.
         """
-        target = self.setup.target
-        tail = self.setup.ids[:1, -TAIL:].expand(len(rows), -1)
-        ids = torch.cat([joined(lead, rows), tail], dim=1)
-        end = ids.shape[1] - TAIL
-        layers = [layer for layer in target.attending if layer > self.scan.layer]
+        end = ids.shape[1]
         keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
-        received = attention_from(target, ids, keys, end, ROWS)[:, 0, layers].sum(1) / (TAIL * len(layers))
+        tail = self.setup.ids[:1, -TAIL:].expand(len(ids), -1)
+        received = attention_from(self.setup.target, torch.cat([ids, tail], 1), keys, end, ROWS) / TAIL
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
-        return float(received.mean()), float(uniform)
+        return float(received[:, 0, self.scan.layer + 1 :].nanmean(1).mean()), float(uniform)
 
     def claims(self, best: tuple[int, int]) -> Claims:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
-        (where, lead), length = list(self.leads.items())[best[0]], self.lengths[best[1]]
+        where, lead = list(self.leads.items())[best[0]]
+        rows, others, _ = self.drawn[best[1]]
+        length = rows.shape[1]
         place = f"{WHERE[where]}, {length} tokens"
-        rows, others, _ = self.drawn(length)
-        single = self.spikes(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1))[:, -1].float()
+        single = self.spikes(after(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1)), len(lead))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
         claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
@@ -163,9 +153,9 @@ class Attempts:
         return tuple(claims)
 
 
-def joined(lead: Sequence[int], rows: TokenRows) -> Tensor:
-    """Sequences with tokens before each."""
-    return torch.cat([repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows)), rows], dim=1)
+def after(lead: Sequence[int], rows: TokenRows) -> Tensor:
+    """Sequences with the same tokens before each."""
+    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
 
 
 def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
@@ -186,7 +176,7 @@ def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ..
             turn = chat_text(tokenizer, [{"role": "user", "content": MARK}], answer=False)
             prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
     if prefix:
-        contexts["chat"] = (*start, *tokenizer(prefix, add_special_tokens=False)["input_ids"])
+        contexts["chat"] = (*start, *encode(setup, prefix))
     return contexts
 
 
@@ -224,3 +214,17 @@ def drawn_sequences(pools: Sequence[Tensor], length: int, count: int, seed: int)
         pool = large[number % len(large)]
         rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])
     return torch.stack(rows)
+
+
+def drawn_sources(pools: Sequence[Tensor], everyone: Sequence[Tensor], *draw: int) -> list[TokenRows]:
+    """Sequences of each source: of clusters, of all tokens, of one token; none if no cluster is large enough.
+
+    Args:
+        pools: The clusters.
+        everyone: All tokens, as one cluster.
+        draw: Length, count and seed, as of `drawn_sequences`.
+    """
+    cluster = drawn_sequences(pools, *draw)
+    if not len(cluster):
+        return []
+    return [cluster, drawn_sequences(everyone, *draw), cluster[:, :1].expand_as(cluster)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +35,8 @@ def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "to
         tokens: The tokens.
     """
     heads = model.setup.n_heads
-    lost = torch.zeros(1 + heads, *model.means.shape[:2], dtype=torch.bool)
-    lost[:, 0] = torch.cat([torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+    lost = model.none_of(1 + heads)
+    lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
     ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
     rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
     return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))
@@ -75,8 +76,8 @@ class TokenClusters:
     @property
     def heads(self) -> list[int]:
         """Heads that serve tokens, largest cluster first."""
-        served, sizes = np.unique(self.head[np.isfinite(self.head)].astype(int), return_counts=True)
-        return [int(served[place]) for place in np.lexsort((served, -sizes))]
+        served = np.sort(self.head[np.isfinite(self.head)]).astype(int)
+        return [head for head, _ in Counter(served.tolist()).most_common()]
 
     @property
     def without_heads(self) -> float:
@@ -102,9 +103,8 @@ class TokenClusters:
 
     def tokens_of(self, head: int) -> tuple[int, ...]:
         """Ids of the tokens that a head serves, those that fire the neuron most strongly first."""
-        mine = np.flatnonzero(self.head == head)
-        order = np.lexsort((self.ids[mine], -self.best[mine]))
-        return tuple(self.ids[mine[order]].tolist())
+        order = np.lexsort((self.ids, -self.best))
+        return tuple(self.ids[order[self.head[order] == head]].tolist())
 
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""

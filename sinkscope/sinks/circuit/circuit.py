@@ -1,38 +1,43 @@
 """The circuit of each sink: what marks its place, the neurons that make its spike, and the heads that attend to it.
 
-The claims about neurons and heads are those of `find_sinks`; what marks the place is measured here (`marks`).
+The claims about neurons and heads are those of `find_sinks`; what marks the place is measured here: the heads, or what
+else writes there before the spike begins.
 """
 
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
+import torch
 from plotly.subplots import make_subplots
 
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Claims, Search
+from sinkscope.results.claims import Claim, Claims, Outcome, Search
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import POSITION
 from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.circuit.marks import marks_of, repetition_marks
 from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.records import Sink, Spike
 from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statements
-from sinkscope.sinks.find.spikes import made_spikes
+from sinkscope.sinks.find.spikes import MadeSpike, made_spikes
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.removal.components import key_bias, key_projection
+from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
+from sinkscope.sinks.removal.position_effect import PositionEffect
+from sinkscope.sinks.tokens import prefixes, repeated
 from sinkscope.sinks.values import HeadValue, values_of, values_sentence
 
 TRACED = 4  # spikes whose marks are traced at most
+TEXTS = 2  # pieces of typical text in which they are traced
 MOST_PARTS = 4  # of a step that are drawn
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
@@ -137,9 +142,14 @@ def parts_of(result: Circuit) -> list[list[str]]:
         for row in result.rows():
             if row["role"] in roles:
                 lost, control = (max(0.0, 1 - row[name]) for name in ("left", "control"))
-                words = (str(row["place"]), f"{lost:.0%} lost without it", f"({row['contrast']}: {control:.0%})")
-                lines = map(html.escape, words)
-                named.setdefault(row["subject"], "<br>".join([f"<b>{html.escape(row['subject'])}</b>", *lines]))
+                words = (
+                    row["subject"],
+                    row["place"],
+                    f"{lost:.0%} lost without it",
+                    f"({row['contrast']}: {control:.0%})",
+                )
+                subject, *lines = map(html.escape, words)
+                named.setdefault(subject, "<br>".join([f"<b>{subject}</b>", *lines]))
         steps.append(list(named.values())[:MOST_PARTS])
     if result.spikes:
         steps.append(["<b>spike</b><br>the norm far above the typical one"])
@@ -153,18 +163,16 @@ def draw(result: Circuit) -> go.Figure:
     titles = ["from the mark to the heads that read it", "attention that heads keep without the sink's maker"]
     fig: Any = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
     steps = parts_of(result)
-    places: list[list[float]] = []
-    for step in steps:
-        places.append([(number + 0.5) / len(step) for number in range(len(step))])
-    for level, below in enumerate(places[1:], 1):
-        for start, end in product(places[level - 1], below):
-            line = {"color": GREY, "width": 1}
-            ends = {"x": [start, end], "y": [level - 1, level]}
-            fig.add_scatter(**ends, mode="lines", line=line, showlegend=False, hoverinfo="skip", row=1, col=1)
-    for level, (step, across) in enumerate(zip(steps, places, strict=True)):
+    above: list[float] = []
+    for level, step in enumerate(steps):
+        across = [(number + 0.5) / len(step) for number in range(len(step))]
+        for ends in product(above, across):
+            line = {"mode": "lines", "line": {"color": GREY, "width": 1}, "showlegend": False, "hoverinfo": "skip"}
+            fig.add_scatter(x=ends, y=[level - 1, level], **line, row=1, col=1)
         for text, x in zip(step, across, strict=True):
             box = {"showarrow": False, "bgcolor": "#ffffff", "bordercolor": BLUE, "borderpad": 6, "font": {"size": 11}}
             fig.add_annotation(x=x, y=level, text=text, **box, row=1, col=1)
+        above = across
     fig.update_xaxes(range=[0, 1], visible=False, col=1)
     fig.update_yaxes(range=[len(steps) - 0.5, -0.5], visible=False, col=1)
     kept: dict[tuple[int, int], float] = {}
@@ -201,25 +209,29 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    made = made_spikes(setup, Survey.of(setup))
+    target, made = setup.target, made_spikes(setup, Survey.of(setup))
     claims: list[Claim] = []
     for each in made[:TRACED]:
-        claims += marks_of(setup, each)
+        ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
+        other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
+        claims += marks_of(setup, each, MARKS, each.spike.place.words, PositionEffect(target, ids, at, other))
     words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
         repeats = (word.repeats or 0) * 3 // 2
-        if setup.target.max_positions is not None:
-            repeats = min(repeats, setup.target.max_positions - 1)
-        claims += repetition_marks(setup, made[0], word.id, repeats)
-    values, of_values = values_of(setup.target, Survey.of(setup))
+        if target.max_positions is not None:
+            repeats = min(repeats, target.max_positions - 1)
+        ids = repeated(prefixes(setup, [word.id]), [word.id], repeats)
+        place = f"the last of {repeats} copies of {word.token!r}"
+        claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
+    values, of_values = values_of(target, Survey.of(setup))
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),
         spikes=sinks.spikes,
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
         layers_read=sinks.layers_read,
-        untested=_untested(setup.target),
+        untested=_untested(target),
         values=values,
     )
 
@@ -230,3 +242,37 @@ def _untested(target: Target) -> tuple[str, ...]:
         if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
             return ("the bias of the keys",)
     return ()
+
+
+def begins(made: MadeSpike) -> int:
+    """The layer after which a spike has begun."""
+    if made.found.set:
+        return max(neuron.layer for neuron in made.found.set)
+    return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
+
+
+def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:
+    """What is left of the norm above a typical one where a spike has begun, without all marks, and without each."""
+    layer = begins(made)
+    effect = replace(effect, layer=layer, without=made.scan.shared_dims)
+    candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
+    marks = effect.marks(candidates)
+    others, name = beside(setup, marks, (), layer, candidates)
+    if not marks or not others:
+        return ()
+    subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
+    left = (1 - torch.tensor(effect.necessity([*subjects, *others]))).clamp(min=0)
+    claims: list[Claim] = []
+    for subject, kept in zip(subjects, left, strict=False):
+        claim = Claim(
+            role=role if subject == marks else f"{role} alone",
+            subject=subject,
+            outcome=Outcome("norm", layers=(layer,)),
+            place=place,
+            value=float(kept),
+            contrasts=(INTACT, by_chance(marks, left[len(subjects) :], name)),
+            draws=len(effect.ids),
+            search=Search("components alone and in sets", len(candidates)),
+        )
+        claims.append(claim)
+    return tuple(claims)

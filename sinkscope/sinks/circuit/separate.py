@@ -64,6 +64,7 @@ class Separation(Result):
 
     page = "measure/related"
     columns = ("probe", "neuron", "auroc", "error", "shuffled")
+    table_without = ("score",)
     glossary: ClassVar = {"neuron": "its number in the layer"}
 
     layer: int
@@ -77,10 +78,6 @@ class Separation(Result):
             f"After the attention of layer {self.layer}, a plane {separates} first tokens from later ones: held-out "
             f"AUROC {plane.auroc:.3f}, with shuffled labels {plane.shuffled:.3f}."
         )
-
-    def rows(self) -> Table:
-        """One row per probe."""
-        return [{name: value for name, value in vars(one).items() if name != "score"} for one in self.probes]
 
 
 def draw(result: Separation) -> go.Figure:

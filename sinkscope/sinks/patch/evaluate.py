@@ -11,10 +11,9 @@ import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -32,15 +31,13 @@ from sinkscope.sinks.tokens import TokenRows
 PIECES = 8  # in one pass
 
 
-def loss_of(logits: Float[Tensor, "row pos vocab"], ids: TokenRows) -> Float[Tensor, " row"]:
-    """Mean next-token loss in nats, without the first token's prediction: texts begin alike."""
-    predictions = rearrange(logits[:, 1:-1], "row pos vocab -> row vocab pos")
-    return functional.cross_entropy(predictions, ids[:, 2:].to(logits.device), reduction="none").mean(1).cpu()
-
-
 def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
-    """The loss of each piece, read by the whole model in a few passes."""
-    return torch.cat([loss_of(logits_of(target, rows), rows) for rows in ids.split(PIECES)])
+    """Mean next-token loss of each piece in nats, without the first token's prediction: texts begin alike."""
+    read = []
+    for rows in ids.split(PIECES):
+        predictions = logits_of(target, rows)[:, 1:-1]
+        read.append(cross_entropy(predictions.mT, rows[:, 2:].to(predictions.device), reduction="none").mean(1).cpu())
+    return torch.cat(read)
 
 
 def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:

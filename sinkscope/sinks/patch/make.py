@@ -17,7 +17,6 @@ from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Output, Result, Setup, measurement
-from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of, neuron_names, short_sentence
@@ -32,9 +31,9 @@ from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Sites
-from sinkscope.sinks.repetition.attention import attention_from
+from sinkscope.sinks.repetition.attention import attention_to_first
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at
-from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, repetition_limit
+from sinkscope.sinks.tokens import prefixes, repeated, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
 # Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated
@@ -341,7 +340,7 @@ def proof_of(
     for edit in (None, patch, random_patch(setup, patch)):
         with under(edit, target):
             norms.append(norms_at(scan, after, rows)[:, 1:].amax(1))
-            attention.append(attention_to_first(target, rows)[layers[1:]])
+            attention.append(attention_to_first(target, rows, SEQUENCES)[layers[1:]])
         setup.progress("patches", len(norms), 3)
     once = [norms_at(scan, after, ids)[:, -1] for ids in (one_copy, others)]
     return PatchProof(
@@ -352,14 +351,6 @@ def proof_of(
         norms=torch.stack(norms).numpy(),
         once=torch.stack(once).numpy(),
         attention=torch.stack(attention).numpy(),
-        ordinary_attention=attention_to_first(target, ordinary)[layers[1:]].numpy(),
+        ordinary_attention=attention_to_first(target, ordinary, SEQUENCES)[layers[1:]].numpy(),
         perplexity=perplexity,
     )
-
-
-def attention_to_first(target: Target, rows: TokenRows) -> Float[torch.Tensor, " layer"]:
-    """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks."""
-    half = rows.shape[1] // 2
-    first = torch.zeros(*rows.shape, 1)
-    first[:, 0] = 1
-    return attention_from(target, rows, first, half, SEQUENCES)[:, 0].double().mean(0) / (rows.shape[1] - half)

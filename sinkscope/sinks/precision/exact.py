@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,8 @@ DRAWS = 3
 PLACES, NEURONS, PROJECTIONS, LAYERS = "sink places", "sink neurons", "down projections", "sink layers"
 
 
-Exact = Mapping[str, Any]
-"""What stays exact: fields of `Quantize`."""
-Compared = Sequence[Exact]
-"""What was chosen, and after it random ones of the same size."""
+Compared = tuple[str, Sequence[Any]]
+"""What stays exact, as a field of `Quantize`: its name, and its values for what was chosen, then for random ones."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +80,17 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     compared: dict[str, Compared] = {}
     for name, places in ((PLACES, there), ("first tokens", first)):
         if places.any():
-            compared[name] = kept("places", [one.nonzero().tolist() for one in (places, *random)])
+            compared[name] = "places", [one.nonzero().tolist() for one in (places, *random)]
     if sink.neurons and not experts:
         sets = [sink.neurons]
         sets += [random_neurons(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared[NEURONS] = kept("neurons", map(sites_of, sets))
+        compared[NEURONS] = "neurons", list(map(sites_of, sets))
     layers = beside_layers(setup, sink.layers)
     if sink.layers and not experts:
-        compared[PROJECTIONS] = kept("layers", [down_projections(target, one) for one in layers])
+        compared[PROJECTIONS] = "layers", [down_projections(target, one) for one in layers]
     if sink.layers:
-        compared[LAYERS] = kept("layers", layers)
+        compared[LAYERS] = "layers", layers
     return compared
-
-
-def kept(name: str, values: Iterable[Any]) -> Compared:
-    """Values of a field of `Quantize`."""
-    return [{name: value} for value in values]
 
 
 def beside_layers(setup: Setup, layers: Sequence[int]) -> list[Sequence[int]]:
@@ -153,14 +146,13 @@ class Texts:
         """Read the texts without rounding."""
         return cls(target, ids, logits_of(target, ids).log_softmax(-1))
 
-    def rounded(self, scheme: Mapping[str, Any], exact: Exact) -> Rounded:
+    def rounded(self, **scheme: Any) -> Rounded:
         """Read them rounded.
 
         Args:
-            scheme: Fields of `Quantize` that say what is rounded.
-            exact: What stays exact.
+            scheme: Fields of `Quantize` that say what is rounded, and what stays exact.
         """
-        with Quantize(**scheme, **exact).on(self.target) as run:
+        with Quantize(**scheme).on(self.target) as run:
             logits = logits_of(self.target, self.ids)
         logs = logits.log_softmax(-1)
         kl = (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, Literal
 
+import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 
@@ -31,7 +32,6 @@ from sinkscope.sinks.precision.exact import (
     Texts,
     beside_layers,
     comparisons,
-    kept,
 )
 from sinkscope.sinks.removal.components import Sites
 
@@ -265,11 +265,13 @@ def precision(
         setup.progress(f"precision, {name}", len(costliest), len(names))
         scheme = SCHEMES[name]
         costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
-        cost = texts.rounded(scheme, {})
+        cost = texts.rounded(**scheme)
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
-        for what, exact in {**compared, COSTLIEST: kept("layers", beside_layers(setup, costliest[name]))}.items():
+        compared[COSTLIEST] = "layers", beside_layers(setup, costliest[name])
+        for what, (field, values) in compared.items():
             if ACTIVATIONS in scheme or what not in (NEURONS, PROJECTIONS):
-                rounded.append(kept_of(name, what, cost, [texts.rounded(scheme, one) for one in exact]))
+                read = [texts.rounded(**scheme, **{field: value}) for value in values]
+                rounded.append(kept_of(name, what, cost, read))
     return Precision(
         rounded=tuple(rounded),
         costliest=costliest,
@@ -299,5 +301,5 @@ def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> K
 
 def costliest_layers(texts: Texts, scheme: dict[str, Any]) -> tuple[int, ...]:
     """The layers, the one first whose exactness leaves the smallest divergence."""
-    left = [float(texts.rounded(scheme, {"layers": [layer]}).kl.mean()) for layer in range(texts.target.n_layers)]
-    return tuple(sorted(range(len(left)), key=lambda layer: left[layer]))
+    left = [float(texts.rounded(**scheme, layers=[layer]).kl.mean()) for layer in range(texts.target.n_layers)]
+    return tuple(np.argsort(left, kind="stable").tolist())

@@ -42,7 +42,8 @@ class AttentionReading(Reading):
 
     Attributes:
         sweep: What was repeated.
-        place: The sink: where the first spike is that MLPs make, or else what heads attend to.
+        place: The sink: where the first spike is that MLPs make, or else what heads attend to; without either the first
+            token, which is then no sink.
         layer: The first layer with softmax attention whose heads can read the spike.
         sequences: "natural text"; the repeated tokens; and for each, one copy at the position of the last.
         classes: "there": the positions of the repetitions, whatever stands there; "sink": the others that belong to
@@ -68,10 +69,11 @@ class AttentionReading(Reading):
         times = self.received[:, :, self.layer] / self.uniform
         first, usual, _ = times[0]
         sink, there, _ = np.median(times[1 : 1 + len(self.sweep.tokens)], axis=0)
-        return [
-            f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
-            f"{usual:.2f} times; the sink ({self.place}) receives {sink:,.1f} and {first:,.1f} times its own."
-        ]
+        line = f"Each copy receives {there:.2f} times its share of uniform attention, a token there in natural text "
+        line += f"{usual:.2f} times"
+        if np.isfinite(first + sink):  # else no such place stands in one of the texts
+            line += f"; {self.place} receives {sink:,.1f} and {first:,.1f} times its own"
+        return [f"{line}."]
 
     def rows(self) -> Table:
         """One row per sequence, layer and class that it has."""
@@ -111,14 +113,12 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     roles[:, before:-TAIL] = 1
     keys = one_hot(roles, len(CLASSES)).float()
     seen = keys.cumsum(1)[:, -TAIL:]  # row query class
-    visible = torch.arange(ids.shape[1] - TAIL, ids.shape[1]) + 1
     begin = ids.shape[1] - TAIL
+    visible = torch.arange(begin, ids.shape[1]) + 1
     received = attention_from(target, ids, keys, begin) / seen.sum(1)[:, :, None]
     attending = target.attending
-    attention = torch.full_like(received, torch.nan)
-    attention[:, :, attending] = received[:, :, attending]
     layer = next((one for one in attending if made is None or one > made.scan.layer), attending[-1])
-    together = sweep.max_repeats * attention[:, 1, layer]
+    together = sweep.max_repeats * received[:, 1, layer]
     copies = torch.stack([together[1 : 1 + count], together[1 + count :], together[:1].expand(count)])
     return AttentionReading(
         sweep=sweep,
@@ -126,7 +126,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
         layer=layer,
         sequences=(NATURAL, *sweep.tokens, *[f"one {token}" for token in sweep.tokens]),
         classes=CLASSES,
-        received=rounded(attention),
+        received=rounded(received),
         uniform=rounded((seen / visible[:, None]).sum(1) / seen.sum(1)),
         claims=(claim_of_copies(sweep.max_repeats, Outcome("attention", (layer,)), copies),),
     )
@@ -142,6 +142,8 @@ def attention_from(
 ) -> Float[Tensor, "row kind layer"]:
     """Attention from the positions from `begin` on to kinds of keys, summed over these queries, mean over heads.
 
+    NaN in layers without softmax attention.
+
     Args:
         target: The model.
         ids: The sequences.
@@ -151,7 +153,8 @@ def attention_from(
     """
     received = []
     for rows, kinds in zip(ids.split(size), keys.split(size), strict=True):
-        total = torch.zeros(len(rows), keys.shape[2], target.n_layers)
+        total = torch.full((len(rows), keys.shape[2], target.n_layers), torch.nan)
+        total[:, :, target.attending] = 0
 
         def add(layer: int, start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
             late = probs[:, :, max(0, begin - start) :]
@@ -162,3 +165,17 @@ def attention_from(
             target.forward(rows)
         received.append(total)
     return torch.cat(received)
+
+
+def attention_to_first(target: Target, rows: TokenRows, size: int) -> Float[Tensor, " layer"]:
+    """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks.
+
+    Args:
+        target: The model.
+        rows: The sequences.
+        size: Sequences per pass.
+    """
+    half = rows.shape[1] // 2
+    first = torch.zeros(*rows.shape, 1)
+    first[:, 0] = 1
+    return attention_from(target, rows, first, half, size)[:, 0].double().mean(0) / (rows.shape[1] - half)

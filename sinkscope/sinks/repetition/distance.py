@@ -108,7 +108,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     if not all_layers and not target.resident:
         layers = layers[:1]
     first, before = layers[0], len(sweep.before)
-    weights = output_weights(target, first)
+    weights = torch.linalg.qr(output_weights(target, first).mT).R.mT  # it keeps the norms after W_O
     # Every token alone, so attending to itself: those of the prefix, then the repeated ones.
     values, outputs = attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers)
     sizes, alone = head_norms(values, weights), outputs[:, before:]
@@ -178,13 +178,10 @@ def attention_outputs(
 
 
 def head_norms(
-    z: Float[Tensor, "pos head d_head"], weights: Float[Tensor, "head d_head d_model"]
+    z: Float[Tensor, "pos head d_head"], weights: Float[Tensor, "head d_head width"]
 ) -> Float[Tensor, "head pos"]:
-    """Norm of what each head writes, one head at a time: all at once would be head x pos x d_model numbers."""
-    norms = []
-    for head, weight in enumerate(weights):
-        norms.append(einsum(z[:, head], weight, "pos d_head, d_head d_model -> pos d_model").norm(dim=-1))
-    return torch.stack(norms).cpu()
+    """Norm of what each head writes."""
+    return einsum(z, weights, "pos head d_head, head d_head width -> head pos width").norm(dim=-1).cpu()
 
 
 def outside_theorem(target: Target, layer: int, length: int) -> str | None:

@@ -168,13 +168,14 @@ def read_probabilities(
     for texts in beside_copies(setup, rows, len(before)):
         follows = trace(target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
         last.append(follows["logits"][range(len(rows)), sweep.ids])
-    outcome = Outcome("probability of the token", unit="cases")
-    claims = [claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))]
+    copies = claim_of_copies(sweep.max_repeats, Outcome("probability of the token", unit="cases"), torch.stack(last))
+    claims = [copies]
     neurons: Sites = ()
     if edit is not None:
         neurons = sites_of(edit.checked_sites)
-        claims.append(claim_of_cases(edit.checked_sites, claims[0].place, outcome, probability[[1, 0, 2], :, -1]))
-    setup.record(patch=neurons)
+        patched = probability[[1, 0, 2], :, -1]
+        claims.append(claim_of_cases(edit.checked_sites, copies.place, copies.outcome, patched))
+    setup.record(patch=neurons, max_repeats=sweep.max_repeats)  # the search for neurons recorded its own
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),

@@ -15,10 +15,9 @@ from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.find.spikes import sink_spike, without_spike
-from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
-from sinkscope.sinks.repetition.norm import NormReading, read_norms
+from sinkscope.sinks.repetition.norm import AtlasReading, NormReading, read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import ProbabilityReading, in_memory, read_probabilities
 from sinkscope.sinks.repetition.sweep import NoReading, sweep_rows
 
@@ -88,7 +87,14 @@ def draw(result: Repeat) -> go.Figure:
 
 
 def refuse_unused(
-    *, read: str, tokens: Sequence[str] | None, ablate: bool, patch: object, sample: int | None, **_: Any
+    *,
+    read: str,
+    tokens: Sequence[str] | None,
+    prefix: str | None,
+    ablate: bool,
+    patch: object,
+    sample: int | None,
+    **_: Any,
 ) -> None:
     """Refuse options that the reading has no use for, before a model is opened.
 
@@ -98,6 +104,7 @@ def refuse_unused(
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
     unused = {
         "--tokens all belongs to --read norm": every and read != "norm",
+        "--prefix belongs to some tokens": prefix is not None and every,
         "--ablate belongs to --read norm of some tokens": ablate and (read != "norm" or every),
         "--patch belongs to --read probability": patch is not None and read != "probability",
         "--sample belongs to --tokens all": sample is not None and not every,

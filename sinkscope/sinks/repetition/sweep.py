@@ -218,5 +218,5 @@ def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Flo
 
 def rounded(values: Tensor) -> np.ndarray:
     """The values with seven significant digits, so that a JSON file stays small."""
-    digits = [float(f"{value:.7g}") for value in values.flatten().tolist()]
+    digits = [f"{value:.7g}" for value in values.flatten().tolist()]
     return np.array(digits, dtype=float).reshape(tuple(values.shape))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_length, check_site
@@ -23,6 +22,7 @@ from sinkscope.sinks.find.attention_received import attention_received
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.neurons import stage_neurons
 from sinkscope.sinks.find.repetitions import repeat_until_half
+from sinkscope.sinks.repetition.attention import attention_to_first
 from sinkscope.sinks.tokens import TokenRows, single_token, vocabulary
 
 LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
@@ -93,13 +93,11 @@ def sink_rate(setup: Setup, _: LayerScan, record: Published) -> float:
     return attention_received(setup.target, ids, batch=AT_ONCE).rate
 
 
-def attention_to_first(setup: Setup, _: LayerScan, __: Published) -> float:
-    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one."""
+def first_attention(setup: Setup, _: LayerScan, __: Published) -> float:
+    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one that attend."""
     check_site(setup.target, SHARE_FROM + 1)
-    sites = [f"blocks.{layer}.attn.hook_pattern" for layer in range(SHARE_FROM, setup.n_layers - 1)]
-    ids, half = texts(setup, SHARE_TEXTS, SHARE_LENGTH), SHARE_LENGTH // 2
-    rows = trace(setup.target, ids, sites, lambda rows: rows[:, :, half:, 0], batch_size=AT_ONCE)
-    return float(torch.stack(list(rows.values())).mean())
+    ids = texts(setup, SHARE_TEXTS, SHARE_LENGTH)
+    return float(attention_to_first(setup.target, ids, AT_ONCE)[SHARE_FROM:-1].nanmean())
 
 
 PROTOCOLS: dict[str, Protocol] = {
@@ -112,6 +110,6 @@ PROTOCOLS: dict[str, Protocol] = {
     "sink_rate": sink_rate,
     "sink_rate_random": sink_rate,
     "sink_rate_repeated": sink_rate,
-    "attention_to_first": attention_to_first,
+    "attention_to_first": first_attention,
 }
 """How each quantity is measured; the docstring of a function is its protocol."""
