@@ -69,10 +69,16 @@ class Sequence:
         """Number of real tokens in each row."""
         return (self.columns >= 0).sum(1)
 
-    def read(self, real: Bool[Tensor, "batch pos"]) -> None:
-        """Append tokens."""
-        position = self.length[:, None] + real.cumsum(1) - 1
-        self.columns = torch.cat([self.columns, torch.where(real, position, -1)], 1)
+    def read(
+        self, before: Int[Tensor, " batch"], new: int, real: Bool[Tensor, "batch new"] | None
+    ) -> Int[Tensor, "batch new"]:
+        """Append `new` tokens to rows of `before` real tokens; without `real`, all are. Returns their true positions."""
+        if real is None:
+            index = before[:, None] + torch.arange(new, device=before.device)
+        else:
+            index = torch.where(real, before[:, None] + real.cumsum(1) - 1, -1)
+        self.columns = torch.cat([self.columns, index], 1)
+        return index
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
@@ -153,16 +159,19 @@ class Tracker:
                 )
             past = tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
-        sequence.columns = sequence.columns[:, :past]  # others may have been taken back
-        read = sequence.columns.shape[1]
-        real = _real(mask, batch, read, past, new, tokens.device)
-        if read < past:  # calls that this run did not act on: the mask says which of their tokens are real
-            sequence.read(real[:, : past - read])
+        if sequence.columns.shape[1] > past:  # tokens were taken back
+            sequence.columns = sequence.columns[:, :past]
+        missed = past - sequence.columns.shape[1]  # in calls that this run did not act on
+        real = _real(mask, batch, past - missed, past, new)
+        if missed:
+            of_missed = None
+            if real is not None:
+                of_missed, real = real[:, :missed], real[:, missed:]
+            sequence.read(sequence.length, missed, of_missed)
         before = sequence.length
         # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
         sequence.settled = past > 1 and (sequence.settled or bool((before > 1).all()))
-        sequence.read(real[:, past - read :])
-        index = sequence.columns[:, past:]
+        index = sequence.read(before, new, real)
         if ids is not None and not sequence.settled:
             begins = torch.isin(ids, self._bos(ids)) & (index == 0)
             is_begun = (index == 0).any(1)
@@ -193,13 +202,13 @@ class Tracker:
         return sequence
 
 
-def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.device) -> Bool[Tensor, "batch more"]:
-    """Which tokens from index `read` on are real; earlier ones are not checked again."""
+def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor, "batch more"] | None:
+    """Which tokens from index `read` on are real, None if all are; earlier ones are not checked again."""
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new
     if mask is None:
-        return torch.ones(batch, total - read, dtype=torch.bool, device=device)
+        return None
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:
