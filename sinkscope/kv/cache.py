@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,25 +19,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv.growing_tensor import GrowingTensor
+from sinkscope.kv.growing_tensor import GrowingTensor, appended
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
 """True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
-
-
-@dataclass(eq=False)
-class Growth:
-    """The room after keys, values and positions, into which new tokens are written."""
-
-    keys: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
-    values: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
-    pos: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
-
-    def copy(self) -> Growth:
-        """For another holder of the same tensors."""
-        return Growth(self.keys.copy(), self.values.copy(), self.pos.copy())
 
 
 class CacheLayer(DynamicLayer):
@@ -54,7 +40,7 @@ class CacheLayer(DynamicLayer):
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        growth: The room for new tokens; another one where keys, values and positions become other tensors.
+        rooms: The room for new tokens after long keys, values and positions; none where these become other tensors.
     """
 
     # Both are None while the layer is empty, so `slots` has to be checked first.
@@ -72,7 +58,7 @@ class CacheLayer(DynamicLayer):
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
-        self.growth = Growth()
+        self.rooms: dict[str, GrowingTensor] = {}
 
     # What the layer holds ------------------------------------------------------------------------------------------
 
@@ -91,7 +77,7 @@ class CacheLayer(DynamicLayer):
     @property
     def slots(self) -> int:
         """Number of slots in use, including holes."""
-        if not self.is_initialized or not self.keys.numel():
+        if not self.is_initialized:
             return 0
         return int(self.keys.shape[-2])
 
@@ -103,7 +89,7 @@ class CacheLayer(DynamicLayer):
             return self.new_pos(slots)
         known = self._pos.shape[-1]
         if known < slots:
-            self._pos = self.growth.pos.append(self._pos, self.new_pos(slots - known))
+            self._pos = appended(self.rooms, "pos", self._pos, self.new_pos(slots - known), -1)
         return self._pos
 
     def known_pos(self) -> Int[Tensor, "batch kv_head known"]:
@@ -177,7 +163,7 @@ class CacheLayer(DynamicLayer):
             # Whole slots, which is ten times as fast as `gather`.
             self.keys = torch.embedding(self.keys.flatten(0, 2), index)
             self.values = torch.embedding(self.values.flatten(0, 2), index)
-            self.growth = Growth()
+            self.rooms = {}
         self._pos = pos
         self._forget_holes(gapless=not ragged)
 
@@ -203,14 +189,14 @@ class CacheLayer(DynamicLayer):
             self._append(new_keys, new_values, _SPARE * new)
 
     def _append(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
-        self.keys = self.growth.keys.append(self.keys, keys, spare)
-        self.values = self.growth.values.append(self.values, values, spare)
+        self.keys = appended(self.rooms, "keys", self.keys, keys, -2, spare)
+        self.values = appended(self.rooms, "values", self.values, values, -2, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
         new.numbers = dict(self.numbers)
-        new.growth = self.growth.copy()
+        new.rooms = {name: room.copy() for name, room in self.rooms.items()}
         return new
 
     # What transformers calls -----------------------------------------------------------------------------------------
@@ -218,18 +204,18 @@ class CacheLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; transformers calls this in every attention layer."""
         columns = COLUMNS.get()
-        new = int(key_states.shape[-2])
         if columns is None:
             columns = _columns_without_session(self, key_states)
         self._columns = columns
-        if new > 1 or not self.slots:  # there may be padding among the new tokens
-            gapless = self.gapless or not self.slots
+        new = key_states.shape[-2]
+        if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
+            gapless = self.gapless or not self.is_initialized
             self._forget_holes(gapless and bool((columns[:, -new:] >= 0).all()))
-        if self.slots:
+        if self.is_initialized:
             self._append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.growth = Growth(GrowingTensor(-2, self.keys), GrowingTensor(-2, self.values))
+            self.rooms = {"keys": GrowingTensor(-2, self.keys), "values": GrowingTensor(-2, self.values)}
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -256,6 +242,7 @@ class CacheLayer(DynamicLayer):
             self.keys = self.keys[..., : columns.shape[1], :]
             self.values = self.values[..., : columns.shape[1], :]
             self.numbers = moved_numbers(self, lambda numbers: numbers[..., : columns.shape[1]])
+            self.rooms = {}
             self._forget_holes(gapless=bool((columns >= 0).all()))
         else:
             last = torch.nn.functional.pad(columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
@@ -289,7 +276,7 @@ class CacheLayer(DynamicLayer):
             self._pos = changed(self._pos)
         self.numbers = moved_numbers(self, changed)
         self._forget_holes(self.gapless)
-        self.growth = Growth()
+        self.rooms = {}
 
 
 def moved_numbers(

@@ -65,7 +65,7 @@ class GrowingTensor:
             # The same object as the last time: nothing was taken out since.
             grows = spare > 0 or (more == 1 and tensor is self._latest)
             self._buffer = None
-            if grows and length >= LONG and not torch.is_grad_enabled():
+            if grows and not torch.is_grad_enabled():
                 shape = list(tensor.shape)
                 shape[self.dim] += max(spare, SPARE)
                 self._buffer = _Buffer(tensor.new_empty(shape), length)
@@ -89,3 +89,19 @@ class GrowingTensor:
             and buffer.filled + more <= buffer.places.shape[self.dim]
             and tensor.data_ptr() == buffer.places.data_ptr()
         )
+
+
+def appended(
+    rooms: dict[str, GrowingTensor],
+    name: str,
+    tensor: Shaped[Tensor, ...],
+    new: Shaped[Tensor, ...],
+    dim: int,
+    spare: int = 0,
+) -> Shaped[Tensor, ...]:
+    """`tensor` with `new` at its end: a short one is copied, a long one goes on in the room of this name."""
+    if tensor.shape[dim] < LONG:
+        return torch.cat([tensor, new], dim)
+    if name not in rooms:
+        rooms[name] = GrowingTensor(dim)
+    return rooms[name].append(tensor, new, spare)
