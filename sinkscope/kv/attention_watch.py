@@ -47,7 +47,7 @@ class AttentionWatch:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
         if self.watchers or self._keeps_decoding_queries:
             return True
-        if call.index.shape[1] > 1 or self.now.prompting:
+        if call.new > 1 or self.now.prompting:
             return True
         if not self.now.own_masks:
             return False
@@ -71,7 +71,7 @@ class AttentionWatch:
         keys = kv.keys
         if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = module.expand_kv(kv.keys, kv.values)[0]
-        columns = moment.call.columns[:, : moment.call.past].to(keys.device)
+        columns = moment.call.earlier.pos.to(keys.device)
         view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], columns)
         return latest.rows(latest.query[:, :, -last:], keys, view)
 
@@ -167,7 +167,7 @@ class AttentionWatch:
         blocks = attention.in_blocks
         if blocks is None:
             return view
-        seen = call.columns.shape[1]  # the place of what has no position
+        seen = call.tokens.seen  # the place of what has no position
         place = torch.where(pos < 0, seen, pos)[:, :1, None].expand_as(blocks)
         chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))

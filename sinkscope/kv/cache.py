@@ -13,18 +13,19 @@ from copy import copy
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv.growing_tensor import GrowingTensor, appended
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
-COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
-"""True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
+COLUMNS: ContextVar[Columns | None] = ContextVar("sinkscope_columns", default=None)
+"""All tokens so far in the current forward call; None outside of a session."""
 
 
 class CacheLayer(DynamicLayer):
@@ -52,7 +53,7 @@ class CacheLayer(DynamicLayer):
         self.number = number
         self.reordered = False
         self.aside: CacheLayer | None = None
-        self._columns: Int[Tensor, "batch seen"] | None = None  # of all tokens appended; shared between layers
+        self._columns: Columns | None = None  # all tokens appended; shared between layers
         # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
         self._pos: Int[Tensor, "batch kv_head slot"] | None = None
         self.gapless = False
@@ -67,7 +68,7 @@ class CacheLayer(DynamicLayer):
         """Number of tokens appended so far (batch columns, including padding), whether or not they were evicted."""
         if self._columns is None:
             return 0
-        return self._columns.shape[1]
+        return self._columns.seen
 
     @property
     def edited(self) -> bool:
@@ -102,7 +103,7 @@ class CacheLayer(DynamicLayer):
         """True positions of the newest slots."""
         assert self._columns is not None
         batch, kv_heads = self.keys.shape[:2]
-        columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
+        columns = self._columns.latest(new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         return columns.unsqueeze(1).expand(batch, kv_heads, new)
 
@@ -210,7 +211,7 @@ class CacheLayer(DynamicLayer):
         new = key_states.shape[-2]
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized
-            self._forget_holes(gapless and bool((columns[:, -new:] >= 0).all()))
+            self._forget_holes(gapless and bool((columns.latest(new) >= 0).all()))
         if self.is_initialized:
             self._append(key_states, value_states)
         else:
@@ -237,7 +238,7 @@ class CacheLayer(DynamicLayer):
         if removed >= self.seen:
             self.reset()
             return
-        columns = self._columns[:, : self.seen - removed]
+        columns = self._columns.pos[:, : self.seen - removed]
         if self._pos is None:  # slots are columns
             self.keys = self.keys[..., : columns.shape[1], :]
             self.values = self.values[..., : columns.shape[1], :]
@@ -247,7 +248,7 @@ class CacheLayer(DynamicLayer):
         else:
             last = torch.nn.functional.pad(columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
             self.evict(self.pos <= last[:, None, None].to(self.keys.device))
-        self._columns = columns
+        self._columns = Columns.of(columns)
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -271,7 +272,7 @@ class CacheLayer(DynamicLayer):
         if self._columns is not None:
             self.keys = changed(self.keys)
             self.values = changed(self.values)
-            self._columns = changed(self._columns)
+            self._columns = Columns.of(changed(self._columns.pos))
         if self._pos is not None:
             self._pos = changed(self._pos)
         self.numbers = moved_numbers(self, changed)
@@ -303,8 +304,8 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
 
 def _columns_without_session(
     layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]
-) -> Int[Tensor, "batch later"]:
-    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real.
+) -> Columns:
+    """The tokens before and the new ones outside of a session, where all tokens count as real.
 
     Raises:
         UnsupportedError: Tokens were evicted.
@@ -315,9 +316,7 @@ def _columns_without_session(
             "go on inside it, or start from a new cache",
             page="kv-session",
         )
-    new = int(keys.shape[-2])
-    step = repeat(torch.arange(new, device=keys.device), "pos -> batch pos", batch=len(keys))
-    if not layer.seen:
-        return step
-    earlier = layer.new_pos(layer.seen)[:, 0]
-    return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)
+    earlier = torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
+    if layer.seen:
+        earlier = layer.new_pos(layer.seen)[:, 0]
+    return Columns.of(earlier).read(keys.shape[-2], None)

@@ -47,7 +47,7 @@ class Rounded(Intervention):
         session.after_call(self._round)
 
     def _round(self, moment: Moment) -> None:
-        new = moment.call.index.shape[1]
+        new = moment.call.new
         for layer, kv in enumerate(moment.layers):
             kv.keys = self._rounded(kv.keys, new, f"keys of layer {layer}")
             kv.values = self._rounded(kv.values, new, f"values of layer {layer}")

@@ -204,7 +204,7 @@ class Session:
                     self._act_before(layers, call, state)
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
-            COLUMNS.set(call.columns)
+            COLUMNS.set(call.tokens)
             idle = not self.watching.is_needed(call)
             handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
@@ -233,7 +233,7 @@ class Session:
             )
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
-        if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
+        if call.new > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             self._acted = bool(self._acted) or self.now.prompting
             for kv in layers:  # a prompt sees everything
@@ -241,7 +241,7 @@ class Session:
                 kv.reordered = False
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
-        prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
+        prompt_known = state.prompt is not None and state.prompt.shape[0] == call.rows
         prefill_ended = state.prefilling or not prompt_known
         state.prefilling = False
         if prefill_ended:
