@@ -44,7 +44,8 @@ class AttentionRows:
     @property
     def query_pos(self) -> Int[Tensor, "batch query"]:
         """True position of each query, -1 at padding."""
-        return self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
+        index = self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
+        return index.repeat(len(self.probs) // len(index), 1)  # more than once where layers are joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +56,13 @@ class Watcher:
         fn: The function.
         layers: Layers that it sees; None for all.
         last: How many of the last queries of a call it sees; None for all.
+        joins: Whether it sees the rows of a generated token of all layers at once, as the rows of one, if it can.
     """
 
     fn: Callable[[AttentionRows], None]
     layers: list[int] | None
     last: int | None
+    joins: bool
 
     def first_query(self, queries: int) -> int:
         """Index of the first of so many queries that it sees."""

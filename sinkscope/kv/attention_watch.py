@@ -17,6 +17,7 @@ from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
+from sinkscope.kv.joined_layers import JoinedLayers, alike
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -138,7 +139,24 @@ class AttentionWatch:
     def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
         call = self.now.call
         assert call is not None
-        watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
+        rows = AttentionRows(layer, first, probs, pos, self.now.layer(layer), call)
+        if watcher.joins and call.new == 1 and rows.kv is not None:
+            self.now.rows.setdefault(watcher, []).append(rows)
+        else:
+            watcher.fn(rows)
+
+    def show_joined(self) -> None:
+        """Show what waited for the end of the call."""
+        for watcher, rows in self.now.rows.items():
+            layers = [one.kv for one in rows if one.kv is not None]
+            if not alike(layers):
+                for one in rows:
+                    watcher.fn(one)
+                continue
+            joined = JoinedLayers(layers)
+            probs = torch.cat([one.probs for one in rows])
+            watcher.fn(AttentionRows(rows[0].layer, 0, probs, None, joined, rows[0].call))
+            joined.spread_numbers()
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""

@@ -99,6 +99,13 @@ class CacheLayer(DynamicLayer):
             return self.pos
         return self._pos
 
+    def known_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the positions and numbers that are stored."""
+        shapes = {name: numbers.shape for name, numbers in self.numbers.items()}
+        if self._pos is not None:
+            shapes[""] = self._pos.shape
+        return shapes
+
     def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
         """True positions of the newest slots."""
         assert self._columns is not None
@@ -145,28 +152,34 @@ class CacheLayer(DynamicLayer):
         else:
             fewest = most = exact
         ragged = most != fewest
-        index = None
+        keys, values = self.keys, self.values
         if most < pos.shape[-1]:
             index = flat_slots(keep, most, ragged)
             pos = pos.take(index)
             if ragged:
                 keep = keep.take(index)
-        if ragged:
-            pos = torch.where(keep, pos, -1)
-        self.keep_slots(index, pos, ragged)
-
-    def keep_slots(
-        self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"], ragged: bool
-    ) -> None:
-        """Hold these of all slots of all rows and heads (None: all), at these positions; `ragged`: there are holes."""
-        if index is not None:
             self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
             # Whole slots, which is ten times as fast as `gather`.
-            self.keys = torch.embedding(self.keys.flatten(0, 2), index)
-            self.values = torch.embedding(self.values.flatten(0, 2), index)
+            keys = torch.embedding(keys.flatten(0, 2), index)
+            values = torch.embedding(values.flatten(0, 2), index)
+        if ragged:
+            pos = torch.where(keep, pos, -1)
+        self.hold(keys, values, pos, gapless=not ragged)
+
+    def hold(
+        self,
+        keys: Float[Tensor, "batch kv_head slot d_head"],
+        values: Float[Tensor, "batch kv_head slot d_value"],
+        pos: Int[Tensor, "batch kv_head slot"],
+        gapless: bool = True,
+    ) -> None:
+        """Hold other keys and values, at these true positions."""
+        if keys is not self.keys:
             self.rooms = {}
+        self.keys = keys
+        self.values = values
         self._pos = pos
-        self._forget_holes(gapless=not ragged)
+        self._forget_holes(gapless)
 
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
+from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.tap.view import View
@@ -122,6 +123,7 @@ class CurrentCall(threading.local):
     Attributes:
         call: The forward call; None outside of one.
         cache: The cache of that call.
+        rows: What is shown to some watchers after the call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
@@ -138,6 +140,9 @@ class CurrentCall(threading.local):
     resuming: bool = False
     settings: Any = None
     ended: Moment | None = None
+
+    def __init__(self) -> None:
+        self.rows: dict[Watcher, list[AttentionRows]] = {}
 
     def layer(self, layer: int) -> CacheLayer | None:
         """A layer's cache in this call; None if it is not a `CacheLayer`."""

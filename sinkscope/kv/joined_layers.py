@@ -3,55 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.kv.cache import CacheLayer, flat_slots, moved_numbers
 
-
-def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
-    """The positions and numbers of layers without holes, as those of the rows of one; its keys are the first's."""
-    first = layers[0]
-    joined = CacheLayer()
-    joined.keys = first.keys
-    known = [kv.known_pos() for kv in layers]
-    if any(pos.shape != known[0].shape for pos in known):
-        known = [kv.pos for kv in layers]
-    new = first.keys.shape[-2] - known[0].shape[-1]
-    tail = first.new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
-    joined.keep_slots(None, torch.cat([torch.cat(known), tail], -1), ragged=False)
-    for name in first.numbers:
-        joined.numbers[name] = torch.cat([kv.extra(name) for kv in layers])
-    return joined
+_SMALL = 1 << 17  # bytes of a layer's keys up to which copying them once more costs less than calls for each layer
 
 
-def evict_joined(
-    joined: CacheLayer, layers: Sequence[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int
-) -> None:
-    """Free every slot that is not kept in some layers; each head keeps `count`.
+class JoinedLayers(CacheLayer):
+    """Layers of one shape and without holes, as the rows of one, whose keys and values stay with them.
 
     Args:
-        joined: The layers as one.
-        layers: The layers.
-        keep: The slots that stay.
-        count: Number of slots that every row and head keeps.
+        layers: The layers (`alike`).
     """
-    index = flat_slots(keep, count, ragged=False)
-    pos = joined.pos.take(index).chunk(len(layers))
-    numbers = moved_numbers(joined, lambda numbers: numbers.take(index))
-    slots = (index % (keep.numel() // len(layers))).chunk(len(layers))
-    for number, kv in enumerate(layers):
-        kv.numbers = {}
-        kv.keep_slots(slots[number], pos[number], ragged=False)
-        for name, of_all in numbers.items():
-            kv.numbers[name] = of_all.chunk(len(layers))[number]
+
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
+        super().__init__(layers[0].number)
+        self.layers = layers
+        self.keys = layers[0].keys
+        self.gapless = True
+        for name in layers[0].numbers:
+            self.numbers[name] = torch.cat([kv.numbers[name] for kv in layers])
+
+    @cached_property
+    def pos(self) -> Int[Tensor, "row kv_head slot"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """True position of each slot."""
+        first = self.layers[0]
+        known = torch.cat([kv.known_pos() for kv in self.layers])
+        tail = first.new_pos(self.keys.shape[-2] - known.shape[-1])  # the same tokens in every layer
+        return torch.cat([known, tail.repeat(len(self.layers), 1, 1)], -1)
+
+    def spread_numbers(self) -> None:
+        """Give each layer its part of the numbers."""
+        for name, of_all in self.numbers.items():
+            for kv, numbers in zip(self.layers, of_all.chunk(len(self.layers)), strict=True):
+                kv.numbers[name] = numbers
+
+    def evict(self, keep: Bool[Tensor, "row kv_head slot"], exact: int | None = None) -> None:
+        """Free every slot that is not kept in all layers; each head keeps `exact`."""
+        assert exact is not None
+        count = len(self.layers)
+        index = flat_slots(keep, exact, ragged=False)
+        self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
+        self.spread_numbers()
+        parts = self.pos.take(index).chunk(count)
+        keys = _taken([kv.keys for kv in self.layers], index)
+        values = _taken([kv.values for kv in self.layers], index)
+        for number, kv in enumerate(self.layers):
+            kv.hold(keys[number], values[number], parts[number])
+
+
+def _taken(layers: list[Tensor], index: Int[Tensor, "row kv_head kept"]) -> Sequence[Tensor]:
+    """The slots of each layer that an index among those of all layers names."""
+    if layers[0].nbytes <= _SMALL:
+        return torch.embedding(torch.cat(layers).flatten(0, 2), index).chunk(len(layers))
+    slots = layers[0].shape[:3].numel()
+    parts = (index % slots).chunk(len(layers))
+    return [torch.embedding(layer.flatten(0, 2), part) for layer, part in zip(layers, parts, strict=True)]
 
 
 def alike(layers: Sequence[CacheLayer]) -> bool:
-    """Whether layers have the same shape, no holes and one device."""
+    """Whether layers may be joined: they have one shape and device, no holes, and know the same of their slots."""
+    first = layers[0].keys
+    known = layers[0].known_shapes()
     for kv in layers:
-        if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
+        if not kv.gapless or kv.keys.shape != first.shape or kv.keys.device != first.device:
+            return False
+        if kv.values.shape != layers[0].values.shape or kv.known_shapes() != known:
             return False
     return len(layers) > 1

@@ -22,7 +22,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.joined_layers import alike, evict_joined, joined_layer
+from sinkscope.kv.joined_layers import JoinedLayers, alike
 from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
 
@@ -290,11 +290,8 @@ class Policy(Anchored):
         if self.KEEPS_BUDGET and isinstance(rows.budget, int):
             exact = rows.budget
             layers = [kv for kv in layers if kv.slots > exact]
-            if self.JOINS_LAYERS and alike(layers):
-                joined = joined_layer(layers)
-                at = LayerMoment(layers[0].number, joined, moment, session, rows)
-                evict_joined(joined, layers, self.chosen(at, exact), exact)
-                return
+            if self.JOINS_LAYERS and layers and alike(layers):
+                layers = [JoinedLayers(layers)]
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
             count = exact if kv.gapless else None

@@ -50,6 +50,7 @@ class Session:
         check_servable(target)
         self.run = run
         self.target = target
+        self._config = target.config
         self.now = CurrentCall()
         self.states = CacheStates()
         self.watching = AttentionWatch(target, self.now, self.states)
@@ -102,10 +103,18 @@ class Session:
             self.run.stack.enter_context(following_generate(self.target.hf, self._set_prompting, self._check_generate))
 
     def watch(
-        self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
+        self,
+        fn: Callable[[AttentionRows], None],
+        layers: list[int] | None = None,
+        last: int | None = None,
+        joins: bool = False,
     ) -> None:
-        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
-        self.watching.watchers.append(Watcher(fn, layers, last))
+        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all.
+
+        With `joins`, it sees the rows of a generated token after the call, those of all layers as the rows of one if
+        they can be joined; numbers that it keeps for each slot are then those of all layers, too.
+        """
+        self.watching.watchers.append(Watcher(fn, layers, last, joins))
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
@@ -210,6 +219,7 @@ class Session:
             listen(handler)
             yield kwargs
             if state is not None:
+                self.watching.show_joined()
                 now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(now.ended)
@@ -218,13 +228,14 @@ class Session:
             now.call = None
             now.cache = None
             now.own_masks = False
+            now.rows = {}
             COLUMNS.set(None)
             if handler is not None:
                 leave(handler)
 
     def _check_attention(self) -> None:
         """Refuse an attention that was set inside the `with`."""
-        name = attention_name(self.target.config)
+        name = attention_name(self._config)
         if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(
                 f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "

@@ -35,7 +35,7 @@ class TOVA(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""
-        session.watch(partial(self._note, session.run.target), last=1)
+        session.watch(partial(self._note, session.run.target), last=1, joins=True)
 
     def _note(self, target: Target, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
