@@ -108,11 +108,13 @@ class CacheLayer(DynamicLayer):
 
     def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
         """True positions of the newest slots."""
-        assert self._columns is not None
-        batch, kv_heads = self.keys.shape[:2]
-        columns = self._columns.latest(new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        return columns.unsqueeze(1).expand(batch, kv_heads, new)
+        return self.latest_pos(new)[:, None].expand(-1, self.keys.shape[1], -1)
+
+    def latest_pos(self, new: int) -> Int[Tensor, "batch token"]:
+        """True positions of the newest tokens."""
+        assert self._columns is not None
+        return self._columns.latest(new).to(self.keys.device)
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
@@ -315,9 +317,7 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
     return order + starts
 
 
-def _columns_without_session(
-    layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]
-) -> Columns:
+def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:
     """The tokens before and the new ones outside of a session, where all tokens count as real.
 
     Raises:

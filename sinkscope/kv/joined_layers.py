@@ -32,10 +32,9 @@ class JoinedLayers(CacheLayer):
     @cached_property
     def pos(self) -> Int[Tensor, "row kv_head slot"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """True position of each slot."""
-        first = self.layers[0]
         known = torch.cat([kv.known_pos() for kv in self.layers])
-        tail = first.new_pos(self.keys.shape[-2] - known.shape[-1])  # the same tokens in every layer
-        return torch.cat([known, tail.repeat(len(self.layers), 1, 1)], -1)
+        latest = self.layers[0].latest_pos(self.keys.shape[-2] - known.shape[-1])  # the same in every layer
+        return torch.cat([known, latest[:, None].repeat(len(self.layers), known.shape[1], 1)], -1)
 
     def spread_numbers(self) -> None:
         """Give each layer its part of the numbers."""

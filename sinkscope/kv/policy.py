@@ -355,7 +355,7 @@ def _check_scores(scores: object, at: LayerMoment, name: str) -> None:
     if not checked or not scores.is_floating_point() or not scores.numel():
         return
     # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-    if math.isnan(float(scores.detach().amin())) and bool((scores.isnan() & (pos >= 0)).any()):
+    if math.isnan(scores.amin().item()) and bool((scores.isnan() & (pos >= 0)).any()):
         raise SinkscopeError(
             f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
             "-torch.inf for what is worth nothing"
