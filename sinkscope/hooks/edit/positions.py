@@ -71,15 +71,15 @@ class Columns:
     @cached_property
     def pos(self) -> Int[Tensor, "batch seen"]:
         """True position of every token; -1 at padding."""
-        known = self.known.shape[1]
-        if known == self.seen:
+        later = self.seen - self.known.shape[1]
+        if not later:
             return self.known
-        return torch.cat([self.known, self.latest(self.seen - known)], 1)
+        return torch.cat([self.known, self.real + torch.arange(later, device=self.real.device)], 1)
 
     def latest(self, count: int) -> Int[Tensor, "batch count"]:
         """True positions of the latest tokens."""
         first = self.seen - count - self.known.shape[1]
-        if first < 0:
+        if first <= 0:
             return self.pos[:, self.seen - count :]
         return self.real + torch.arange(first, first + count, device=self.real.device)
 
