@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
@@ -16,8 +14,9 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
+from sinkscope.kv.cache_state import CurrentCall
 from sinkscope.kv.joined_layers import JoinedLayers, alike
+from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -30,23 +29,24 @@ class AttentionWatch:
     Attributes:
         owns_cache: Whether the layers of the caches in use are ours.
         watchers: Who sees rows.
+        queries_kept: How many of the latest queries of each layer are kept.
+        keeps_decoding_queries: Whether those of generated tokens are kept, too.
         replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
     """
 
-    def __init__(self, target: Target, now: CurrentCall, states: CacheStates) -> None:
+    def __init__(self, target: Target, now: CurrentCall) -> None:
         self.target = target
         self.now = now
-        self.states = states
         self.owns_cache = False
         self.watchers: list[Watcher] = []
         self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
-        self._queries_kept = 0
-        self._keeps_decoding_queries = False
+        self.queries_kept = 0
+        self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
     def is_needed(self, call: Call) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self.watchers or self._keeps_decoding_queries:
+        if self.watchers or self.keeps_decoding_queries:
             return True
         if call.new > 1 or self.now.prompting:
             return True
@@ -57,39 +57,12 @@ class AttentionWatch:
                 return True
         return False
 
-    def keep_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
-        self._queries_kept = max(self._queries_kept, last)
-        self._keeps_decoding_queries = self._keeps_decoding_queries or decoding
-
-    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute, in float32, the attention of the last queries to everything in the cache."""
-        if layer not in moment.state.queries:
-            raise self.unseen_queries()
-        latest = moment.state.queries[layer]
-        kv = moment.cache.layers[layer]
-        module: Any = self.target.sub(layer, "attn")
-        keys = kv.keys
-        if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
-            keys = module.expand_kv(kv.keys, kv.values)[0]
-        columns = moment.call.earlier.pos.to(keys.device)
-        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], columns)
-        return latest.rows(latest.query[:, :, -last:], keys, view)
-
-    def unseen_queries(self) -> UnsupportedError:
-        """The error of a policy that needs queries which were read before it could see them."""
-        return UnsupportedError(
-            "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-            "prompt inside, into the cache to go on with)",
-            page="kv-session",
-        )
-
     def see(self, attention: Attention) -> None:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.queries
         attention.viewed = self._view_of
-        if self._queries_kept and not attention.is_repeated:
+        if self.queries_kept and not attention.is_repeated:
             self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention)
@@ -191,17 +164,11 @@ class AttentionWatch:
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))
 
     def _note_queries(self, attention: Attention) -> None:
-        """Keep the latest queries of a layer, after rotary."""
-        call, query, count = self.now.call, attention.query, self._queries_kept
-        if call is None or self.now.cache is None:
+        """Keep the latest queries of a layer."""
+        call, state, layer = self.now.call, self.now.state, attention.layer
+        if call is None or state is None:
             return
-        if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
-            return
-        pos = call.on(query.device)
-        queries = self.states.of(self.now.cache).queries
-        earlier = queries.get(attention.layer)
-        if earlier is not None and query.shape[2] < count:
-            query = torch.cat([earlier.query, query], 2)
-            pos = torch.cat([earlier.pos.to(pos), pos], 1)
-        latest = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:], attention.row_function())
-        queries[attention.layer] = latest
+        if call.new > 1 or self.now.prompting or self.keeps_decoding_queries:
+            earlier = state.queries.get(layer)
+            latest = LatestQueries.of(attention, call, self._windows[layer], earlier, self.queries_kept)
+            state.queries[layer] = latest

@@ -138,7 +138,7 @@ class Policy(Anchored):
     def __post_init__(self) -> None:
         check_fields(self)
         if isinstance(self.budget, int):
-            self._check_room(self.budget, "")
+            self.check_prompt(0)
 
     # To be written by a policy ------------------------------------------------------------------------------------
 
@@ -204,18 +204,17 @@ class Policy(Anchored):
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:
         """The budget of each row in tokens."""
+        named = f"budget={self.budget}"
         if isinstance(self.budget, int):
-            return [self.budget] * len(prompt)
-        budgets: list[int] = (prompt * self.budget).long().tolist()
-        fewest = min(budgets)
-        self._check_room(fewest, f" of a prompt of {int(prompt.min())} tokens, {fewest},")
+            budgets = [self.budget] * len(prompt)
+        else:
+            budgets = (prompt * self.budget).long().tolist()
+            named += f" of a prompt of {int(prompt.min())} tokens, {min(budgets)},"
+        self._check_kept(min(budgets), sum(self.always_kept(min(budgets))), named)
         return budgets
 
-    def _check_room(self, budget: int, share: str) -> None:
-        """Refuse a budget in tokens that is smaller than what is always kept."""
-        self._check_kept(budget, sum(self.always_kept(budget)), f"budget={self.budget}{share}")
-
     def _check_kept(self, budget: int, always_kept: int, named: str) -> None:
+        """Refuse a budget in tokens that is smaller than what is always kept."""
         if budget < max(1, always_kept):
             raise SinkscopeError(
                 f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
@@ -254,22 +253,15 @@ class Policy(Anchored):
         if budget is not at.rows.budget:
             self._check_layer_room(at, budget)
         pos = at.kv.pos
-        slots = pos.shape[-1]
         occupied = pos >= 0
         ranked = scores.float()
         if at.rows.protects:
             ranked = ranked.masked_fill(self.protected(at), torch.inf)
         if not at.kv.gapless:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
-        if not isinstance(budget, int):
-            return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
-        if slots <= budget:
-            return occupied
-        if slots == budget + 1:
-            lowest = ranked.argmin(-1, keepdim=True)
-        else:
-            lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
-        return occupied.scatter(-1, lowest, False)
+        if isinstance(budget, int) and pos.shape[-1] == budget + 1:  # at every generated token: no sorting
+            return occupied.scatter(-1, ranked.argmin(-1, keepdim=True), False)
+        return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
 
     def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
         """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, warn
@@ -20,8 +21,9 @@ from sinkscope.kv.adopt import own_layers, taken_over, used_cache, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
-from sinkscope.kv.usage import Usage
+from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
+from sinkscope.kv.latest_queries import unseen_queries
+from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_generation, check_servable
 from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.tap.call import Attention
@@ -40,8 +42,6 @@ class Session:
     Attributes:
         now: What the current thread is doing.
         watching: What is seen of the attention, and what replaces it.
-        window_queries: Keeps the latest queries (`AttentionWatch.keep_queries`).
-        window_rows: The attention of these queries (`AttentionWatch.window_rows`).
         guests: What policies, guards and observers keep for the run, by its class.
     """
 
@@ -52,11 +52,10 @@ class Session:
         self.target = target
         self._config = target.config
         self.now = CurrentCall()
-        self.states = CacheStates()
-        self.watching = AttentionWatch(target, self.now, self.states)
-        self.window_queries = self.watching.keep_queries
-        self.window_rows = self.watching.window_rows
+        self.watching = AttentionWatch(target, self.now)
         self.guests: dict[type, Any] = {}
+        self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
+        self._meters: list[Meter] = []  # also of caches that are gone
         self._counts_reads = False
         self._policy_name: str | None = None
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
@@ -116,6 +115,18 @@ class Session:
         """
         self.watching.watchers.append(Watcher(fn, layers, last, joins))
 
+    def window_queries(self, last: int, decoding: bool = False) -> None:
+        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
+        watching = self.watching
+        watching.queries_kept = max(watching.queries_kept, last)
+        watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
+
+    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Recompute, in float32, the attention of the last queries to everything in the cache."""
+        if layer not in moment.state.queries:
+            raise unseen_queries()
+        return moment.state.queries[layer].rows(moment.cache.layers[layer], moment.call, last)
+
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
         self._before_decode.append(fn)
@@ -140,7 +151,8 @@ class Session:
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
-        return self.states.usage(self.run.target.n_kv_heads if self.run.target.shards.size > 1 else None)
+        kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
+        return [meter.usage(kv_heads) for meter in self._meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
@@ -153,7 +165,7 @@ class Session:
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
-        for cache in self.states.caches():
+        for cache in list(self._states):
             for kv in own_layers(cache):
                 kv.settle()
 
@@ -205,11 +217,15 @@ class Session:
             now.cache = cache
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
-                if call.past == 0:  # the cache is new or was emptied
-                    self.states.forget(cache)
+                is_known = call.past > 0 and cache in self._states  # else it is new, or was emptied
+                layers = list[CacheLayer]()
                 if self.watching.owns_cache:
-                    layers = taken_over(cache, call, kwargs, self.target, is_known=cache in self.states)
-                    state = self.states.of(cache)
+                    layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
+                if not is_known:
+                    self._states[cache] = CacheState()
+                    self._meters.append(self._states[cache].meter)
+                now.state = state = self._states[cache]
+                if layers:
                     self._act_before(layers, call, state)
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
@@ -218,7 +234,7 @@ class Session:
             handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
             yield kwargs
-            if state is not None:
+            if state is not None and self.watching.owns_cache:
                 self.watching.show_joined()
                 now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
                 for act in self._after_call:
@@ -227,6 +243,7 @@ class Session:
         finally:
             now.call = None
             now.cache = None
+            now.state = None
             now.own_masks = False
             now.rows = {}
             COLUMNS.set(None)
