@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.slots import Slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class AttentionRows:
     first: int
     probs: Float[Tensor, "batch head query slot"]
     known_pos: Int[Tensor, "batch kv_head slot"] | None
-    kv: CacheLayer | None
+    kv: Slots | None
     call: Call
 
     @cached_property

@@ -9,19 +9,19 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkscope.kv.cache import CacheLayer, flat_slots, moved_numbers
+from sinkscope.kv.slots import Slots, flat_slots
 
 _SMALL = 1 << 17  # bytes of a layer's keys up to which copying them once more costs less than calls for each layer
 
 
-class JoinedLayers(CacheLayer):
+class JoinedLayers(Slots):
     """Layers of one shape and without holes, as the rows of one, whose keys and values stay with them.
 
     Args:
         layers: The layers (`alike`).
     """
 
-    def __init__(self, layers: Sequence[CacheLayer]) -> None:
+    def __init__(self, layers: Sequence[Slots]) -> None:
         super().__init__(layers[0].number)
         self.layers = layers
         self.keys = layers[0].keys
@@ -47,7 +47,7 @@ class JoinedLayers(CacheLayer):
         assert exact is not None
         count = len(self.layers)
         index = flat_slots(keep, exact, ragged=False)
-        self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
+        self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
         self.spread_numbers()
         parts = self.pos.take(index).chunk(count)
         keys = _taken([kv.keys for kv in self.layers], index)
@@ -65,7 +65,7 @@ def _taken(layers: list[Tensor], index: Int[Tensor, "row kv_head kept"]) -> Sequ
     return [torch.embedding(layer.flatten(0, 2), part) for layer, part in zip(layers, parts, strict=True)]
 
 
-def alike(layers: Sequence[CacheLayer]) -> bool:
+def alike(layers: Sequence[Slots]) -> bool:
     """Whether layers may be joined: they have one shape and device, no holes, and know the same of their slots."""
     first = layers[0].keys
     known = layers[0].known_shapes()

@@ -20,10 +20,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
 from sinkscope.kv.session import Session
+from sinkscope.kv.slots import Slots
 from sinkscope.models.grouped_heads import in_groups
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -78,7 +78,7 @@ class LayerMoment:
     """
 
     layer: int
-    kv: CacheLayer
+    kv: Slots
     moment: Moment
     session: Session
     rows: RowBudgets
