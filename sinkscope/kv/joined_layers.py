@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -45,24 +45,24 @@ class JoinedLayers(Slots):
     def evict(self, keep: Bool[Tensor, "row kv_head slot"], exact: int | None = None) -> None:
         """Free every slot that is not kept in all layers; each head keeps `exact`."""
         assert exact is not None
-        count = len(self.layers)
         index = flat_slots(keep, exact, ragged=False)
         self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
         self.spread_numbers()
-        parts = self.pos.take(index).chunk(count)
-        keys = _taken([kv.keys for kv in self.layers], index)
-        values = _taken([kv.values for kv in self.layers], index)
-        for number, kv in enumerate(self.layers):
-            kv.hold(keys[number], values[number], parts[number])
+        pos = self.pos.take(index).chunk(len(self.layers))
+        keys, values = self._taken("keys", index), self._taken("values", index)
+        for kv, its_keys, its_values, its_pos in zip(self.layers, keys, values, pos, strict=True):
+            kv.hold(its_keys, its_values, its_pos)
 
-
-def _taken(layers: list[Tensor], index: Int[Tensor, "row kv_head kept"]) -> Sequence[Tensor]:
-    """The slots of each layer that an index among those of all layers names."""
-    if layers[0].nbytes <= _SMALL:
-        return torch.embedding(torch.cat(layers).flatten(0, 2), index).chunk(len(layers))
-    slots = layers[0].shape[:3].numel()
-    parts = (index % slots).chunk(len(layers))
-    return [torch.embedding(layer.flatten(0, 2), part) for layer, part in zip(layers, parts, strict=True)]
+    def _taken(self, name: str, index: Int[Tensor, "row kv_head kept"]) -> Iterator[Tensor]:
+        """The keys or values of each layer that an index among the slots of all layers names."""
+        first: Tensor = getattr(self.layers[0], name)
+        if first.nbytes <= _SMALL:
+            of_all = torch.cat([getattr(kv, name) for kv in self.layers])
+            yield from torch.embedding(of_all.flatten(0, 2), index).chunk(len(self.layers))
+            return
+        parts = (index % first.shape[:3].numel()).chunk(len(self.layers))
+        for kv, part in zip(self.layers, parts, strict=True):  # one by one, so that what goes is freed at once
+            yield torch.embedding(getattr(kv, name).flatten(0, 2), part)
 
 
 def alike(layers: Sequence[Slots]) -> bool:

@@ -49,21 +49,6 @@ class RowBudgets:
         """The total as `Policy.budgets` gives it: one number if all rows have the same."""
         return _number_or_rows(self.total)
 
-    @cached_property
-    def first_kept(self) -> LayerBudget:
-        """The number of first tokens in the same form."""
-        return _number_or_rows(self.first)
-
-    @cached_property
-    def latest_kept(self) -> LayerBudget:
-        """The number of latest tokens in the same form."""
-        return _number_or_rows(self.latest)
-
-    @cached_property
-    def protects(self) -> bool:
-        """Whether any token is always kept."""
-        return any(self.first) or any(self.latest)
-
 
 @dataclass(frozen=True, eq=False)
 class LayerMoment:
@@ -231,10 +216,11 @@ class Policy(Anchored):
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
-        pos, latest = at.kv.pos, at.rows.latest_kept
-        protected = pos < _by_slot(at.rows.first_kept, pos)
-        if isinstance(latest, Tensor) or latest:
-            protected = protected | (pos >= at.length[:, None, None] - _by_slot(latest, pos))
+        pos = at.kv.pos
+        protected = pos < _by_slot(_number_or_rows(at.rows.first), pos)
+        if any(at.rows.latest):
+            latest = _by_slot(_number_or_rows(at.rows.latest), pos)
+            protected = protected | (pos >= at.length[:, None, None] - latest)
         return protected
 
     def select(
@@ -255,7 +241,7 @@ class Policy(Anchored):
         pos = at.kv.pos
         occupied = pos >= 0
         ranked = scores.float()
-        if at.rows.protects:
+        if any(at.rows.first) or any(at.rows.latest):
             ranked = ranked.masked_fill(self.protected(at), torch.inf)
         if not at.kv.gapless:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
@@ -265,7 +251,7 @@ class Policy(Anchored):
 
     def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
         """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
-        fewest = torch.as_tensor(budget).reshape(-1, 1 if isinstance(budget, int) else budget.shape[1]).amin(1).tolist()
+        fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
         for row, (first, latest) in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
             tokens = fewest[row % len(fewest)]
             self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
