@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import Columns
-from sinkscope.kv.growing_tensor import GrowingTensor, appended
+from sinkscope.kv.growing_tensor import appended
 from sinkscope.kv.slots import Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
@@ -63,14 +63,14 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self._append(new_keys, new_values, _SPARE * new)
 
     def _append(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
-        self.keys = appended(self.rooms, "keys", self.keys, keys, -2, spare)
-        self.values = appended(self.rooms, "values", self.values, values, -2, spare)
+        self.keys = appended(self.grown, "keys", self.keys, keys, -2, spare)
+        self.values = appended(self.grown, "values", self.values, values, -2, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
         new.numbers = dict(self.numbers)
-        new.rooms = {name: room.copy() for name, room in self.rooms.items()}
+        new.grown = dict(self.grown)
         return new
 
     # What transformers calls -----------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self._append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.rooms = {"keys": GrowingTensor(-2, self.keys), "values": GrowingTensor(-2, self.values)}
+            self.grown = {"keys": self.keys, "values": self.values}
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

@@ -43,7 +43,7 @@ class H2O(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch every query of every layer."""
-        session.watch(self._add, joins=True)
+        session.watch(self._add, joins=self.JOINS_LAYERS)
 
     def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache

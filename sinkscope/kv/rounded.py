@@ -51,7 +51,7 @@ class Rounded(Intervention):
         for layer, kv in enumerate(moment.layers):
             kv.keys = self._rounded(kv.keys, new, f"keys of layer {layer}")
             kv.values = self._rounded(kv.values, new, f"values of layer {layer}")
-            kv.rooms = {}
+            kv.grown = {}
 
     def _rounded(
         self, whole: Float[Tensor, "batch kv_head slot d"], new: int, name: str

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.hooks.edit.positions import Columns
-from sinkscope.kv.growing_tensor import GrowingTensor, appended
+from sinkscope.kv.growing_tensor import Grown, appended
 
 
 class Slots:
@@ -27,7 +27,7 @@ class Slots:
         number: Number of the decoder layer.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        rooms: The room for new tokens after long keys, values and positions; none where these become other tensors.
+        grown: How long keys, values and positions grow; empty where these become other tensors.
     """
 
     # Both are None while nothing was appended.
@@ -42,7 +42,7 @@ class Slots:
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
-        self.rooms: dict[str, GrowingTensor] = {}
+        self.grown: Grown = {}
 
     @property
     def seen(self) -> int:
@@ -71,7 +71,7 @@ class Slots:
             return self.new_pos(slots)
         known = self._pos.shape[-1]
         if known < slots:
-            self._pos = appended(self.rooms, "pos", self._pos, self.new_pos(slots - known), -1)
+            self._pos = appended(self.grown, "pos", self._pos, self.new_pos(slots - known), -1)
         return self._pos
 
     def known_pos(self) -> Int[Tensor, "batch kv_head known"]:
@@ -156,7 +156,7 @@ class Slots:
     ) -> None:
         """Hold other keys and values, at these true positions; None where slots are still columns."""
         if keys is not self.keys:
-            self.rooms = {}
+            self.grown = {}
         self.keys = keys
         self.values = values
         self._pos = pos

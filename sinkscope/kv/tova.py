@@ -36,7 +36,7 @@ class TOVA(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""
-        session.watch(partial(self._note, session.run.target), last=1, joins=True)
+        session.watch(partial(self._note, session.run.target), last=1, joins=self.JOINS_LAYERS)
 
     def _note(self, target: Target, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache

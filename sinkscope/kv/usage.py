@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.growing_tensor import Buffer
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,10 @@ def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
 
 def allocated_slots(layer: CacheLayer) -> int:
     """Number of slots in memory: those in use plus room for new tokens."""
-    allocated = None
-    if "keys" in layer.rooms:
-        allocated = layer.rooms["keys"].allocated
-    return allocated or layer.keys.shape[-2]
+    last = layer.grown.get("keys")
+    if isinstance(last, Buffer):
+        return last.allocated
+    return layer.keys.shape[-2]
 
 
 def _slot_bytes(layer: CacheLayer) -> int:
