@@ -15,7 +15,7 @@ from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CurrentCall
-from sinkscope.kv.joined_layers import JoinedLayers, alike
+from sinkscope.kv.joined_layers import SMALL, JoinedLayers, alike
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
@@ -66,7 +66,7 @@ class AttentionWatch:
             self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention)
-        watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
+        watchers = [watcher for watcher in self.watchers if watcher.sees(layer)]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
@@ -74,6 +74,9 @@ class AttentionWatch:
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
+        if watchers and all(watcher.joins for watcher in watchers) and self._may_wait(attention):
+            self.now.watched.append(attention)
+            return
         pos: Tensor | None = None
         if watchers and not attention.complete:
             assert attention.view is not None
@@ -87,6 +90,12 @@ class AttentionWatch:
             return False
         kv = self.now.layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
+
+    def _may_wait(self, attention: Attention) -> bool:
+        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
+        if not attention.complete or attention.is_repeated or not self.target.adapter.attention_interface:
+            return False
+        return attention.sinks is None and attention.key.nbytes <= SMALL
 
     def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -112,24 +121,25 @@ class AttentionWatch:
     def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
         call = self.now.call
         assert call is not None
-        rows = AttentionRows(layer, first, probs, pos, self.now.layer(layer), call)
-        if watcher.joins and call.new == 1 and rows.kv is not None:
-            self.now.rows.setdefault(watcher, []).append(rows)
-        else:
-            watcher.fn(rows)
+        watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
 
     def show_joined(self) -> None:
-        """Show what waited for the end of the call."""
-        for watcher, rows in self.now.rows.items():
-            layers = [one.kv for one in rows if one.kv is not None]
-            if not alike(layers):
-                for one in rows:
-                    watcher.fn(one)
+        """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
+        call = self.now.call
+        assert call is not None
+        for watcher in self.watchers:
+            watched = [one for one in self.now.watched if watcher.sees(one.layer)]
+            layers = [kv for one in watched if (kv := self.now.layer(one.layer)) is not None]
+            if len({one.scaling for one in watched}) == 1 and alike(layers):
+                joined = JoinedLayers(layers)
+                query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
+                probs = watched[0].row_function()(query, key, None)
+                watcher.fn(AttentionRows(joined.number, 0, probs, None, joined, call))
+                joined.spread_numbers()
                 continue
-            joined = JoinedLayers(layers)
-            probs = torch.cat([one.probs for one in rows])
-            watcher.fn(AttentionRows(rows[0].layer, 0, probs, None, joined, rows[0].call))
-            joined.spread_numbers()
+            for one, kv in zip(watched, layers, strict=True):
+                probs = one.row_function()(one.query, one.key, None)
+                watcher.fn(AttentionRows(kv.number, 0, probs, None, kv, call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.usage import Meter
+from sinkscope.tap.call import Attention
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class CurrentCall(threading.local):
         call: The forward call; None outside of one.
         cache: The cache of that call.
         state: What is known about that cache.
-        rows: What is shown to some watchers after the call.
+        watched: The attention whose rows are shown after the call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
@@ -97,7 +97,7 @@ class CurrentCall(threading.local):
     ended: Moment | None = None
 
     def __init__(self) -> None:
-        self.rows: dict[Watcher, list[AttentionRows]] = {}
+        self.watched: list[Attention] = []
 
     def layer(self, layer: int) -> CacheLayer | None:
         """A layer's cache in this call; None if it is not a `CacheLayer`."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sinkscope.kv.slots import Slots, flat_slots
 
-_SMALL = 1 << 17  # bytes of a layer's keys up to which copying them once more costs less than calls for each layer
+SMALL = 1 << 17
+"""Bytes of a layer's keys up to which copying them once more costs less than calls of torch for each layer."""
 
 
 class JoinedLayers(Slots):
@@ -56,7 +57,7 @@ class JoinedLayers(Slots):
     def _taken(self, name: str, index: Int[Tensor, "row kv_head kept"]) -> Iterator[Tensor]:
         """The keys or values of each layer that an index among the slots of all layers names."""
         first: Tensor = getattr(self.layers[0], name)
-        if first.nbytes <= _SMALL:
+        if first.nbytes <= SMALL:
             of_all = torch.cat([getattr(kv, name) for kv in self.layers])
             yield from torch.embedding(of_all.flatten(0, 2), index).chunk(len(self.layers))
             return

@@ -245,7 +245,7 @@ class Session:
             now.cache = None
             now.state = None
             now.own_masks = False
-            now.rows = {}
+            now.watched = []
             COLUMNS.set(None)
             if handler is not None:
                 leave(handler)
