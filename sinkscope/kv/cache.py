@@ -54,9 +54,9 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
         later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
-        columns = self._columns
+        columns = self.columns
         vars(self).update(vars(whole.copy()))
-        self._columns = columns
+        self.columns = columns
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
@@ -80,7 +80,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         columns = COLUMNS.get()
         if columns is None:
             columns = _columns_without_session(self, key_states)
-        self._columns = columns
+        self.columns = columns
         new = key_states.shape[-2]
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized
@@ -107,12 +107,12 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         if removed < 0:
             raise SinkscopeError(f"crop({-removed}): give minus the number of tokens to remove")
         self.settle()
-        if removed == 0 or self._columns is None:
+        if removed == 0 or self.columns is None:
             return
         if removed >= self.seen:
             self.reset()
             return
-        columns = Columns.of(self._columns.pos[:, : self.seen - removed])
+        columns = Columns.of(self.columns.pos[:, : self.seen - removed])
         if self._pos is None:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
@@ -121,7 +121,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         else:
             last = torch.nn.functional.pad(columns.pos, (1, 0), value=-1).amax(1)  # -1: nothing is left
             self.evict(self.pos <= last[:, None, None].to(self.keys.device))
-        self._columns = columns
+        self.columns = columns
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -142,14 +142,14 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
 
     def _change_rows(self, changed: Callable[[Tensor], Tensor]) -> None:
         self.settle()
-        if self._columns is None:
+        if self.columns is None:
             return
         pos = self._pos
         if pos is not None:
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
-        self._columns = Columns.of(changed(self._columns.pos))
+        self.columns = Columns.of(changed(self.columns.pos))
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:

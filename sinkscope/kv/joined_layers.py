@@ -26,7 +26,9 @@ class JoinedLayers(Slots):
         super().__init__(layers[0].number)
         self.layers = layers
         self.keys = layers[0].keys
+        self.values = layers[0].values
         self.gapless = True
+        self.columns = layers[0].columns
         for name in layers[0].numbers:
             self.numbers[name] = torch.cat([kv.numbers[name] for kv in layers])
 
@@ -34,7 +36,7 @@ class JoinedLayers(Slots):
     def pos(self) -> Int[Tensor, "row kv_head slot"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """True position of each slot."""
         known = torch.cat([kv.known_pos() for kv in self.layers])
-        latest = self.layers[0].latest_pos(self.keys.shape[-2] - known.shape[-1])  # the same in every layer
+        latest = self.latest_pos(self.slots - known.shape[-1])  # the same in every layer
         return torch.cat([known, latest[:, None].repeat(len(self.layers), known.shape[1], 1)], -1)
 
     def spread_numbers(self) -> None:

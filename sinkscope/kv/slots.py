@@ -25,6 +25,7 @@ class Slots:
         keys: `[batch kv_head slot d_head]`.
         values: `[batch kv_head slot d_value]`.
         number: Number of the decoder layer.
+        columns: All tokens appended, whether or not they were evicted; None if there are none. Layers share them.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
         grown: How long keys, values and positions grow; empty where these become other tensors.
@@ -36,7 +37,7 @@ class Slots:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._columns: Columns | None = None  # all tokens appended; shared between layers
+        self.columns: Columns | None = None
         # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
         self._pos: Int[Tensor, "batch kv_head slot"] | None = None
         self.gapless = False
@@ -47,9 +48,9 @@ class Slots:
     @property
     def seen(self) -> int:
         """Number of tokens appended so far (batch columns, including padding), whether or not they were evicted."""
-        if self._columns is None:
+        if self.columns is None:
             return 0
-        return self._columns.seen
+        return self.columns.seen
 
     @property
     def edited(self) -> bool:
@@ -59,7 +60,7 @@ class Slots:
     @property
     def slots(self) -> int:
         """Number of slots in use, including holes."""
-        if self._columns is None:
+        if self.columns is None:
             return 0
         return self.keys.shape[-2]
 
@@ -94,8 +95,8 @@ class Slots:
 
     def latest_pos(self, new: int) -> Int[Tensor, "batch token"]:
         """True positions of the newest tokens."""
-        assert self._columns is not None
-        return self._columns.latest(new).to(self.keys.device)
+        assert self.columns is not None
+        return self.columns.latest(new).to(self.keys.device)
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
