@@ -240,7 +240,7 @@ class Policy(Anchored):
             self._check_layer_room(at, budget)
         pos = at.kv.pos
         occupied = pos >= 0
-        ranked = scores.float()
+        ranked = scores
         if any(at.rows.first) or any(at.rows.latest):
             ranked = ranked.masked_fill(self.protected(at), torch.inf)
         if not at.kv.gapless:
@@ -287,7 +287,7 @@ class Policy(Anchored):
         """
         scores = self.scores(at)
         _check_scores(scores, at, self.shown_name)
-        keep = self.select(scores, at, self.budgets(at))
+        keep = self.select(scores.float(), at, self.budgets(at))
         if exact is not None and at.moment.prefill_ended and bool((keep.sum(-1) != exact).any()):
             raise SinkscopeError(
                 f"{self.shown_name} says KEEPS_BUDGET, and layer {at.layer} keeps other numbers of tokens than its "

@@ -81,6 +81,8 @@ class Columns:
         first = self.seen - count - self.known.shape[1]
         if first <= 0:
             return self.pos[:, self.seen - count :]
+        if count == 1:  # a generated token
+            return self.real + first
         return self.real + torch.arange(first, first + count, device=self.real.device)
 
     @cached_property
