@@ -15,7 +15,7 @@ from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CurrentCall
-from sinkscope.kv.joined_layers import SMALL, JoinedLayers, alike
+from sinkscope.kv.joined_layers import JoinedLayers, alike, is_small
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
@@ -95,7 +95,7 @@ class AttentionWatch:
         """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
         if not attention.complete or attention.is_repeated or not self.target.adapter.attention_interface:
             return False
-        return attention.sinks is None and attention.key.nbytes <= SMALL
+        return attention.sinks is None and is_small(attention.key)
 
     def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.

@@ -12,7 +12,7 @@ from torch import Tensor
 from sinkscope.kv.slots import Slots, flat_slots
 
 SMALL = 1 << 17
-"""Bytes of a layer's keys up to which copying them once more costs less than calls of torch for each layer."""
+"""Bytes of a small layer's keys."""
 
 
 class JoinedLayers(Slots):
@@ -59,13 +59,18 @@ class JoinedLayers(Slots):
     def _taken(self, name: str, index: Int[Tensor, "row kv_head kept"]) -> Iterator[Tensor]:
         """The keys or values of each layer that an index among the slots of all layers names."""
         first: Tensor = getattr(self.layers[0], name)
-        if first.nbytes <= SMALL:
+        if is_small(first):
             of_all = torch.cat([getattr(kv, name) for kv in self.layers])
             yield from torch.embedding(of_all.flatten(0, 2), index).chunk(len(self.layers))
             return
         parts = (index % first.shape[:3].numel()).chunk(len(self.layers))
         for kv, part in zip(self.layers, parts, strict=True):  # one by one, so that what goes is freed at once
             yield torch.embedding(getattr(kv, name).flatten(0, 2), part)
+
+
+def is_small(layer: Tensor) -> bool:
+    """Whether copying the keys or values of a layer once more costs less than calls of torch for each layer."""
+    return layer.nbytes <= SMALL
 
 
 def alike(layers: Sequence[Slots]) -> bool:
