@@ -65,7 +65,7 @@ class AdaKV(SnapKV):
         occupied = pos >= 0
         protected = occupied & self.protected(at)
         free = occupied & ~protected
-        ranked = scores.float().masked_fill(~free, -torch.inf)
+        ranked = scores.masked_fill(~free, -torch.inf)
         head_budget = (torch.as_tensor(budget, device=pos.device) - protected.sum(-1)).clamp(min=0)
         layer_budget = head_budget.sum(1)
         layer_rank = rank_from_top(rearrange(ranked, "batch kv_head slot -> batch (kv_head slot)"))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from jaxtyping import Int
-from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.positions import Call
+from sinkscope.hooks.edit.positions import Call, Columns
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.scope import cache_layers
 from sinkscope.kv.windows import check_mask
@@ -54,22 +52,22 @@ def taken_over(
     if is_known:
         layers = used_layers(cache)
     else:
-        adopt(cache, target, call.columns[:, : call.past])
+        adopt(cache, target, call.earlier)
         layers = own_layers(cache)
-    if call.past and call.index.shape[1] > 1:
+    if call.past and call.new > 1:
         check_mask(arguments.get("attention_mask"), call, target)
     if not target.adapter.attention_interface and arguments.get("attention_mask") is None:
         arguments["attention_mask"] = (call.columns >= 0).long()
     return layers
 
 
-def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> None:
+def adopt(cache: Any, target: Target, columns: Columns) -> None:
     """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
 
     Args:
         cache: An empty or filled `DynamicCache`.
         target: The model.
-        columns: True positions of the tokens already in the cache; -1 at padding.
+        columns: The tokens already in the cache.
 
     Raises:
         UnsupportedError: The cache is of another kind, or belongs to another model.

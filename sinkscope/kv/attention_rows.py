@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.slots import Slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class AttentionRows:
     first: int
     probs: Float[Tensor, "batch head query slot"]
     known_pos: Int[Tensor, "batch kv_head slot"] | None
-    kv: CacheLayer | None
+    kv: Slots | None
     call: Call
 
     @cached_property
@@ -44,7 +44,8 @@ class AttentionRows:
     @property
     def query_pos(self) -> Int[Tensor, "batch query"]:
         """True position of each query, -1 at padding."""
-        return self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
+        index = self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
+        return index.repeat(len(self.probs) // len(index), 1)  # more than once where layers are joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +56,17 @@ class Watcher:
         fn: The function.
         layers: Layers that it sees; None for all.
         last: How many of the last queries of a call it sees; None for all.
+        joins: Whether it sees the rows of a generated token of all layers at once, as the rows of one, if it can.
     """
 
     fn: Callable[[AttentionRows], None]
     layers: list[int] | None
     last: int | None
+    joins: bool
+
+    def sees(self, layer: int) -> bool:
+        """Whether it sees a layer."""
+        return self.layers is None or layer in self.layers
 
     def first_query(self, queries: int) -> int:
         """Index of the first of so many queries that it sees."""

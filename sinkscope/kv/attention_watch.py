@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
@@ -16,7 +14,9 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import CacheStates, CurrentCall, LatestQueries, Moment
+from sinkscope.kv.cache_state import CurrentCall
+from sinkscope.kv.joined_layers import JoinedLayers, alike, is_small
+from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -29,25 +29,26 @@ class AttentionWatch:
     Attributes:
         owns_cache: Whether the layers of the caches in use are ours.
         watchers: Who sees rows.
+        queries_kept: How many of the latest queries of each layer are kept.
+        keeps_decoding_queries: Whether those of generated tokens are kept, too.
         replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
     """
 
-    def __init__(self, target: Target, now: CurrentCall, states: CacheStates) -> None:
+    def __init__(self, target: Target, now: CurrentCall) -> None:
         self.target = target
         self.now = now
-        self.states = states
         self.owns_cache = False
         self.watchers: list[Watcher] = []
         self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
-        self._queries_kept = 0
-        self._keeps_decoding_queries = False
+        self.queries_kept = 0
+        self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
     def is_needed(self, call: Call) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self.watchers or self._keeps_decoding_queries:
+        if self.watchers or self.keeps_decoding_queries:
             return True
-        if call.index.shape[1] > 1 or self.now.prompting:
+        if call.new > 1 or self.now.prompting:
             return True
         if not self.now.own_masks:
             return False
@@ -56,43 +57,16 @@ class AttentionWatch:
                 return True
         return False
 
-    def keep_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
-        self._queries_kept = max(self._queries_kept, last)
-        self._keeps_decoding_queries = self._keeps_decoding_queries or decoding
-
-    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute, in float32, the attention of the last queries to everything in the cache."""
-        if layer not in moment.state.queries:
-            raise self.unseen_queries()
-        latest = moment.state.queries[layer]
-        kv = moment.cache.layers[layer]
-        module: Any = self.target.sub(layer, "attn")
-        keys = kv.keys
-        if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
-            keys = module.expand_kv(kv.keys, kv.values)[0]
-        columns = moment.call.columns[:, : moment.call.past].to(keys.device)
-        view = View(kv.pos, latest.pos[:, -last:], self._windows[layer], columns)
-        return latest.rows(latest.query[:, :, -last:], keys, view)
-
-    def unseen_queries(self) -> UnsupportedError:
-        """The error of a policy that needs queries which were read before it could see them."""
-        return UnsupportedError(
-            "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-            "prompt inside, into the cache to go on with)",
-            page="kv-session",
-        )
-
     def see(self, attention: Attention) -> None:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.queries
         attention.viewed = self._view_of
-        if self._queries_kept and not attention.is_repeated:
+        if self.queries_kept and not attention.is_repeated:
             self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention)
-        watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
+        watchers = [watcher for watcher in self.watchers if watcher.sees(layer)]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
@@ -100,6 +74,9 @@ class AttentionWatch:
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
+        if watchers and all(watcher.joins for watcher in watchers) and self._may_wait(attention):
+            self.now.watched.append(attention)
+            return
         pos: Tensor | None = None
         if watchers and not attention.complete:
             assert attention.view is not None
@@ -113,6 +90,12 @@ class AttentionWatch:
             return False
         kv = self.now.layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
+
+    def _may_wait(self, attention: Attention) -> bool:
+        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
+        if not attention.complete or attention.is_repeated or not self.target.adapter.attention_interface:
+            return False
+        return attention.sinks is None and is_small(attention.key)
 
     def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -139,6 +122,24 @@ class AttentionWatch:
         call = self.now.call
         assert call is not None
         watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
+
+    def show_joined(self) -> None:
+        """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
+        call = self.now.call
+        assert call is not None
+        for watcher in self.watchers:
+            watched = [one for one in self.now.watched if watcher.sees(one.layer)]
+            layers = [kv for one in watched if (kv := self.now.layer(one.layer)) is not None]
+            if len({one.scaling for one in watched}) == 1 and alike(layers):
+                joined = JoinedLayers(layers)
+                query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
+                probs = watched[0].row_function()(query, key, None)
+                watcher.fn(AttentionRows(joined.number, 0, probs, None, joined, call))
+                joined.spread_numbers()
+                continue
+            for one, kv in zip(watched, layers, strict=True):
+                probs = one.row_function()(one.query, one.key, None)
+                watcher.fn(AttentionRows(kv.number, 0, probs, None, kv, call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
@@ -167,23 +168,17 @@ class AttentionWatch:
         blocks = attention.in_blocks
         if blocks is None:
             return view
-        seen = call.columns.shape[1]  # the place of what has no position
+        seen = call.tokens.seen  # the place of what has no position
         place = torch.where(pos < 0, seen, pos)[:, :1, None].expand_as(blocks)
         chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
         return replace(view, chosen=chosen.scatter_(-1, place, blocks))
 
     def _note_queries(self, attention: Attention) -> None:
-        """Keep the latest queries of a layer, after rotary."""
-        call, query, count = self.now.call, attention.query, self._queries_kept
-        if call is None or self.now.cache is None:
+        """Keep the latest queries of a layer."""
+        call, state, layer = self.now.call, self.now.state, attention.layer
+        if call is None or state is None:
             return
-        if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
-            return
-        pos = call.on(query.device)
-        queries = self.states.of(self.now.cache).queries
-        earlier = queries.get(attention.layer)
-        if earlier is not None and query.shape[2] < count:
-            query = torch.cat([earlier.query, query], 2)
-            pos = torch.cat([earlier.pos.to(pos), pos], 1)
-        latest = LatestQueries(query[:, :, -count:].detach(), pos[:, -count:], attention.row_function())
-        queries[attention.layer] = latest
+        if call.new > 1 or self.now.prompting or self.keeps_decoding_queries:
+            earlier = state.queries.get(layer)
+            latest = LatestQueries.of(attention, call, self._windows[layer], earlier, self.queries_kept)
+            state.queries[layer] = latest

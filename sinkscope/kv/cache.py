@@ -1,185 +1,45 @@
-"""A KV cache layer that records the true position of every token it holds, so that any token can be removed.
-
-Stock layers assume that a slot's index is its position. After an eviction this is wrong: masks leak or hide tokens in
-padded batches and in models with a sliding window, and rows cannot keep different tokens. Here every slot stores its
-position, and attention masks are computed from these positions.
-"""
+"""A layer of a cache of transformers whose slots know their true positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv.growing_tensor import GrowingTensor
+from sinkscope.hooks.edit.positions import Columns
+from sinkscope.kv.growing_tensor import appended
+from sinkscope.kv.slots import Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
-COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
-"""True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
+COLUMNS: ContextVar[Columns | None] = ContextVar("sinkscope_columns", default=None)
+"""All tokens so far in the current forward call; None outside of a session."""
 
 
-@dataclass(eq=False)
-class Growth:
-    """The room after keys, values and positions, into which new tokens are written."""
-
-    keys: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
-    values: GrowingTensor = field(default_factory=lambda: GrowingTensor(-2))
-    pos: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
-
-    def copy(self) -> Growth:
-        """For another holder of the same tensors."""
-        return Growth(self.keys.copy(), self.values.copy(), self.pos.copy())
-
-
-class CacheLayer(DynamicLayer):
+class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Keys and values of one layer, with positions.
 
-    It is empty, untouched, edited or a part (docs/kv_states.md); what it holds follows from the fields below.
+    It is empty, untouched, edited or a part (docs/kv_states.md).
 
     Attributes:
-        keys: `[batch kv_head slot d_head]`.
-        values: `[batch kv_head slot d_head]`.
-        number: Number of the decoder layer.
         reordered: Whether rows were reordered (by beam search) since the last prompt.
-        gapless: Whether there are certainly no holes. If not, `holes` counts them.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
-        numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        growth: The room for new tokens; another one where keys, values and positions become other tensors.
     """
 
-    # Both are None while the layer is empty, so `slots` has to be checked first.
-    keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
-    values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def __init__(self, number: int = 0) -> None:
-        super().__init__()
-        self.number = number
+        DynamicLayer.__init__(self)
+        Slots.__init__(self, number)
         self.reordered = False
         self.aside: CacheLayer | None = None
-        self._columns: Int[Tensor, "batch seen"] | None = None  # of all tokens appended; shared between layers
-        # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
-        self._pos: Int[Tensor, "batch kv_head slot"] | None = None
-        self.gapless = False
-        self._holes: Float[Tensor, " batch"] | None = None
-        self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
-        self.growth = Growth()
 
-    # What the layer holds ------------------------------------------------------------------------------------------
-
-    @property
-    def seen(self) -> int:
-        """Number of tokens appended so far (batch columns, including padding), whether or not they were evicted."""
-        if self._columns is None:
-            return 0
-        return self._columns.shape[1]
-
-    @property
-    def edited(self) -> bool:
-        """Whether any token was evicted, so that slot and position may differ."""
-        return self._pos is not None
-
-    @property
-    def slots(self) -> int:
-        """Number of slots in use, including holes."""
-        if not self.is_initialized or not self.keys.numel():
-            return 0
-        return int(self.keys.shape[-2])
-
-    @property
-    def pos(self) -> Int[Tensor, "batch kv_head slot"]:
-        """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
-        slots = self.keys.shape[-2]
-        if self._pos is None:
-            return self.new_pos(slots)
-        known = self._pos.shape[-1]
-        if known < slots:
-            self._pos = self.growth.pos.append(self._pos, self.new_pos(slots - known))
-        return self._pos
-
-    def known_pos(self) -> Int[Tensor, "batch kv_head known"]:
-        """The positions of the slots that existed when they were last read, of which there may be none."""
-        if self._pos is None:
-            return self.pos
-        return self._pos
-
-    def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
-        """True positions of the newest slots."""
-        assert self._columns is not None
-        batch, kv_heads = self.keys.shape[:2]
-        columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
-        # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        return columns.unsqueeze(1).expand(batch, kv_heads, new)
-
-    def holes(self) -> Float[Tensor, " batch"]:
-        """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
-        # New slots of single-token calls are never holes, so this is valid until the next edit.
-        if self._holes is None:
-            self._holes = (self.pos < 0).sum(-1).float().mean(1)
-        return self._holes
-
-    def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
-        """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
-        if name not in self.numbers:
-            rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
-            self.numbers[name] = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
-        new = self.keys.shape[-2] - self.numbers[name].shape[-1]
-        if new > 0:
-            self.numbers[name] = torch.nn.functional.pad(self.numbers[name], (0, new))
-        return self.numbers[name]
-
-    def _forget_holes(self, gapless: bool) -> None:
-        self._holes = None
-        self.gapless = gapless
-
-    # What policies do ------------------------------------------------------------------------------------------------
-
-    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
-        """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
-
-        Args:
-            keep: The slots that stay; holes and padding never stay.
-            exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
-        """
-        pos = self.pos
-        if not self.gapless:
-            keep = keep & (pos >= 0)
-        if exact is None:
-            fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
-        else:
-            fewest = most = exact
-        ragged = most != fewest
-        index = None
-        if most < pos.shape[-1]:
-            index = flat_slots(keep, most, ragged)
-            pos = pos.take(index)
-            if ragged:
-                keep = keep.take(index)
-        if ragged:
-            pos = torch.where(keep, pos, -1)
-        self.keep_slots(index, pos, ragged)
-
-    def keep_slots(
-        self, index: Int[Tensor, "batch kv_head kept"] | None, pos: Int[Tensor, "batch kv_head kept"], ragged: bool
-    ) -> None:
-        """Hold these of all slots of all rows and heads (None: all), at these positions; `ragged`: there are holes."""
-        if index is not None:
-            self.numbers = moved_numbers(self, lambda numbers: numbers.take(index))
-            # Whole slots, which is ten times as fast as `gather`.
-            self.keys = torch.embedding(self.keys.flatten(0, 2), index)
-            self.values = torch.embedding(self.values.flatten(0, 2), index)
-            self.growth = Growth()
-        self._pos = pos
-        self._forget_holes(gapless=not ragged)
+    # What sinkscope calls ------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
@@ -193,24 +53,24 @@ class CacheLayer(DynamicLayer):
         first_new = self.slots - new
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
-        later = moved_numbers(self, lambda numbers: numbers[..., first_new:])
-        columns = self._columns
+        later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
+        columns = self.columns
         vars(self).update(vars(whole.copy()))
-        self._columns = columns
+        self.columns = columns
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
             self._append(new_keys, new_values, _SPARE * new)
 
     def _append(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
-        self.keys = self.growth.keys.append(self.keys, keys, spare)
-        self.values = self.growth.values.append(self.values, values, spare)
+        self.keys = appended(self.grown, "keys", self.keys, keys, -2, spare)
+        self.values = appended(self.grown, "values", self.values, values, -2, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
         new.numbers = dict(self.numbers)
-        new.growth = self.growth.copy()
+        new.grown = dict(self.grown)
         return new
 
     # What transformers calls -----------------------------------------------------------------------------------------
@@ -218,18 +78,19 @@ class CacheLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; transformers calls this in every attention layer."""
         columns = COLUMNS.get()
-        new = int(key_states.shape[-2])
         if columns is None:
             columns = _columns_without_session(self, key_states)
-        self._columns = columns
-        if new > 1 or not self.slots:  # there may be padding among the new tokens
-            gapless = self.gapless or not self.slots
-            self._forget_holes(gapless and bool((columns[:, -new:] >= 0).all()))
-        if self.slots:
+        self.columns = columns
+        new = key_states.shape[-2]
+        if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
+            gapless = self.gapless or not self.is_initialized
+            self.gapless = gapless and bool((columns.latest(new) >= 0).all())
+            self._holes = None
+        if self.is_initialized:
             self._append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.growth = Growth(GrowingTensor(-2, self.keys), GrowingTensor(-2, self.values))
+            self.grown = {"keys": self.keys, "values": self.values}
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -246,21 +107,21 @@ class CacheLayer(DynamicLayer):
         if removed < 0:
             raise SinkscopeError(f"crop({-removed}): give minus the number of tokens to remove")
         self.settle()
-        if removed == 0 or self._columns is None:
+        if removed == 0 or self.columns is None:
             return
         if removed >= self.seen:
             self.reset()
             return
-        columns = self._columns[:, : self.seen - removed]
+        columns = Columns.of(self.columns.pos[:, : self.seen - removed])
         if self._pos is None:  # slots are columns
-            self.keys = self.keys[..., : columns.shape[1], :]
-            self.values = self.values[..., : columns.shape[1], :]
-            self.numbers = moved_numbers(self, lambda numbers: numbers[..., : columns.shape[1]])
-            self._forget_holes(gapless=bool((columns >= 0).all()))
+            count = columns.seen
+            self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
+            gapless = bool((columns.pos >= 0).all())
+            self.hold(self.keys[..., :count, :], self.values[..., :count, :], None, gapless)
         else:
-            last = torch.nn.functional.pad(columns, (1, 0), value=-1).amax(1)  # -1: nothing is left
+            last = torch.nn.functional.pad(columns.pos, (1, 0), value=-1).amax(1)  # -1: nothing is left
             self.evict(self.pos <= last[:, None, None].to(self.keys.device))
-        self._columns = columns
+        self.columns = columns
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
@@ -281,43 +142,18 @@ class CacheLayer(DynamicLayer):
 
     def _change_rows(self, changed: Callable[[Tensor], Tensor]) -> None:
         self.settle()
-        if self._columns is not None:
-            self.keys = changed(self.keys)
-            self.values = changed(self.values)
-            self._columns = changed(self._columns)
-        if self._pos is not None:
-            self._pos = changed(self._pos)
-        self.numbers = moved_numbers(self, changed)
-        self._forget_holes(self.gapless)
-        self.growth = Growth()
+        if self.columns is None:
+            return
+        pos = self._pos
+        if pos is not None:
+            pos = changed(pos)
+        self.numbers = self.moved_numbers(changed)
+        self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
+        self.columns = Columns.of(changed(self.columns.pos))
 
 
-def moved_numbers(
-    layer: CacheLayer, move: Callable[[Tensor], Tensor]
-) -> dict[str, Shaped[Tensor, "batch kv_head slot"]]:
-    """The numbers of other slots or rows, as a function takes them from those of all slots."""
-    moved: dict[str, Tensor] = {}
-    for name in layer.numbers:
-        moved[name] = move(layer.extra(name))
-    return moved
-
-
-def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
-    """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
-    batch, kv_heads, slots = keep.shape
-    if not ragged:
-        return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)
-    # A stable sort keeps the order of kept slots and moves them to the right, after the others.
-    order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
-    head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
-    starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
-    return order + starts
-
-
-def _columns_without_session(
-    layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]
-) -> Int[Tensor, "batch later"]:
-    """Positions of the tokens before and the new ones outside of a session, where all tokens count as real.
+def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:
+    """The tokens before and the new ones outside of a session, where all tokens count as real.
 
     Raises:
         UnsupportedError: Tokens were evicted.
@@ -328,9 +164,7 @@ def _columns_without_session(
             "go on inside it, or start from a new cache",
             page="kv-session",
         )
-    new = int(keys.shape[-2])
-    step = repeat(torch.arange(new, device=keys.device), "pos -> batch pos", batch=len(keys))
-    if not layer.seen:
-        return step
-    earlier = layer.new_pos(layer.seen)[:, 0]
-    return torch.cat([earlier, earlier.amax(1, keepdim=True) + 1 + step], 1)
+    earlier = torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
+    if layer.seen:
+        earlier = layer.new_pos(layer.seen)[:, 0]
+    return Columns.of(earlier).read(keys.shape[-2], None)

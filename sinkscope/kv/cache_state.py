@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.usage import Meter, Usage
-from sinkscope.tap.view import View
-
-
-@dataclass(frozen=True, eq=False)
-class LatestQueries:
-    """The latest queries of a layer.
-
-    Attributes:
-        query: Queries after rotary.
-        pos: Their true positions; -1 at padding.
-        rows: Gives rows of queries and keys of the layer by a view (`Attention.row_function`).
-    """
-
-    query: Float[Tensor, "batch head query d_head"]
-    pos: Int[Tensor, "batch query"]
-    rows: Callable[[Tensor, Tensor, View | None], Tensor]
+from sinkscope.kv.latest_queries import LatestQueries
+from sinkscope.kv.usage import Meter
+from sinkscope.tap.call import Attention
 
 
 @dataclass(eq=False)
@@ -85,43 +70,14 @@ class Moment:
             )
 
 
-class CacheStates:
-    """The states of all caches of a run, as long as these live, and what was counted of them."""
-
-    def __init__(self) -> None:
-        self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
-        self._meters: list[Meter] = []
-
-    def __contains__(self, cache: Any) -> bool:
-        return cache in self._states
-
-    def of(self, cache: Any) -> CacheState:
-        """The state of a cache; a new one if there is none."""
-        if cache not in self._states:
-            state = CacheState()
-            self._states[cache] = state
-            self._meters.append(state.meter)
-        return self._states[cache]
-
-    def forget(self, cache: Any) -> None:
-        """Begin anew with a cache that was emptied."""
-        self._states.pop(cache, None)
-
-    def caches(self) -> list[Any]:
-        """The caches that live."""
-        return list(self._states)
-
-    def usage(self, kv_heads: int | None = None) -> list[Usage]:
-        """Tokens and bytes of every cache, also of those that are gone; `kv_heads` as for `Meter.usage`."""
-        return [meter.usage(kv_heads) for meter in self._meters if meter.calls]
-
-
 class CurrentCall(threading.local):
     """What the current thread is doing.
 
     Attributes:
         call: The forward call; None outside of one.
         cache: The cache of that call.
+        state: What is known about that cache.
+        watched: The attention whose rows are shown after the call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
@@ -132,12 +88,16 @@ class CurrentCall(threading.local):
 
     call: Call | None = None
     cache: Any = None
+    state: CacheState | None = None
     following: Generator[Any] | None = None
     own_masks: bool = False
     prompting: bool = False
     resuming: bool = False
     settings: Any = None
     ended: Moment | None = None
+
+    def __init__(self) -> None:
+        self.watched: list[Attention] = []
 
     def layer(self, layer: int) -> CacheLayer | None:
         """A layer's cache in this call; None if it is not a `CacheLayer`."""

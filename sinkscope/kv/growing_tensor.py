@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -15,77 +14,79 @@ SPARE = 64
 
 
 @dataclass(eq=False)
-class _Buffer:
+class Buffer:
     """A tensor with empty places at the end of one dimension.
 
     Holders have views of its first places. No place is written twice, so several holders may share the buffer or a
     shorter part of it, and none sees what another appends.
+
+    Attributes:
+        places: The tensor.
+        dim: The dimension.
+        filled: Number of places that are not empty.
     """
 
     places: Tensor
+    dim: int
     filled: int
 
+    @property
+    def allocated(self) -> int:
+        """Number of places."""
+        return self.places.shape[self.dim]
 
-class GrowingTensor:
-    """How one holder appends to a tensor: in a buffer if it is long and only grows, and by copying otherwise.
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is everything in it."""
+        return self.filled == tensor.shape[self.dim] and tensor.data_ptr() == self.places.data_ptr()
+
+    def takes(self, more: int) -> bool:
+        """Whether so many more may be written: a gradient needs what it was computed with as it was."""
+        if torch.is_grad_enabled() or self.places.is_inference() != torch.is_inference_mode_enabled():
+            return False
+        return self.filled + more <= self.allocated
+
+    def append(self, new: Tensor) -> Tensor:
+        """Everything in it, with `new` at the end."""
+        more = new.shape[self.dim]
+        self.places.narrow(self.dim, self.filled, more).copy_(new)
+        self.filled += more
+        return self.places.narrow(self.dim, 0, self.filled)
+
+
+Grown = dict[str, Buffer | Tensor]
+"""Of each tensor of a holder, by name: its buffer, or the tensor as it was when it was last appended to."""
+
+
+def appended(
+    grown: Grown, name: str, tensor: Shaped[Tensor, ...], new: Shaped[Tensor, ...], dim: int, spare: int = 0
+) -> Shaped[Tensor, ...]:
+    """`tensor` with `new` at its end: in a buffer if it is long and only grows, and by copying otherwise.
 
     Args:
+        grown: What is known of the tensors of the holder.
+        name: Name of the tensor.
+        tensor: A tensor, which is not changed.
+        new: Tensor to append.
         dim: The dimension that grows.
-        latest: The tensor as it was when it was last appended to, if a buffer may be made for it at once.
+        spare: Number of further places, if more tokens are certain to follow. With 0, a buffer is made only when
+            single tokens arrive.
     """
-
-    def __init__(self, dim: int, latest: Tensor | None = None) -> None:
-        self.dim = dim
-        self._latest = latest
-        self._buffer: _Buffer | None = None
-
-    def copy(self) -> GrowingTensor:
-        """For another holder of the same tensor."""
-        return copy(self)
-
-    @property
-    def allocated(self) -> int | None:
-        """Places in memory; None if there are only those of the tensor."""
-        if self._buffer is None:
-            return None
-        return int(self._buffer.places.shape[self.dim])
-
-    def append(self, tensor: Shaped[Tensor, ...], new: Shaped[Tensor, ...], spare: int = 0) -> Shaped[Tensor, ...]:
-        """`tensor` with `new` at its end.
-
-        Args:
-            tensor: A tensor, which is not changed.
-            new: Tensor to append.
-            spare: Number of further places, if more tokens are certain to follow. With 0, a buffer is made only when
-                single tokens arrive.
-        """
-        length = tensor.shape[self.dim]
-        more = new.shape[self.dim]
-        if not self._fits(tensor, more):
-            # The same object as the last time: nothing was taken out since.
-            grows = spare > 0 or (more == 1 and tensor is self._latest)
-            self._buffer = None
-            if grows and length >= LONG and not torch.is_grad_enabled():
-                shape = list(tensor.shape)
-                shape[self.dim] += max(spare, SPARE)
-                self._buffer = _Buffer(tensor.new_empty(shape), length)
-                self._buffer.places.narrow(self.dim, 0, length).copy_(tensor)
-        if self._buffer is None:
-            self._latest = torch.cat([tensor, new], self.dim)
-        else:
-            self._buffer.places.narrow(self.dim, length, more).copy_(new)
-            self._buffer.filled = length + more
-            self._latest = self._buffer.places.narrow(self.dim, 0, length + more)
-        return self._latest
-
-    def _fits(self, tensor: Tensor, more: int) -> bool:
-        """Whether `tensor` is everything in the buffer, and there are places left for `more`."""
-        buffer = self._buffer
-        if buffer is None or torch.is_grad_enabled():  # a gradient needs what it was computed with as it was
-            return False
-        return (
-            buffer.filled == tensor.shape[self.dim]
-            and buffer.places.is_inference() == torch.is_inference_mode_enabled()
-            and buffer.filled + more <= buffer.places.shape[self.dim]
-            and tensor.data_ptr() == buffer.places.data_ptr()
-        )
+    length, more = tensor.shape[dim], new.shape[dim]
+    if length < LONG:
+        grown.pop(name, None)
+        return torch.cat([tensor, new], dim)
+    last = grown.get(name)
+    in_buffer = isinstance(last, Buffer) and last.holds(tensor)
+    if isinstance(last, Buffer) and in_buffer and last.takes(more):
+        return last.append(new)
+    # The same as the last time: nothing was taken out since.
+    grows = spare > 0 or (more == 1 and (in_buffer or last is tensor))
+    if not grows or torch.is_grad_enabled():
+        longer = torch.cat([tensor, new], dim)
+        grown[name] = longer
+        return longer
+    shape = list(tensor.shape)
+    shape[dim] += max(spare, SPARE)
+    grown[name] = buffer = Buffer(tensor.new_empty(shape), dim, length)
+    buffer.places.narrow(dim, 0, length).copy_(tensor)
+    return buffer.append(new)

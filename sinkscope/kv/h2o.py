@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sinkscope.files.records import Share
 from sinkscope.kv.attention_rows import AttentionRows
-from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
+from sinkscope.kv.slots import Slots
 from sinkscope.models.grouped_heads import in_groups
 
 
@@ -43,7 +43,7 @@ class H2O(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch every query of every layer."""
-        session.watch(self._add)
+        session.watch(self._add, joins=self.JOINS_LAYERS)
 
     def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache
@@ -74,7 +74,7 @@ class H2O(Policy):
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)
 
 
-def _add_to(kv: CacheLayer, received: Float[Tensor, "batch kv_head slot"]) -> None:
+def _add_to(kv: Slots, received: Float[Tensor, "batch kv_head slot"]) -> None:
     """Add the earlier sums to what was received now, in place; new slots have none."""
     earlier = kv.numbers.get("h2o")
     if earlier is not None:

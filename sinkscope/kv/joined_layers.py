@@ -2,56 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkscope.kv.cache import CacheLayer, flat_slots, moved_numbers
+from sinkscope.kv.slots import Slots, flat_slots
+
+SMALL = 1 << 17
+"""Bytes of a small layer's keys."""
 
 
-def joined_layer(layers: Sequence[CacheLayer]) -> CacheLayer:
-    """The positions and numbers of layers without holes, as those of the rows of one; its keys are the first's."""
-    first = layers[0]
-    joined = CacheLayer()
-    joined.keys = first.keys
-    known = [kv.known_pos() for kv in layers]
-    if any(pos.shape != known[0].shape for pos in known):
-        known = [kv.pos for kv in layers]
-    new = first.keys.shape[-2] - known[0].shape[-1]
-    tail = first.new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
-    joined.keep_slots(None, torch.cat([torch.cat(known), tail], -1), ragged=False)
-    for name in first.numbers:
-        joined.numbers[name] = torch.cat([kv.extra(name) for kv in layers])
-    return joined
-
-
-def evict_joined(
-    joined: CacheLayer, layers: Sequence[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int
-) -> None:
-    """Free every slot that is not kept in some layers; each head keeps `count`.
+class JoinedLayers(Slots):
+    """Layers of one shape and without holes, as the rows of one, whose keys and values stay with them.
 
     Args:
-        joined: The layers as one.
-        layers: The layers.
-        keep: The slots that stay.
-        count: Number of slots that every row and head keeps.
+        layers: The layers (`alike`).
     """
-    index = flat_slots(keep, count, ragged=False)
-    pos = joined.pos.take(index).chunk(len(layers))
-    numbers = moved_numbers(joined, lambda numbers: numbers.take(index))
-    slots = (index % (keep.numel() // len(layers))).chunk(len(layers))
-    for number, kv in enumerate(layers):
-        kv.numbers = {}
-        kv.keep_slots(slots[number], pos[number], ragged=False)
-        for name, of_all in numbers.items():
-            kv.numbers[name] = of_all.chunk(len(layers))[number]
+
+    def __init__(self, layers: Sequence[Slots]) -> None:
+        super().__init__(layers[0].number)
+        self.layers = layers
+        self.keys = layers[0].keys
+        self.values = layers[0].values
+        self.gapless = True
+        self.columns = layers[0].columns
+        for name in layers[0].numbers:
+            self.numbers[name] = torch.cat([kv.numbers[name] for kv in layers])
+
+    @cached_property
+    def pos(self) -> Int[Tensor, "row kv_head slot"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """True position of each slot."""
+        known = torch.cat([kv.known_pos() for kv in self.layers])
+        latest = self.latest_pos(self.slots - known.shape[-1])  # the same in every layer
+        return torch.cat([known, latest[:, None].repeat(len(self.layers), known.shape[1], 1)], -1)
+
+    def spread_numbers(self) -> None:
+        """Give each layer its part of the numbers."""
+        for name, of_all in self.numbers.items():
+            for kv, numbers in zip(self.layers, of_all.chunk(len(self.layers)), strict=True):
+                kv.numbers[name] = numbers
+
+    def evict(self, keep: Bool[Tensor, "row kv_head slot"], exact: int | None = None) -> None:
+        """Free every slot that is not kept in all layers; each head keeps `exact`."""
+        assert exact is not None
+        index = flat_slots(keep, exact, ragged=False)
+        self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
+        self.spread_numbers()
+        pos = self.pos.take(index).chunk(len(self.layers))
+        keys, values = self._taken("keys", index), self._taken("values", index)
+        for kv, its_keys, its_values, its_pos in zip(self.layers, keys, values, pos, strict=True):
+            kv.hold(its_keys, its_values, its_pos)
+
+    def _taken(self, name: str, index: Int[Tensor, "row kv_head kept"]) -> Iterator[Tensor]:
+        """The keys or values of each layer that an index among the slots of all layers names."""
+        first: Tensor = getattr(self.layers[0], name)
+        if is_small(first):
+            of_all = torch.cat([getattr(kv, name) for kv in self.layers])
+            yield from torch.embedding(of_all.flatten(0, 2), index).chunk(len(self.layers))
+            return
+        parts = (index % first.shape[:3].numel()).chunk(len(self.layers))
+        for kv, part in zip(self.layers, parts, strict=True):  # one by one, so that what goes is freed at once
+            yield torch.embedding(getattr(kv, name).flatten(0, 2), part)
 
 
-def alike(layers: Sequence[CacheLayer]) -> bool:
-    """Whether layers have the same shape, no holes and one device."""
+def is_small(layer: Tensor) -> bool:
+    """Whether copying the keys or values of a layer once more costs less than calls of torch for each layer."""
+    return layer.nbytes <= SMALL
+
+
+def alike(layers: Sequence[Slots]) -> bool:
+    """Whether layers may be joined: they have one shape and device, no holes, and know the same of their slots."""
+    first = layers[0].keys
+    known = layers[0].known_shapes()
     for kv in layers:
-        if not kv.gapless or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
+        if not kv.gapless or kv.keys.shape != first.shape or kv.keys.device != first.device:
+            return False
+        if kv.values.shape != layers[0].values.shape or kv.known_shapes() != known:
             return False
     return len(layers) > 1

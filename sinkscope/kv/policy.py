@@ -20,10 +20,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.joined_layers import alike, evict_joined, joined_layer
+from sinkscope.kv.joined_layers import JoinedLayers, alike
 from sinkscope.kv.session import Session
+from sinkscope.kv.slots import Slots
 from sinkscope.models.grouped_heads import in_groups
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -49,21 +49,6 @@ class RowBudgets:
         """The total as `Policy.budgets` gives it: one number if all rows have the same."""
         return _number_or_rows(self.total)
 
-    @cached_property
-    def first_kept(self) -> LayerBudget:
-        """The number of first tokens in the same form."""
-        return _number_or_rows(self.first)
-
-    @cached_property
-    def latest_kept(self) -> LayerBudget:
-        """The number of latest tokens in the same form."""
-        return _number_or_rows(self.latest)
-
-    @cached_property
-    def protects(self) -> bool:
-        """Whether any token is always kept."""
-        return any(self.first) or any(self.latest)
-
 
 @dataclass(frozen=True, eq=False)
 class LayerMoment:
@@ -78,7 +63,7 @@ class LayerMoment:
     """
 
     layer: int
-    kv: CacheLayer
+    kv: Slots
     moment: Moment
     session: Session
     rows: RowBudgets
@@ -138,7 +123,7 @@ class Policy(Anchored):
     def __post_init__(self) -> None:
         check_fields(self)
         if isinstance(self.budget, int):
-            self._check_room(self.budget, "")
+            self.check_prompt(0)
 
     # To be written by a policy ------------------------------------------------------------------------------------
 
@@ -204,18 +189,17 @@ class Policy(Anchored):
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:
         """The budget of each row in tokens."""
+        named = f"budget={self.budget}"
         if isinstance(self.budget, int):
-            return [self.budget] * len(prompt)
-        budgets: list[int] = (prompt * self.budget).long().tolist()
-        fewest = min(budgets)
-        self._check_room(fewest, f" of a prompt of {int(prompt.min())} tokens, {fewest},")
+            budgets = [self.budget] * len(prompt)
+        else:
+            budgets = (prompt * self.budget).long().tolist()
+            named += f" of a prompt of {int(prompt.min())} tokens, {min(budgets)},"
+        self._check_kept(min(budgets), sum(self.always_kept(min(budgets))), named)
         return budgets
 
-    def _check_room(self, budget: int, share: str) -> None:
-        """Refuse a budget in tokens that is smaller than what is always kept."""
-        self._check_kept(budget, sum(self.always_kept(budget)), f"budget={self.budget}{share}")
-
     def _check_kept(self, budget: int, always_kept: int, named: str) -> None:
+        """Refuse a budget in tokens that is smaller than what is always kept."""
         if budget < max(1, always_kept):
             raise SinkscopeError(
                 f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
@@ -232,10 +216,11 @@ class Policy(Anchored):
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
-        pos, latest = at.kv.pos, at.rows.latest_kept
-        protected = pos < _by_slot(at.rows.first_kept, pos)
-        if isinstance(latest, Tensor) or latest:
-            protected = protected | (pos >= at.length[:, None, None] - _by_slot(latest, pos))
+        pos = at.kv.pos
+        protected = pos < _by_slot(_number_or_rows(at.rows.first), pos)
+        if any(at.rows.latest):
+            latest = _by_slot(_number_or_rows(at.rows.latest), pos)
+            protected = protected | (pos >= at.length[:, None, None] - latest)
         return protected
 
     def select(
@@ -254,26 +239,19 @@ class Policy(Anchored):
         if budget is not at.rows.budget:
             self._check_layer_room(at, budget)
         pos = at.kv.pos
-        slots = pos.shape[-1]
         occupied = pos >= 0
-        ranked = scores.float()
-        if at.rows.protects:
+        ranked = scores
+        if any(at.rows.first) or any(at.rows.latest):
             ranked = ranked.masked_fill(self.protected(at), torch.inf)
         if not at.kv.gapless:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
-        if not isinstance(budget, int):
-            return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
-        if slots <= budget:
-            return occupied
-        if slots == budget + 1:
-            lowest = ranked.argmin(-1, keepdim=True)
-        else:
-            lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
-        return occupied.scatter(-1, lowest, False)
+        if isinstance(budget, int) and pos.shape[-1] == budget + 1:  # at every generated token: no sorting
+            return occupied.scatter(-1, ranked.argmin(-1, keepdim=True), False)
+        return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
 
     def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
         """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
-        fewest = torch.as_tensor(budget).reshape(-1, 1 if isinstance(budget, int) else budget.shape[1]).amin(1).tolist()
+        fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
         for row, (first, latest) in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
             tokens = fewest[row % len(fewest)]
             self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
@@ -290,11 +268,8 @@ class Policy(Anchored):
         if self.KEEPS_BUDGET and isinstance(rows.budget, int):
             exact = rows.budget
             layers = [kv for kv in layers if kv.slots > exact]
-            if self.JOINS_LAYERS and alike(layers):
-                joined = joined_layer(layers)
-                at = LayerMoment(layers[0].number, joined, moment, session, rows)
-                evict_joined(joined, layers, self.chosen(at, exact), exact)
-                return
+            if self.JOINS_LAYERS and layers and alike(layers):
+                layers = [JoinedLayers(layers)]
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
             count = exact if kv.gapless else None
@@ -312,7 +287,7 @@ class Policy(Anchored):
         """
         scores = self.scores(at)
         _check_scores(scores, at, self.shown_name)
-        keep = self.select(scores, at, self.budgets(at))
+        keep = self.select(scores.float(), at, self.budgets(at))
         if exact is not None and at.moment.prefill_ended and bool((keep.sum(-1) != exact).any()):
             raise SinkscopeError(
                 f"{self.shown_name} says KEEPS_BUDGET, and layer {at.layer} keeps other numbers of tokens than its "
@@ -358,7 +333,7 @@ def _check_scores(scores: object, at: LayerMoment, name: str) -> None:
     if not checked or not scores.is_floating_point() or not scores.numel():
         return
     # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-    if math.isnan(float(scores.detach().amin())) and bool((scores.isnan() & (pos >= 0)).any()):
+    if math.isnan(scores.amin().item()) and bool((scores.isnan() & (pos >= 0)).any()):
         raise SinkscopeError(
             f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
             "-torch.inf for what is worth nothing"

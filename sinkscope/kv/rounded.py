@@ -13,7 +13,6 @@ from torch import Tensor
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.hooks.edit.quantize import rounded, rounding_step
-from sinkscope.kv.cache import Growth
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 from sinkscope.models.draws import draws
@@ -48,11 +47,11 @@ class Rounded(Intervention):
         session.after_call(self._round)
 
     def _round(self, moment: Moment) -> None:
-        new = moment.call.index.shape[1]
+        new = moment.call.new
         for layer, kv in enumerate(moment.layers):
             kv.keys = self._rounded(kv.keys, new, f"keys of layer {layer}")
             kv.values = self._rounded(kv.values, new, f"values of layer {layer}")
-            kv.growth = Growth()
+            kv.grown = {}
 
     def _rounded(
         self, whole: Float[Tensor, "batch kv_head slot d"], new: int, name: str

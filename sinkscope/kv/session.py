@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, warn
@@ -20,8 +21,9 @@ from sinkscope.kv.adopt import own_layers, taken_over, used_cache, used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.cache_state import CacheState, CacheStates, CurrentCall, Moment
-from sinkscope.kv.usage import Usage
+from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
+from sinkscope.kv.latest_queries import unseen_queries
+from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_generation, check_servable
 from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.tap.call import Attention
@@ -40,8 +42,6 @@ class Session:
     Attributes:
         now: What the current thread is doing.
         watching: What is seen of the attention, and what replaces it.
-        window_queries: Keeps the latest queries (`AttentionWatch.keep_queries`).
-        window_rows: The attention of these queries (`AttentionWatch.window_rows`).
         guests: What policies, guards and observers keep for the run, by its class.
     """
 
@@ -50,12 +50,12 @@ class Session:
         check_servable(target)
         self.run = run
         self.target = target
+        self._config = target.config
         self.now = CurrentCall()
-        self.states = CacheStates()
-        self.watching = AttentionWatch(target, self.now, self.states)
-        self.window_queries = self.watching.keep_queries
-        self.window_rows = self.watching.window_rows
+        self.watching = AttentionWatch(target, self.now)
         self.guests: dict[type, Any] = {}
+        self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
+        self._meters: list[Meter] = []  # also of caches that are gone
         self._counts_reads = False
         self._policy_name: str | None = None
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
@@ -102,10 +102,30 @@ class Session:
             self.run.stack.enter_context(following_generate(self.target.hf, self._set_prompting, self._check_generate))
 
     def watch(
-        self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
+        self,
+        fn: Callable[[AttentionRows], None],
+        layers: list[int] | None = None,
+        last: int | None = None,
+        joins: bool = False,
     ) -> None:
-        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
-        self.watching.watchers.append(Watcher(fn, layers, last))
+        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all.
+
+        With `joins`, it sees the rows of a generated token after the call, those of all layers as the rows of one if
+        they can be joined; numbers that it keeps for each slot are then those of all layers, too.
+        """
+        self.watching.watchers.append(Watcher(fn, layers, last, joins))
+
+    def window_queries(self, last: int, decoding: bool = False) -> None:
+        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
+        watching = self.watching
+        watching.queries_kept = max(watching.queries_kept, last)
+        watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
+
+    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Recompute, in float32, the attention of the last queries to everything in the cache."""
+        if layer not in moment.state.queries:
+            raise unseen_queries()
+        return moment.state.queries[layer].rows(moment.cache.layers[layer], moment.call, last)
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
@@ -131,7 +151,8 @@ class Session:
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
-        return self.states.usage(self.run.target.n_kv_heads if self.run.target.shards.size > 1 else None)
+        kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
+        return [meter.usage(kv_heads) for meter in self._meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
@@ -144,7 +165,7 @@ class Session:
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
-        for cache in self.states.caches():
+        for cache in list(self._states):
             for kv in own_layers(cache):
                 kv.settle()
 
@@ -196,20 +217,25 @@ class Session:
             now.cache = cache
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
-                if call.past == 0:  # the cache is new or was emptied
-                    self.states.forget(cache)
+                is_known = call.past > 0 and cache in self._states  # else it is new, or was emptied
+                layers = list[CacheLayer]()
                 if self.watching.owns_cache:
-                    layers = taken_over(cache, call, kwargs, self.target, is_known=cache in self.states)
-                    state = self.states.of(cache)
+                    layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
+                if not is_known:
+                    self._states[cache] = CacheState()
+                    self._meters.append(self._states[cache].meter)
+                now.state = state = self._states[cache]
+                if layers:
                     self._act_before(layers, call, state)
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
-            COLUMNS.set(call.columns)
+            COLUMNS.set(call.tokens)
             idle = not self.watching.is_needed(call)
             handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
             yield kwargs
-            if state is not None:
+            if state is not None and self.watching.owns_cache:
+                self.watching.show_joined()
                 now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(now.ended)
@@ -217,14 +243,16 @@ class Session:
         finally:
             now.call = None
             now.cache = None
+            now.state = None
             now.own_masks = False
+            now.watched = []
             COLUMNS.set(None)
             if handler is not None:
                 leave(handler)
 
     def _check_attention(self) -> None:
         """Refuse an attention that was set inside the `with`."""
-        name = attention_name(self.target.config)
+        name = attention_name(self._config)
         if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(
                 f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
@@ -233,7 +261,7 @@ class Session:
             )
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
-        if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
+        if call.new > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             self._acted = bool(self._acted) or self.now.prompting
             for kv in layers:  # a prompt sees everything
@@ -241,7 +269,7 @@ class Session:
                 kv.reordered = False
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
-        prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
+        prompt_known = state.prompt is not None and state.prompt.shape[0] == call.rows
         prefill_ended = state.prefilling or not prompt_known
         state.prefilling = False
         if prefill_ended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.kv.policy import LayerMoment, Policy
@@ -37,6 +37,6 @@ class StreamingLLM(Policy):
         """`first` and `last`; half of a budget and `last` if no latest token would be left."""
         return self.first if budget > self.first else budget // 2, self.last
 
-    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Int[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""
-        return at.kv.pos.float()
+        return at.kv.pos

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.latest_queries import unseen_queries
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
@@ -35,7 +36,7 @@ class TOVA(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""
-        session.watch(partial(self._note, session.run.target), last=1)
+        session.watch(partial(self._note, session.run.target), last=1, joins=self.JOINS_LAYERS)
 
     def _note(self, target: Target, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
@@ -49,5 +50,5 @@ class TOVA(Policy):
             UnsupportedError: It was read outside of the `with`.
         """
         if "tova" not in at.kv.numbers:
-            raise at.session.watching.unseen_queries()
+            raise unseen_queries()
         return at.kv.extra("tova")

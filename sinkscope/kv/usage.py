@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.growing_tensor import Buffer
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,14 @@ class Meter:
         read: Tensor | int = 0
         allocated = 0
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
-            whole = kv.aside or kv  # a copy of a part is only allocated
+            here = _held(kv, first)
+            read = read + here
             allocated += allocated_slots(kv) * slot_bytes
-            if whole is not kv:
-                allocated += allocated_slots(whole) * slot_bytes
+            if kv.aside is not None:  # the layer is a copy of a part, which is only allocated
+                here = _held(kv.aside, first) + kv.seen - kv.aside.seen
+                allocated += allocated_slots(kv.aside) * slot_bytes
                 self._in_parts = True
-            held = held + whole.keys.shape[-2] + kv.seen - whole.seen
-            if not whole.gapless:
-                held = held - whole.holes().to(first.keys.device)
-            read = read + kv.slots
-            if counts_reads and not kv.gapless:
-                read = read - kv.holes().to(first.keys.device)
+            held = held + here
         rows = len(first.keys)
         self._usage = None
         self.calls.append(HeldInCall(rows, first.seen, held, read if counts_reads else None, rows * allocated))
@@ -135,9 +133,20 @@ def _means(tokens: list[Float[Tensor, " row"]], layers: int) -> list[float]:
     return (torch.stack(tokens).sum(0).float() / layers / len(tokens)).tolist()
 
 
+def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
+    """Tokens of each row in a layer, on the device of the first one: a plain number if there are no holes."""
+    slots = layer.keys.shape[-2]
+    if layer.gapless:
+        return slots
+    return slots - layer.holes().to(first.keys.device)
+
+
 def allocated_slots(layer: CacheLayer) -> int:
     """Number of slots in memory: those in use plus room for new tokens."""
-    return layer.growth.keys.allocated or int(layer.keys.shape[-2])
+    last = layer.grown.get("keys")
+    if isinstance(last, Buffer):
+        return last.allocated
+    return layer.keys.shape[-2]
 
 
 def _slot_bytes(layer: CacheLayer) -> int:

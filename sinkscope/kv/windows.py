@@ -60,7 +60,8 @@ def check_mask(mask: Any, call: Call, target: Target) -> None:
     """
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < call.past:
         return
-    hidden = (mask[:, : call.past] == 0).to(call.columns.device) & (call.columns[:, : call.past] >= 0)
+    earlier = call.earlier.pos
+    hidden = (mask[:, : call.past] == 0).to(earlier.device) & (earlier >= 0)
     if bool(hidden.any()):
         pad = target.config.get_text_config().pad_token_id
         tokens = count_of(int(hidden.sum()), "token")

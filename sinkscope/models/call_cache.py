@@ -21,11 +21,9 @@ _IN_BRIDGES = "past_key_values"  # in the attention of TransformerLens, up to 4.
 
 def cache_in(given: Any) -> Any:
     """The cache among arguments by name, or in a model's output; None if there is none."""
+    is_by_name = isinstance(given, dict)
     for name in CACHE_NAMES:
-        if isinstance(given, Mapping):
-            cache: Any = given.get(name)
-        else:
-            cache = getattr(given, name, None)
+        cache: Any = given.get(name) if is_by_name else getattr(given, name, None)
         if cache is not None:
             return cache
     return None

@@ -47,6 +47,7 @@ class Attention:
 
     Attributes:
         module: The layer's attention module.
+        layer: Number of the decoder layer.
         query: Queries after rotary.
         key: Keys after rotary, of everything in the layer's cache.
         value: Values of everything in the layer's cache.
@@ -61,9 +62,11 @@ class Attention:
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
+        queries: Number of queries in this call.
     """
 
     module: Any
+    layer: int
     query: Float[Tensor, "batch head query d_head"]
     key: Float[Tensor, "batch kv_head key d_head"]
     value: Float[Tensor, "batch kv_head key d_value"]
@@ -79,10 +82,8 @@ class Attention:
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
-    @property
-    def layer(self) -> int:
-        """Number of the decoder layer."""
-        return int(self.module.layer_idx)
+    def __post_init__(self) -> None:
+        self.queries = self.query.shape[2]
 
     @cached_property
     def view(self) -> View | None:
@@ -90,11 +91,6 @@ class Attention:
         if self.viewed is None:
             return None
         return self.viewed(self)
-
-    @property
-    def queries(self) -> int:
-        """Number of queries in this call."""
-        return self.query.shape[2]
 
     @property
     def scaling(self) -> float:

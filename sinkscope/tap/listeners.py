@@ -33,7 +33,6 @@ HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=
 
 def listen(handler: Handler) -> None:
     """Let a handler see attention in this context, before those that are already listening."""
-    leave(handler)
     HANDLERS.set((handler, *HANDLERS.get()))
 
 

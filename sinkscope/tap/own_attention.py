@@ -29,11 +29,6 @@ class OwnAttention(Attention):
     parts: AttentionParts = field(kw_only=True)
 
     @property
-    def layer(self) -> int:
-        """Number of the decoder layer."""
-        return self.parts.layer
-
-    @property
     def scaling(self) -> float:
         """Factor on the scores, as the scores of the last query say."""
         return self._fit[0]

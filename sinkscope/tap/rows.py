@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from einops import rearrange, repeat
 from jaxtyping import Bool, Float
@@ -85,7 +87,10 @@ def attention_probs(
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     grouped = beside_keys(query, kv_heads).float()
-    with torch.autocast(query.device.type, enabled=False):  # it would round the scores
+    exact = nullcontext()
+    if torch.is_autocast_enabled(query.device.type):  # it would round the scores
+        exact = torch.autocast(query.device.type, enabled=False)
+    with exact:
         scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
     scores = by_query_head(scores, batch, heads).mul_(scaling)
     if softcap is not None:

@@ -94,7 +94,8 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
         return masks or not all(handler.idle for handler in listeners), masks
 
     def attend(parts: AttentionParts) -> Tensor:
-        call = OwnAttention(parts.module, parts.query, parts.key, parts.value, None, {}, bias=parts.bias, parts=parts)
+        qkv = (parts.query, parts.key, parts.value)
+        call = OwnAttention(parts.module, parts.layer, *qkv, None, {}, bias=parts.bias, parts=parts)
         for handler in listeners_to(configs):
             handler.see(call)
         return call.finish()[0]
@@ -111,11 +112,12 @@ def _attend(
     """The attention function that transformers calls in every layer."""
     config = id(module.config)
     listeners: list[Handler] = []
-    idle = True
+    idle, by_mask = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
         if config in handler.configs:
             listeners.append(handler)
             idle = idle and handler.idle
+            by_mask = by_mask or handler.by_mask
     chosen = in_blocks = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
@@ -135,12 +137,13 @@ def _attend(
     _LATEST.set(ref(query))
     call = Attention(
         module,
+        int(module.layer_idx),
         query,
         key,
         value,
         attention_mask,
         kwargs,
-        any(handler.by_mask for handler in listeners),
+        by_mask,
         in_blocks=in_blocks,
         is_repeated=is_repeated,
     )

@@ -17,6 +17,7 @@ from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import allocated_slots
@@ -69,7 +70,7 @@ class Slow:
                     if real[-1]:
                         self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0]
         columns = torch.tensor(self.real)
-        token = COLUMNS.set(torch.where(columns, columns.long().cumsum(1) - 1, -1))
+        token = COLUMNS.set(Columns.of(torch.where(columns, columns.long().cumsum(1) - 1, -1)))
         layer.update(keys, -keys)
         COLUMNS.reset(token)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,19 +42,68 @@ class Memory(dict[str, Tensor]):
         return value
 
 
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """True positions of the tokens of a batch, computed where they are asked for: most generated tokens need none.
+
+    Attributes:
+        known: True position of the first tokens; -1 at padding. All later ones are real.
+        real: Number of real tokens among the known ones.
+        seen: Number of all tokens.
+    """
+
+    known: Int[Tensor, "batch known"]
+    real: Int[Tensor, "batch 1"]
+    seen: int
+
+    @classmethod
+    def of(cls, pos: Int[Tensor, "batch seen"]) -> Columns:
+        """Tokens at these positions."""
+        return cls(pos, (pos >= 0).sum(1, keepdim=True), pos.shape[1])
+
+    def read(self, new: int, real: Bool[Tensor, "batch new"] | None) -> Columns:
+        """These tokens and `new` others, all of them real if `real` is None."""
+        if real is None:
+            return Columns(self.known, self.real, self.seen + new)
+        later = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
+        return Columns.of(torch.cat([self.pos, later], 1))
+
+    @cached_property
+    def pos(self) -> Int[Tensor, "batch seen"]:
+        """True position of every token; -1 at padding."""
+        later = self.seen - self.known.shape[1]
+        if not later:
+            return self.known
+        return torch.cat([self.known, self.real + torch.arange(later, device=self.real.device)], 1)
+
+    def latest(self, count: int) -> Int[Tensor, "batch count"]:
+        """True positions of the latest tokens."""
+        first = self.seen - count - self.known.shape[1]
+        if first <= 0:
+            return self.pos[:, self.seen - count :]
+        if count == 1:  # a generated token
+            return self.real + first
+        return self.real + torch.arange(first, first + count, device=self.real.device)
+
+    @cached_property
+    def length(self) -> Int[Tensor, " batch"]:
+        """Number of real tokens in each row."""
+        return (self.real + (self.seen - self.known.shape[1]))[:, 0]
+
+
 @dataclass(eq=False)
 class Sequence:
     """A batch of token sequences that grows over several calls.
 
     Attributes:
-        columns: True position of every token read so far; -1 at padding.
+        columns: The tokens read so far.
         bos: Whether the row begins with the model's BOS token; True if embeddings were given instead of ids.
         partial: Whether the first tokens were read before the run was entered.
         settled: Whether earlier calls have read the first two real tokens of every row.
         memory: What each edit stores, by the edit's key.
     """
 
-    columns: Int[Tensor, "batch seen"]
+    columns: Columns
     bos: Bool[Tensor, " batch"]
     partial: bool = False
     settled: bool = False
@@ -64,19 +114,9 @@ class Sequence:
         memory = {key: Memory(kept) for key, kept in self.memory.items()}
         return replace(self, memory=memory)
 
-    @property
-    def length(self) -> Int[Tensor, " batch"]:
-        """Number of real tokens in each row."""
-        return (self.columns >= 0).sum(1)
-
-    def read(self, real: Bool[Tensor, "batch pos"]) -> None:
-        """Append tokens."""
-        position = self.length[:, None] + real.cumsum(1) - 1
-        self.columns = torch.cat([self.columns, torch.where(real, position, -1)], 1)
-
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
-        self.columns = repeat(self.columns, "batch seen -> (batch times) seen", times=times)
+        self.columns = Columns.of(repeat(self.columns.pos, "batch seen -> (batch times) seen", times=times))
         self.bos = repeat(self.bos, "batch -> (batch times)", times=times)
         for memory in self.memory.values():
             for name, values in memory.items():
@@ -89,19 +129,36 @@ class Call:
 
     Attributes:
         step: Number of the call within the run, from 0.
+        rows: Number of rows.
         past: Number of tokens (with padding) in the cache before the call.
-        index: True position of each new token among the real tokens of its row; -1 at padding.
-        columns: The same for every token so far, the new ones last.
-        before: Number of real tokens in each row before the call.
+        new: Number of tokens of a row that the call reads.
+        earlier: The tokens before the call.
+        tokens: All tokens so far.
         sequence: What is known about these rows from earlier calls.
     """
 
     step: int
+    rows: int
     past: int
-    index: Int[Tensor, "batch pos"]
-    columns: Int[Tensor, "batch seen"]
-    before: Int[Tensor, " batch"]
+    new: int
+    earlier: Columns
+    tokens: Columns
     sequence: Sequence
+
+    @cached_property
+    def index(self) -> Int[Tensor, "batch pos"]:
+        """True position of each new token among the real tokens of its row; -1 at padding."""
+        return self.tokens.latest(self.new)
+
+    @property
+    def columns(self) -> Int[Tensor, "batch seen"]:
+        """The same for every token so far, the new ones last."""
+        return self.tokens.pos
+
+    @property
+    def before(self) -> Int[Tensor, " batch"]:
+        """Number of real tokens in each row before the call."""
+        return self.earlier.length
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
         """`index` on the device of a layer (a model may be spread over several)."""
@@ -153,22 +210,26 @@ class Tracker:
                 )
             past = tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
-        sequence.columns = sequence.columns[:, :past]  # others may have been taken back
-        read = sequence.columns.shape[1]
-        real = _real(mask, batch, read, past, new, tokens.device)
-        if read < past:  # calls that this run did not act on: the mask says which of their tokens are real
-            sequence.read(real[:, : past - read])
-        before = sequence.length
+        earlier = sequence.columns
+        if earlier.seen > past:  # tokens were taken back
+            earlier = Columns.of(earlier.pos[:, :past])
+        missed = past - earlier.seen  # in calls that this run did not act on
+        real = _real(mask, batch, earlier.seen, past, new)
+        if missed:
+            of_missed = None
+            if real is not None:
+                of_missed, real = real[:, :missed], real[:, missed:]
+            earlier = earlier.read(missed, of_missed)
         # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
-        sequence.settled = past > 1 and (sequence.settled or bool((before > 1).all()))
-        sequence.read(real[:, past - read :])
-        index = sequence.columns[:, past:]
-        if ids is not None and not sequence.settled:
-            begins = torch.isin(ids, self._bos(ids)) & (index == 0)
-            is_begun = (index == 0).any(1)
-            sequence.bos = torch.where(is_begun, begins.any(1), sequence.bos.to(ids.device))
+        sequence.settled = past > 1 and (sequence.settled or bool((earlier.length > 1).all()))
+        sequence.columns = earlier.read(new, real)
+        call = Call(self._steps, batch, past, new, earlier, sequence.columns, sequence)
         self._steps += 1
-        return Call(self._steps - 1, past, index, sequence.columns, before, sequence)
+        if ids is not None and not sequence.settled:
+            begins = torch.isin(ids, self._bos(ids)) & (call.index == 0)
+            is_begun = (call.index == 0).any(1)
+            sequence.bos = torch.where(is_begun, begins.any(1), sequence.bos.to(ids.device))
+        return call
 
     def bind(self, sequence: Sequence, cache: Any) -> None:
         """Associate a cache with its sequence, so that a later call finds it."""
@@ -187,19 +248,19 @@ class Tracker:
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        sequence = Sequence(columns, torch.ones(batch, dtype=torch.bool, device=device), past > 0)
+        sequence = Sequence(Columns.of(columns), torch.ones(batch, dtype=torch.bool, device=device), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence
 
 
-def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.device) -> Bool[Tensor, "batch more"]:
-    """Which tokens from index `read` on are real; earlier ones are not checked again."""
+def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor, "batch more"] | None:
+    """Which tokens from index `read` on are real, None if all are; earlier ones are not checked again."""
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new
     if mask is None:
-        return torch.ones(batch, total - read, dtype=torch.bool, device=device)
+        return None
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -179,8 +179,8 @@ class SparsePrompts(Intervention):
         call, view = session.now.call, prompt.view
         assert call is not None and view is not None
         flat: set[int] = set()  # layers in which no head had lines when they were last looked for
-        if session.now.cache is not None:
-            flat = session.states.of(session.now.cache).memory.setdefault("flat", flat)
+        if session.now.state is not None:
+            flat = session.now.state.memory.setdefault("flat", flat)
         why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Run
+from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
@@ -274,7 +275,7 @@ class Guarding:
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
         rows: GuardedRows | None = moment.state.memory.get(self.key)
-        past, new = moment.call.past, moment.call.index.shape[1]
+        past, new = moment.call.past, moment.call.new
         if new > 1 or past == 0 or self.session.now.prompting:
             moment.state.memory[self.key] = self._new_turn(moment, rows, ids)
             return None
@@ -344,7 +345,7 @@ class Guarding:
         """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
         rewinder, sequence = self.rewinder, moment.call.sequence
         assert rewinder is not None  # because it has an allowance
-        columns = sequence.columns.clone()
+        columns = sequence.columns.pos.clone()
         rewinder.again = {}
         for number, count in taken_back.items():
             if not count:
@@ -355,12 +356,12 @@ class Guarding:
             columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
-        sequence.columns = columns[:, :used]
+        sequence.columns = Columns.of(columns[:, :used])
         for kv in moment.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
         rewinder.ended = [row.monitor.ended for row in rows.rows]
-        rewinder.read = sequence.columns >= 0
+        rewinder.read = columns[:, :used] >= 0
 
     def _respond(
         self, row: GuardedRow, cached: list[int], taken_back: int, now: int

@@ -1,0 +1,177 @@
+"""Slots of keys and values that know their true positions, so that any token can be removed.
+
+Stock layers assume that a slot's index is its position. After an eviction this is wrong: masks leak or hide tokens in
+padded batches and in models with a sliding window, and rows cannot keep different tokens. Here every slot stores its
+position, and attention masks are computed from these positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from sinkscope.hooks.edit.positions import Columns
+from sinkscope.kv.growing_tensor import Grown, appended
+
+
+class Slots:
+    """What a policy sees of a layer's cache, and what it does to it.
+
+    Attributes:
+        keys: `[batch kv_head slot d_head]`.
+        values: `[batch kv_head slot d_value]`.
+        number: Number of the decoder layer.
+        columns: All tokens appended, whether or not they were evicted; None if there are none. Layers share them.
+        gapless: Whether there are certainly no holes. If not, `holes` counts them.
+        numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
+        grown: How long keys, values and positions grow; empty where these become other tensors.
+    """
+
+    # Both are None while nothing was appended.
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.columns: Columns | None = None
+        # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
+        self._pos: Int[Tensor, "batch kv_head slot"] | None = None
+        self.gapless = False
+        self._holes: Float[Tensor, " batch"] | None = None
+        self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
+        self.grown: Grown = {}
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens appended so far (batch columns, including padding), whether or not they were evicted."""
+        if self.columns is None:
+            return 0
+        return self.columns.seen
+
+    @property
+    def edited(self) -> bool:
+        """Whether any token was evicted, so that slot and position may differ."""
+        return self._pos is not None
+
+    @property
+    def slots(self) -> int:
+        """Number of slots in use, including holes."""
+        if self.columns is None:
+            return 0
+        return self.keys.shape[-2]
+
+    @property
+    def pos(self) -> Int[Tensor, "batch kv_head slot"]:
+        """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
+        slots = self.keys.shape[-2]
+        if self._pos is None:
+            return self.new_pos(slots)
+        known = self._pos.shape[-1]
+        if known < slots:
+            self._pos = appended(self.grown, "pos", self._pos, self.new_pos(slots - known), -1)
+        return self._pos
+
+    def known_pos(self) -> Int[Tensor, "batch kv_head known"]:
+        """The positions of the slots that existed when they were last read, of which there may be none."""
+        if self._pos is None:
+            return self.pos
+        return self._pos
+
+    def known_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the positions and numbers that are stored."""
+        shapes = {name: numbers.shape for name, numbers in self.numbers.items()}
+        if self._pos is not None:
+            shapes[""] = self._pos.shape
+        return shapes
+
+    def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
+        """True positions of the newest slots."""
+        # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
+        return self.latest_pos(new)[:, None].expand(-1, self.keys.shape[1], -1)
+
+    def latest_pos(self, new: int) -> Int[Tensor, "batch token"]:
+        """True positions of the newest tokens."""
+        assert self.columns is not None
+        return self.columns.latest(new).to(self.keys.device)
+
+    def holes(self) -> Float[Tensor, " batch"]:
+        """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
+        # New slots of single-token calls are never holes, so this is valid until the next edit.
+        if self._holes is None:
+            self._holes = (self.pos < 0).sum(-1).float().mean(1)
+        return self._holes
+
+    def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
+        """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
+        if name not in self.numbers:
+            rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
+            self.numbers[name] = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
+        new = self.keys.shape[-2] - self.numbers[name].shape[-1]
+        if new > 0:
+            self.numbers[name] = torch.nn.functional.pad(self.numbers[name], (0, new))
+        return self.numbers[name]
+
+    def moved_numbers(self, move: Callable[[Tensor], Tensor]) -> dict[str, Shaped[Tensor, "batch kv_head slot"]]:
+        """The numbers of other slots or rows, as a function takes them from those of all slots."""
+        return {name: move(self.extra(name)) for name in list(self.numbers)}
+
+    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
+        """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
+
+        Args:
+            keep: The slots that stay; holes and padding never stay.
+            exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
+        """
+        pos = self.pos
+        if not self.gapless:
+            keep = keep & (pos >= 0)
+        if exact is None:
+            fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
+        else:
+            fewest = most = exact
+        ragged = most != fewest
+        keys, values = self.keys, self.values
+        if most < pos.shape[-1]:
+            index = flat_slots(keep, most, ragged)
+            pos = pos.take(index)
+            if ragged:
+                keep = keep.take(index)
+            self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
+            # Whole slots, which is ten times as fast as `gather`.
+            keys = torch.embedding(keys.flatten(0, 2), index)
+            values = torch.embedding(values.flatten(0, 2), index)
+        if ragged:
+            pos = torch.where(keep, pos, -1)
+        self.hold(keys, values, pos, gapless=not ragged)
+
+    def hold(
+        self,
+        keys: Float[Tensor, "batch kv_head slot d_head"],
+        values: Float[Tensor, "batch kv_head slot d_value"],
+        pos: Int[Tensor, "batch kv_head slot"] | None,
+        gapless: bool = True,
+    ) -> None:
+        """Hold other keys and values, at these true positions; None where slots are still columns."""
+        if keys is not self.keys:
+            self.grown = {}
+        self.keys = keys
+        self.values = values
+        self._pos = pos
+        self.gapless = gapless
+        self._holes = None
+
+
+def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
+    """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
+    batch, kv_heads, slots = keep.shape
+    if not ragged:
+        return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)
+    # A stable sort keeps the order of kept slots and moves them to the right, after the others.
+    order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
+    head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
+    starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
+    return order + starts
