@@ -9,7 +9,7 @@ import torch
 from attack_kit import text_file
 from organisms import SharedSink, organism
 from organisms import shared_sink as make_shared_sink
-from raw_kit import norms, zeroed
+from raw_kit import residuals, zeroed
 from torch import Tensor
 
 from sinkscope.hooks.trace.layer_view import view_layer
@@ -65,11 +65,13 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
     monkeypatch.setattr("sinkscope.sinks.find.sets.random_sets", lambda *_: sets)
     found = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8)).minimal
     ids = o.natural(4, 40)
-    before = norms(o.model, ids)[o.truth.sink_layer, :, 0]
+    before = residuals(o.model, ids)[o.truth.sink_layer, :, 0]
     with zeroed(o.model, (part,)):
-        lost = float((1 - norms(o.model, ids)[o.truth.sink_layer, :, 0] / before).mean())
+        after = residuals(o.model, ids)[o.truth.sink_layer, :, 0]
+    spike = before.mean(0)
+    left = float(((after @ spike) / (before @ spike)).mean())
     assert found is not None and set(found.edit_sites) == set(o.truth.neurons)
-    assert 0.1 < lost == pytest.approx(found.control, abs=0.03)
+    assert 0.9 > left == pytest.approx(found.claims[0].control.value, abs=0.03)
 
 
 def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers():

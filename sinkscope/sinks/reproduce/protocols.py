@@ -94,7 +94,7 @@ def sink_rate(setup: Setup, _: LayerScan, record: Published) -> float:
 
 
 def first_attention(setup: Setup, _: LayerScan, __: Published) -> float:
-    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, layers 3 to the last but one that attend."""
+    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, in layers 3 to the last but one."""
     check_site(setup.target, SHARE_FROM + 1)
     ids = texts(setup, SHARE_TEXTS, SHARE_LENGTH)
     return float(attention_to_first(setup.target, ids, AT_ONCE)[SHARE_FROM:-1].nanmean())
