@@ -156,26 +156,6 @@ def test_of_lines_that_add_the_same_the_slash_line_is_taken():
     assert lines.slash.tolist() == [[True, True, False, False]]
 
 
-def test_lines_that_are_there_are_found():
-    """Two columns and one offset hold nearly all attention; both variants need little else."""
-    n = 300
-    columns = (0, 120)
-    offset = 40
-    generator = torch.Generator().manual_seed(0)
-    phase = torch.randn(n, 32, generator=generator)
-    key = torch.cat([torch.zeros(n, 2), phase], 1)
-    key[list(columns), 0] = 1.0
-    query = torch.zeros(n, 34)
-    query[:, 0] = 12.0
-    query[offset:, 2:] = phase[:-offset] * (12.0 / phase[:-offset].square().sum(1, keepdim=True))
-    for variant in VARIANTS:
-        lines = select_lines(query[None], key[None], 0.9, variant=variant, scaling=1.0)
-        assert lines.vertical[0].nonzero().flatten().tolist() == list(columns)
-        assert lines.slash[0, offset]
-        assert lines.density()[0] < 0.05
-        assert recovered(query[None], key[None], lines, 1.0)[0] > 0.88
-
-
 def test_minference_by_the_last_queries():
     query, key = tensors(2, 40, 60, 7)
     lines = minference_lines(query, key, 12, 9, last=8, first=3, local=4)
