@@ -216,15 +216,3 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part):
     places = torch.arange(len(rows)), wanted
     assert not plain.rows(rows)[0][places].all() and ours.rows(rows)[0][places].all()
     assert float(ours.density()) < 0.05
-
-
-def test_heads_that_end_early_do_not_change_the_others():
-    """Heads are taken out of the search when they are done; each is chosen as if it were alone."""
-    query, key = tensors(4, 150, 180, 11, sharp=1.0)
-    query *= torch.tensor([0.0, 1.0, 3.0, 9.0])[:, None, None]  # flat to sharp
-    key = key.repeat_interleave(2, 0)
-    together = select_lines(query, key, 0.9, dense_above=0.8)
-    assert len(set(together.density().tolist())) == 4 and together.density()[0] == 1
-    for head in range(4):
-        alone = select_lines(query[[head]], key[[head]], 0.9, dense_above=0.8)
-        assert alone.cells()[0] == pytest.approx(int(together.cells()[head]), rel=0.01)
