@@ -107,6 +107,17 @@ def test_numbers_wait_for_more_than_words():
     assert found == [300 + 384, 300 + 48] and len(asked[0]) == 8 and {*asked[0]} == {1, 2, 3}
 
 
+def test_without_probabilities_the_other_two_vote():
+    loop = [*range(1000, 1300), *[1, 2, 3] * 200]
+    monitor = Monitor(PAPER)
+    steps = [monitor.update(token) for token in loop]
+    first = next(s for s in steps if s.trigger)
+    assert first.ttr < 0.2 and first.cr < 0.12 and first.streak is None and first.votes == 2
+    assert not any(s.trigger for s in steps if s.votes < 2)
+    with pytest.raises(SinkscopeError, match="pass p_max"):
+        Monitor(MonitorSettings.variant("p1")).update(1)
+
+
 def test_after_the_end_nothing_is_looked_at():
     """Padding looks like the tightest of loops."""
     monitor = Monitor(MonitorSettings.variant("p1"))
