@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from edit_kit import EDITS, IDS, MASK, decode
-from kv_kit import model_of
+from edit_kit import EDITS, IDS, MASK
+from kv_kit import decode, model_of
 from refusals import refused
 from torch import nn
 from torch.nn.utils import parametrize
@@ -50,7 +50,7 @@ def put(model: nn.Module, path: str, made: Callable[[nn.Module], nn.Module]) -> 
 
 
 def run(model: nn.Module, call: Callable | None = None) -> torch.Tensor:
-    return decode(model if call is None else call, IDS, MASK, 9)
+    return decode(model, IDS, MASK, 9, call=call)
 
 
 def before(change: Callable[[nn.Module], object]):
