@@ -111,7 +111,7 @@ class Backend:
         return counted
 
 
-def compiled(change: Callable[[nn.Module, Callable], Callable | None], edited: bool = False):
+def compiled(change: Callable[[nn.Module, Callable], Callable | None]):
     """A model of which something is compiled: nothing of it runs under an edit, and all of it before and after."""
 
     def way(model, edit):
@@ -121,7 +121,7 @@ def compiled(change: Callable[[nn.Module, Callable], Callable | None], edited: b
         plain = run(model, call)
         runs = backend.runs
         assert runs and torch.allclose(plain, PLAIN["logits"], atol=1e-5)
-        with edit.on(call if edited else model):
+        with edit.on(model):
             found = run(model, call)
         assert backend.runs == runs
         assert torch.equal(run(model, call), plain) and backend.runs > runs

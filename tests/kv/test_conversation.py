@@ -51,11 +51,11 @@ def tensors(chat: Conversation, layers=None) -> list[Tensor]:
 
 @cache
 @torch.no_grad()
-def one_prompt(family: str, turns: int) -> list[tuple[list[int], Tensor]]:
+def one_prompt(family: str) -> list[tuple[list[int], Tensor]]:
     """The stock model without a cache: what follows each prompt, the whole text read anew for every token."""
     model, ids = model_of(family), []
     found = []
-    for turn in range(turns):
+    for turn in range(3):
         ids += said(turn)
         rows = []
         for _ in range(NEW):
@@ -78,7 +78,7 @@ def one_prompt(family: str, turns: int) -> list[tuple[list[int], Tensor]]:
 def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
     model = model_of(family)
     chat = Conversation(model, edit, answers=answers)
-    for number, (ids, expected) in enumerate(one_prompt(family, 3)):
+    for number, (ids, expected) in enumerate(one_prompt(family)):
         turn = ask(chat, number)
         assert turn.ids == tuple(ids)
         close(logits(turn), expected, 1e-5)
@@ -230,7 +230,7 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
     assert len(chat.ids) == 46
     close(
         logits(chat.ask(said(1), max_new_tokens=6, output_logits=True, return_dict_in_generate=True)),
-        one_prompt("llama", 3)[1][1],
+        one_prompt("llama")[1][1],
     )
 
 

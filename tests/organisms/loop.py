@@ -152,22 +152,22 @@ def loop_organism(
 
 
 @torch.no_grad()
-def empty_llama(constant: float = CONST, theta: float = THETA, head_dim: int = HEAD_DIM, **sizes: int):
+def empty_llama(**sizes: int):
     """A Llama in which nothing is written: norms that pass on a constant, and zeros."""
     config = LlamaConfig(
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
         tie_word_embeddings=False,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
-        head_dim=head_dim,
+        head_dim=HEAD_DIM,
         **sizes,
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         model = LlamaForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
     for name, weight in model.named_parameters():
-        weight.fill_(constant / math.sqrt(config.hidden_size)) if "norm" in name else weight.zero_()
+        weight.fill_(CONST / math.sqrt(config.hidden_size)) if "norm" in name else weight.zero_()
     return model
 
 
