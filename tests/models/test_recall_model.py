@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 
@@ -46,10 +45,3 @@ def test_script_makes_the_weights_of_the_package():
         assert_close(weight, shipped[name], atol=2e-3, rtol=2e-3, msg=name)
     vocabulary = model().tokenizer.get_vocab()
     assert vocabulary == make_recall.ID
-
-
-def test_python_of_the_page_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs/recall_model.md").read_text(encoding="utf-8")
-    source = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
-    exec(compile(source, "recall_model", "exec"), {})
