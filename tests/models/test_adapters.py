@@ -145,6 +145,12 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend)
         assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
 
 
+def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, monkeypatch):
+    monkeypatch.setitem(adapters.ADAPTERS, "starcoder2", replace(starcoder2, down="mlp.c_fc", up="mlp.c_proj"))
+    with pytest.raises(UnsupportedError, match="load-time probe of this starcoder2 model failed"):
+        load(checkpoint("starcoder2"))
+
+
 def test_a_later_row_takes_the_place_of_an_earlier_one(starcoder2):
     other = adapters.register(replace(starcoder2, mid="mlp"))
     assert adapters.row_of("starcoder2") is other
