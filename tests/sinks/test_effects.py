@@ -8,15 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from covering import every_nth
 from organisms import organism
-from raw_kit import attention, blocks, norms, zeroed
+from raw_kit import attention, blocks, norms
 from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
-from sinkscope.opening.stream import open_stream
-from sinkscope.results.parts import Component, Head, Neuron, neurons_of, sites_of
-from sinkscope.sinks.find.layer_scan import scan_layers
+from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.removal.components import has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
@@ -82,41 +79,6 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     assert_close(whole.norms, parts.norms)
     assert_close(whole.attention, parts.attention)
     assert (effects(target, ids, []).norms[0] > whole.norms[0]).all(), "dimensions were left out"
-
-
-@pytest.mark.parametrize(
-    ("family", "streamed"),
-    every_nth(
-        [("gemma2", False), ("gpt2", False), ("llama", True), ("neox", False), ("gpt_oss", False), ("mixtral", True)], 2
-    ),
-)
-def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_give(family, streamed, tmp_path):
-    o = organism(family, 5)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
-    last = target.n_layers - 1
-    component = Component("attention", last)
-    neurons = neurons_of(o.truth.neurons)
-    edits = [neurons, (), (component,), (*neurons, component)]
-    whole = effects(target, ids, edits, attention=True)
-    for number, edit in enumerate(edits[:2], 1):
-        with zeroed(o.model, sites_of(edit)):
-            length, received = _long_way(o.model, ids)
-        assert_close(whole.norms[number], length, rtol=1e-4, atol=1e-4)
-        assert_close(whole.attention[number], received, rtol=1e-4, atol=1e-5)
-    assert_close(whole.norms[0], whole.norms[2], rtol=1e-4, atol=1e-4)
-    assert_close(whole.attention[0], whole.attention[2], rtol=1e-4, atol=1e-5)
-    if streamed:
-        target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
-    entering = scan_layers(target, ids, whole=True).entering
-    layer = o.truth.neurons[0][0]
-    for chosen, behind in ((edits, layer + 1), (edits[2:3], last), (edits[1:2], last)):
-        parts = effects(target, ids, chosen, attention=True, behind=behind, entering=entering)
-        numbers = [0, *(1 + edits.index(edit) for edit in chosen)]
-        ran = ~parts.norms[0, 0].isnan()
-        assert ran[behind:].all()
-        assert_close(parts.norms[..., ran], whole.norms[numbers][..., ran], rtol=1e-5, atol=1e-5)
-        assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
-    assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
 
 @contextmanager
