@@ -39,11 +39,11 @@ def words(count: int, shift: int = 0) -> str:
     return " ".join(WORDS[(7 * i + shift) % len(WORDS)] for i in range(count))
 
 
-def dialogues(count: int = 3, turns: int = 2) -> tuple[Prompt, ...]:
-    """Prompts of several turns of different lengths."""
+def dialogues(count: int = 3) -> tuple[Prompt, ...]:
+    """Prompts of two turns of different lengths."""
     prompts = []
     for number in range(count):
-        asked = [Turn(words(20 + 6 * number + turn, turn), (words(3, number),)) for turn in range(turns)]
+        asked = [Turn(words(20 + 6 * number + turn, turn), (words(3, number),)) for turn in range(2)]
         prompts.append(Prompt(f"d{number}", tuple(asked), "file", "end" if number % 2 else "begin"))
     return tuple(prompts)
 

@@ -1,13 +1,11 @@
-"""Edits of every kind, and the logits of a model that decodes under them."""
+"""Edits of every kind."""
 
 from __future__ import annotations
 
 import torch
 from kv_kit import prompts
-from transformers import DynamicCache
 
 from sinkscope import Ablate, Add, LoopGuard, LoopServe, SinkPatch
-from sinkscope.conformance.masked import positions_of
 from sinkscope.kv import H2O, TOVA, Observe, SnapKV, StreamingLLM
 
 IDS, MASK = prompts([9, 6], 4)
@@ -27,14 +25,3 @@ EDITS = {
     "loopserve": LoopServe(budget=6, shortest=0, interval=2, first=0),
     "patch and h2o": PATCH | H2O(budget=6),
 }
-
-
-@torch.no_grad()
-def decode(model, ids, mask, prompt):
-    """Logits of a prompt's last token and of the tokens behind it, one by one."""
-    cache, logits = DynamicCache(), []
-    for start, stop in [(0, prompt), *[(at, at + 1) for at in range(prompt, ids.shape[1])]]:
-        options = {"attention_mask": mask[:, :stop], "position_ids": positions_of(mask)[:, start:stop]}
-        out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
-        logits.append(out.logits[:, -1])
-    return torch.stack(logits, 1)

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import torch
-from intervention_kit import nnsight_of
 from kv_kit import decode
-from organisms import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.hooks.edit import Event
 from sinkscope.opening.live import target_of
 
-KINDS = {"hf": lambda model, _tokenizer: model, "nnsight": nnsight_of}
 SMALL = {"budget": 24, "anchors": 4, "window": 16}
 EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # a monitor that fires after two or three short copies
-
-
-def tiny(kind: str = "hf", model_type: str = "llama", **overrides):
-    model, tokenizer = tiny_model(model_type, **{"num_hidden_layers": 2, **overrides})
-    return KINDS[kind](model, tokenizer)
-
-
-def padded(*lengths: int) -> tuple[Tensor, Tensor]:
-    """Random prompts of these lengths, padded on the left."""
-    width = max(lengths)
-    ids = torch.randint(3, 90, (len(lengths), width))
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    return ids * mask, mask
 
 
 def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:

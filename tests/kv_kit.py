@@ -135,10 +135,11 @@ def decode(
     cache=None,
     chunks: list[int] | None = None,
     after: Callable[[int], None] | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Logits from the last prompt token on: the prompt (in chunks of these lengths), then token by token.
 
-    After each call, `after` is told how many columns were read.
+    After each call, `after` is told how many columns were read. `call` is what is called in place of the model.
     """
     cache = DynamicCache(config=model.config) if cache is None else cache
     at, total = cache.get_seq_length(), ids.shape[1]
@@ -146,7 +147,8 @@ def decode(
     for step in [*([prompt - at] if chunks is None else chunks), *[1] * (total - prompt)]:
         part = slice(at, at + step)
         at += step
-        out = model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **beside_ids(model, mask, part))
+        given = beside_ids(model, mask, part)
+        out = (call or model)(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
         if at >= prompt:
             logits.append(out.logits[:, -1])
         if after is not None:
@@ -168,21 +170,17 @@ def read_columns(layer, mask: Tensor) -> Tensor:
 
 
 def run_policy(
-    policy: Intervention, model, ids: Tensor, mask: Tensor, chunks: tuple[int, ...], *, called=None, cache=None
+    policy: Intervention, model, ids: Tensor, mask: Tensor, prompt: int
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`.
-
-    `called` is what is called where that is not the model itself.
-    """
-    kept, prompt = [], sum(chunks)
-    cache = DynamicCache(config=target_of(model).config) if cache is None else cache
+    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
+    kept, cache = [], DynamicCache(config=model.config)
 
     def keep(end: int):
         if end > prompt:
             kept.append([read_columns(layer, mask) for layer in own_layers(cache)])
 
     with policy.on(model):
-        logits = decode(called or model, ids, mask, prompt, cache, list(chunks), keep)
+        logits = decode(model, ids, mask, prompt, cache, after=keep)
     return logits, kept
 
 

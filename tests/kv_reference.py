@@ -73,11 +73,11 @@ def pick(scores: Tensor, held: Tensor, budgets: list[int], first: int = 0, last:
     return keep
 
 
-def streaming_llm(sinks: int = 4) -> Choose:
+def streaming_llm() -> Choose:
     """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
 
     def choose(_probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
-        return pick(torch.zeros(held.shape), held, budgets, sinks)
+        return pick(torch.zeros(held.shape), held, budgets, first=4)
 
     return choose
 

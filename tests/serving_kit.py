@@ -335,16 +335,14 @@ class Overlapped(Server):
             request.log.append((len(self.shown[request].output_ids), len(request.output) - before))
 
 
-def play(
-    server: Batches | Slots | Overlapped, rng: Random, requests: list[Request], *, room: int = 4, preempt: bool = False
-):
+def play(server: Batches | Slots | Overlapped, rng: Random, requests: list[Request], *, preempt: bool = False):
     """Let requests come, go, and come back at random, until all of them are over."""
     waiting = list(requests)
     for _ in range(2000):
         left = [request for request in server.running if server.over(request)]
         others = [request for request in server.running if request not in left]
         back = [rng.choice(others)] if preempt and others and rng.random() < 0.15 else []
-        free = room - len(others) + len(back)
+        free = 4 - len(others) + len(back)
         new = [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, free)))]
         waiting = [*back, *waiting]
         for request in left + back:

@@ -48,10 +48,15 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_loads_nothing_heavy():
-    heavy = "{'torch', 'transformers', 'numpy', 'click', 'rich', 'pydantic'}"
-    code = f"import sys, sinkscope; print({heavy} & set(sys.modules))"
-    assert _python(code) == "set()"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("sinkscope", {"torch", "transformers", "numpy", "click", "rich", "pydantic"}),
+        ("sinkscope.conformance.plugin", {"torch", "transformers"}),
+    ],
+)
+def test_import_loads_nothing_heavy(module, heavy):
+    assert _python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
 
 
 def test_public_names_are_there():

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -128,7 +128,7 @@ class Policy(Anchored):
     # To be written by a policy ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Real[Tensor, "batch kv_head slot"]:
         """Score each slot; the slots with the highest scores are kept."""
 
     def budgets(self, at: LayerMoment) -> LayerBudget:

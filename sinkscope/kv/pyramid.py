@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Real
 from pydantic import InstanceOf
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Pyramid(Policy):
             budgets.append(max(1, kept + int(lowest + height * (highest - lowest) + 1e-6)))
         return torch.tensor(budgets)[:, None]
 
-    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+    def scores(self, at: LayerMoment) -> Real[Tensor, "batch kv_head slot"]:
         """Score as the scorer does."""
         return self.scorer.scores(at)
 

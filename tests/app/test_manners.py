@@ -67,6 +67,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
 LOUD = {
     "repetition_penalty": 1.5,
     "num_beams": 2,
+    "prompt_lookup_num_tokens": 3,
     "num_return_sequences": 2,
     "return_dict_in_generate": True,
     "no_repeat_ngram_size": 2,
@@ -103,7 +104,7 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
         greedy(target_of(model), torch.arange(5, 15)[None], 2)
     assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
-        own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4)
+        own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4, prompt_lookup_num_tokens=None)
     assert own.sequences.shape[0] == 2 and own.scores
 
 

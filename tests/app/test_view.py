@@ -27,8 +27,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import neuron_name
 
 
-def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:
-    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=5), bos=bos)
+def explorer(o: Organism, folder: Path) -> Explorer:
+    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=5))
 
 
 def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:

@@ -102,6 +102,11 @@ def test_the_policy_of_the_page_evicts_and_says_what_it_held(run):
     assert usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0] and usage.logical_bytes == usage.physical_bytes
 
 
+@pytest.mark.parametrize("page", ["docs/recall_model.md", "docs/measure/loops.md"])
+def test_the_python_of_a_page_runs(run, page):
+    run(page)
+
+
 def test_the_examples_of_the_cache_page_run(run):
     assert len(run("docs/kv.md")["to_first"]) == 4
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from edit_kit import EDITS, IDS, MASK, decode
-from kv_kit import model_of
+from edit_kit import EDITS, IDS, MASK
+from kv_kit import decode, model_of
 from refusals import refused
 from torch import nn
 from torch.nn.utils import parametrize
@@ -50,7 +50,7 @@ def put(model: nn.Module, path: str, made: Callable[[nn.Module], nn.Module]) -> 
 
 
 def run(model: nn.Module, call: Callable | None = None) -> torch.Tensor:
-    return decode(model if call is None else call, IDS, MASK, 9)
+    return decode(model, IDS, MASK, 9, call=call)
 
 
 def before(change: Callable[[nn.Module], object]):
@@ -111,7 +111,7 @@ class Backend:
         return counted
 
 
-def compiled(change: Callable[[nn.Module, Callable], Callable | None], edited: bool = False):
+def compiled(change: Callable[[nn.Module, Callable], Callable | None]):
     """A model of which something is compiled: nothing of it runs under an edit, and all of it before and after."""
 
     def way(model, edit):
@@ -121,7 +121,7 @@ def compiled(change: Callable[[nn.Module, Callable], Callable | None], edited: b
         plain = run(model, call)
         runs = backend.runs
         assert runs and torch.allclose(plain, PLAIN["logits"], atol=1e-5)
-        with edit.on(call if edited else model):
+        with edit.on(model):
             found = run(model, call)
         assert backend.runs == runs
         assert torch.equal(run(model, call), plain) and backend.runs > runs

@@ -31,7 +31,7 @@ def test_without_a_cache_there_is_nothing_to_evict():
 def test_scores_scaled_by_layer():
     model = model_of("gpt2", scale_attn_by_inverse_layer_idx=True)
     ids, mask = prompts([10, 8], 3)
-    got, kept = run_policy(Drawn(budget=5) | Observe(ignore), model, ids, mask, (10,))
+    got, kept = run_policy(Drawn(budget=5) | Observe(ignore), model, ids, mask, 10)
     close(got, plain_logits(model, ids, mask, masks_of_run(model, kept, mask, 10))[:, 9:])
 
 

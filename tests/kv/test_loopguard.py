@@ -8,9 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 from covering import slow
-from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
+from guard_kit import EAGER, SMALL, dense, feed
 from hypothesis import given
 from hypothesis import strategies as st
+from intervention_kit import KINDS
+from kv_kit import prompts, shallow_of
+from organisms import tiny_model
 from organisms.decoders import decoder
 from torch.testing import assert_close
 from transformers import DynamicCache
@@ -19,7 +22,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops.guard import LoopGuard, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering, copies
-from sinkscope.opening.live import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
 TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
@@ -30,10 +32,11 @@ def looping(after: int, steps: int) -> list[int]:
     return [*torch.randperm(40)[:after].add(20).tolist(), *(LOOP * steps)][:steps]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["hf", "nnsight"])
 def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_cache(kind):
-    stock, model = tiny(), tiny(kind)
-    prompt, mask = padded(14, 9)
+    stock, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    model = KINDS[kind](stock, tokenizer)
+    prompt, mask = prompts([14, 9])
     new = torch.tensor([looping(5, 40), looping(21, 40)])
     with ALWAYS.on(model) as run:
         got = feed(model, prompt, mask, new)
@@ -57,22 +60,8 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         assert (got[row] - plain).abs().max() > 1e-2, "the cuts made no difference, so nothing was tested"
 
 
-def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit():
-    model = tiny()
-    prompt, mask = padded(12)
-    settings = {"max_new_tokens": 16, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    hf = target_of(model).hf
-    want = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
-    for between in ("full", "window"):  # shorter than the warm-up and the budget
-        with LoopGuard(between=between).on(model) as run:
-            got = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
-        assert torch.equal(got.sequences, want.sequences) and run.events == []
-        for a, b in zip(got.logits, want.logits, strict=True):
-            assert torch.equal(a, b)
-
-
 def test_a_new_turn_begins_anew(model):
-    prompt, mask = padded(8)
+    prompt, mask = prompts([8])
     half = torch.tensor([LOOP * 2])  # too few copies in each turn, enough in both together
     with TAIL.on(model) as run:
         feed(model, prompt, mask, torch.cat([half, half], 1))
@@ -85,7 +74,7 @@ def test_a_new_turn_begins_anew(model):
 
 
 def test_between_window_is_streaming_llm_until_a_loop_comes(model):
-    prompt, mask = padded(20, 31)
+    prompt, mask = prompts([20, 31])
     new = torch.tensor([looping(30, 30), looping(30, 30)])
     with StreamingLLM(budget=24, first=4).on(model):
         want = feed(model, prompt, mask, new)
@@ -98,18 +87,18 @@ def test_between_window_is_streaming_llm_until_a_loop_comes(model):
 
 
 def test_a_fraction_of_the_prompt(model):
-    prompt, mask = padded(40, 60)
+    prompt, mask = prompts([40, 60])
     guard = LoopGuard.paper(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
     with guard.on(model) as run:
         feed(model, prompt, mask, torch.tensor([looping(3, 30)] * 2))
     counts = {row: {e.data["kept_count"] for e in run.events if e.row == row} for row in (0, 1)}
     assert max(counts[0]) <= 10 < max(counts[1]) <= 15
     with pytest.raises(SinkscopeError, match=r"budget=2 leaves .*\(0.25 of a prompt of 8 tokens"), guard.on(model):
-        feed(model, *padded(8), torch.tensor([looping(3, 30)]))
+        feed(model, *prompts([8]), torch.tensor([looping(3, 30)]))
 
 
 def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(model):
-    prompt, mask = padded(60)
+    prompt, mask = prompts([60])
     new = torch.tensor([looping(3, 40)])
     for policy, anchors, first in (
         (StreamingLLM(budget=40, first=4), 12, 12),
@@ -173,11 +162,10 @@ def test_an_end_of_the_text_gains_nothing_from_a_penalty():
 
 def stubborn(bias: float):
     """A model that always prefers token 33, whatever is in its cache: only a ban or a drawn token help."""
-    model = tiny(num_hidden_layers=1)
+    model = shallow_of("llama", num_hidden_layers=1)
     vocab = len(model.lm_head.weight)
     model.lm_head.bias = torch.nn.Parameter(bias * torch.nn.functional.one_hot(torch.tensor(33), vocab).float())
     model.lm_head.weight.data /= 10
-    model.generation_config.eos_token_id = None
     return model
 
 
@@ -190,7 +178,7 @@ def eager_guard(**fields) -> LoopGuard:
 def test_the_answer_to_a_loop(penalty, needed):
     """Token 33 leads by 8. After k of them, k + 1 copies count k - 2 tokens each: 4 and 10 at a penalty of 1."""
     model = stubborn(8.0)
-    prompt, mask = padded(10)
+    prompt, mask = prompts([10])
     with eager_guard(penalty=penalty, rewind=False).on(model) as run:
         new = model.generate(prompt, attention_mask=mask, max_new_tokens=60, pad_token_id=0)[0, 10:].tolist()
     first = run.events[0].data
@@ -208,7 +196,7 @@ def test_the_answer_to_a_loop(penalty, needed):
 def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):
     retention = LoopGuard(budget=32).retention(6)
     assert retention.anchors == 8, "a quarter of a small budget"
-    prompt, mask = padded(6)
+    prompt, mask = prompts([6])
     new = torch.tensor([[*(LOOP * 20)][:14]])  # from position 6 on, in the middle of the fifth copy
     with LoopGuard(monitor={"tail_shortest": 14}, rewind=False).on(model) as run:
         feed(model, prompt, mask, new)

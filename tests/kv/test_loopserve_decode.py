@@ -60,7 +60,7 @@ POLICIES = {
 )
 def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
     model, policy = model_of(family), POLICIES[name]
-    logits, kept = run_policy(policy, model, IDS, MASK, (PROMPT,))
+    logits, kept = run_policy(policy, model, IDS, MASK, PROMPT)
     close(logits, plain_logits(model, IDS, MASK, masks_of_run(model, kept, MASK, PROMPT))[:, PROMPT - 1 :])
     assert_chosen(model, policy, kept)
 

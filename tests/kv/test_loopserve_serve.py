@@ -19,6 +19,7 @@ from sinkscope.conformance.masked import plain_logits
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.sample import draw_of, held_out, sample_queries
 from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.shapes import AShape, MInference, TriShape
 from sinkscope.opening.live import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
@@ -93,6 +94,9 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
         close(decode(model, ids, mask, 40), plain)
     assert {event.data["dense_heads"] for event in run.events} == {4}
+    for shape in (AShape(), TriShape(), MInference()):  # they hold the whole prompt
+        with shape.on(model):
+            close(decode(model, ids, mask, 40), plain)
 
 
 @pytest.mark.parametrize("dense_rows", [0, 5])

@@ -70,7 +70,7 @@ def test_what_is_kept_is_what_is_seen(case):
     model = decoder(model_type)
     target = target_of(model)
     ids, mask = prompts(LENGTHS, STEPS)
-    logits, kept = run_policy(policy, model, ids, mask, (PROMPT,))
+    logits, kept = run_policy(policy, model, ids, mask, PROMPT)
     assert all(int(layer.sum(-1).max()) < PROMPT for layer in kept[-1])
     hooks = []
     for layer, shown in masks_of_run(model, kept, mask, PROMPT).items():

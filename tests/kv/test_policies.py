@@ -33,7 +33,7 @@ LENGTHS = [PROMPT, PROMPT - 7]
 def check(policy: Policy, choose: dense.Choose, model, steps: int = STEPS, edits: Intervention | None = None):
     """What the policy keeps is what the function keeps, in a batch with padding on the left; under edits, too."""
     ids, mask = prompts(LENGTHS, steps, seed=2)
-    found = run_policy(policy if edits is None else edits | policy, model, ids, mask, (PROMPT,))
+    found = run_policy(policy if edits is None else edits | policy, model, ids, mask, PROMPT)
     with nullcontext() if edits is None else edits.on(model):
         dense.check_run(found, choose, model, ids, mask, policy, steps)
 
@@ -82,7 +82,7 @@ def test_large_layers_are_not_copied_to_be_joined(name, monkeypatch):
 def test_too_small_a_fraction():
     ids, mask = prompts(LENGTHS, 1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
-        run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, (PROMPT,))
+        run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, PROMPT)
 
 
 @pytest.mark.parametrize(("policy", "windows"), [(SnapKV(budget=0.5), [6, 4]), (StreamingLLM(budget=0.2), [2])])
@@ -91,7 +91,7 @@ def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, windows, mo
     ids, mask = prompts(LENGTHS, 3)
     with policy.on(model) as run:
         model.generate(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], max_new_tokens=3)
-    both, alone = (run_policy(policy, model, ids[n:, 7 * n :], mask[n:, 7 * n :], (PROMPT - 7 * n,))[0] for n in (0, 1))
+    both, alone = (run_policy(policy, model, ids[n:, 7 * n :], mask[n:, 7 * n :], PROMPT - 7 * n)[0] for n in (0, 1))
     assert_close(both[1:], alone, atol=5e-5, rtol=0)
     assert [event.data["window"] for event in run.events if event.kind == "window"] == windows
     assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14

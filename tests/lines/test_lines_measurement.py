@@ -1,4 +1,4 @@
-"""What lines carry and share: planted lines come out on top, and every number equals the one from the whole matrix."""
+"""What lines carry and share: every number equals the one from the whole matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from intervention_kit import bridge_of
 from organisms import tiny_model
-from organisms.lines import ROLES, line_model, line_text
 from raw_kit import attention
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from sinkscope.lines.lines import LineWeights, lines, shared_by_second
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
 
-COLUMNS = (20, 33, 90)
 Line = tuple[str, int]
 """Its kind, and its key or distance."""
 
@@ -33,25 +31,14 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(4, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_planted_lines_come_out_on_top():
-    model, tokenizer = line_model()
-    result = lines(model, [line_text(160, COLUMNS)], etas=[0.02], tokenizer=tokenizer)
-    for head, role in enumerate(ROLES):
-        mass, random = float(result.mass[0][0, head]), float(result.random_mass[0][0, head])
-        if role == "plain":
-            assert mass < 0.3
-        else:
-            assert mass > 0.8 and mass > 1.1 * random
-    assert result.inputs is None and "Between two texts" not in str(result)
-
-
 @pytest.mark.parametrize(
     ("mass", "random", "verdict"),
     [(0.9, 0.2, "needed"), (0.9, 0.5, "undecided"), (0.5, 0.45, "not shown"), (0.1, 0.0, "not shown")],
 )
 def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(mass, random, verdict):
-    model, tokenizer = line_model()
-    result = lines(model, [line_text(40, COLUMNS[:2])], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
+    model, tokenizer = tiny_model("llama")
+    result = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
+    assert result.inputs is None and "Between two texts" not in str(result)
     shape = result.mass.shape[1:]
     result = replace(
         result,
@@ -105,7 +92,7 @@ def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, f
     }
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "gpt2", "phi3", "opt"])
 def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
@@ -122,6 +109,8 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
     assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
     assert (np.diff(result.mass, axis=0) >= 0).all()
+    assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass >= result.random_mass - 1e-4).all()
+    assert (result.mass[0] > 1.1 * result.random_mass[0]).all()
     for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
         by_text = getattr(result, f"text_{name}")
         assert by_text.shape == (3, 3)

@@ -154,27 +154,6 @@ def test_of_lines_that_add_the_same_the_slash_line_is_taken():
     assert lines.slash.tolist() == [[True, True, False, False]]
 
 
-def test_lines_that_are_there_are_found():
-    """Two columns and one offset hold nearly all attention; both variants need little else."""
-    n = 300
-    columns = (0, 120)
-    offset = 40
-    generator = torch.Generator().manual_seed(0)
-    phase = torch.randn(n, 32, generator=generator)
-    key = torch.cat([torch.zeros(n, 2), phase], 1)
-    key[list(columns), 0] = 1.0
-    query = torch.zeros(n, 34)
-    query[:, 0] = 12.0
-    query[offset:, 2:] = phase[:-offset] * (12.0 / phase[:-offset].square().sum(1, keepdim=True))
-    scores = Scores(query[None], key[None], 1.0)
-    for variant in VARIANTS:
-        lines = select_lines(scores, 0.9, variant=variant)
-        assert lines.vertical[0].nonzero().flatten().tolist() == list(columns)
-        assert lines.slash[0, offset]
-        assert lines.density()[0] < 0.05
-        assert recovered(scores, lines)[0] > 0.88
-
-
 def test_minference_by_the_last_queries():
     scores = drawn(2, 40, 60, 7)
     lines = minference_lines(scores, 12, 9, last=8, first=3, local=4)
@@ -235,15 +214,3 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part):
     places = torch.arange(len(rows)), wanted
     assert not plain.rows(rows)[0][places].all() and ours.rows(rows)[0][places].all()
     assert float(ours.density()) < 0.05
-
-
-def test_heads_that_end_early_do_not_change_the_others():
-    """Heads are taken out of the search when they are done; each is chosen as if it were alone."""
-    scores = drawn(4, 150, 180, 11, sharp=1.0)
-    query = scores.query * torch.tensor([0.0, 1.0, 3.0, 9.0])[:, None, None]  # flat to sharp
-    key = scores.key.repeat_interleave(2, 0)
-    together = select_lines(Scores(query, key, scores.scaling), 0.9, dense_above=0.8)
-    assert len(set(together.density().tolist())) == 4 and together.density()[0] == 1
-    for head in range(4):
-        alone = select_lines(Scores(query[[head]], key[[head]], scores.scaling), 0.9, dense_above=0.8)
-        assert alone.cells()[0] == pytest.approx(int(together.cells()[head]), rel=0.01)

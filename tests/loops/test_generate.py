@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from intervention_kit import KINDS, greedy, listing_1
+from intervention_kit import KINDS, loud_model
 from organisms import tiny_model
 from refusals import refused
 from tokenizers.processors import TemplateProcessing
@@ -22,35 +22,13 @@ from sinkscope.models.checks import tokenizer_of
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
-SITES = [(1, 3), (1, 11)]
+SITES = loud_model()[2]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 LOOPING = "One day, the bird sang the same song again and again:"
-BIG = 8
-
-
-def model_and_tokenizer() -> tuple[Any, Any]:
-    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
-    for layer, neuron in SITES:
-        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= BIG
-    return model, tokenizer
-
-
-def test_text_is_that_of_a_reference_loop():
-    model, tokenizer = model_and_tokenizer()
-    results = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=12)
-    plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
-    for prompt, got in zip(PROMPTS, results, strict=True):
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        want = greedy(model, ids, 12, lambda: listing_1(model, SITES))[0, ids.shape[1] :].tolist()
-        assert got.tokens == want[: len(got.tokens)] and (len(got.tokens) == 12 or got.tokens[-1] == 2)
-        assert got.prompt_tokens == ids.shape[1] and got.prompt == prompt
-        assert got.text == tokenizer.decode(got.tokens, skip_special_tokens=True)
-    assert [r.tokens for r in plain] != [r.tokens for r in results]
-    assert all(r.events == [] for r in plain) and any(r.events for r in results)
 
 
 def test_pieces_arrive_in_order(tmp_path):
-    model, tokenizer = model_and_tokenizer()
+    model, tokenizer, _ = loud_model()
     settings = {"tokenizer": tokenizer, "max_new_tokens": 8}
     patch, pieces = SinkPatch(sites=SITES), []
     patch.save(tmp_path / "patch.json")
@@ -58,6 +36,7 @@ def test_pieces_arrive_in_order(tmp_path):
     assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
     assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
     assert [r.tokens for r in results] == [r.tokens for r in generate(model, PROMPTS, patch=patch, **settings)]
+    assert any(r.events for r in results)
 
 
 def test_progress_tells_how_far_a_text_is_also_while_a_guard_takes_tokens_back():
@@ -77,7 +56,7 @@ GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monit
 
 
 def endless() -> tuple[Any, Any]:
-    model, tokenizer = model_and_tokenizer()
+    model, tokenizer, _ = loud_model()
     model.generation_config.eos_token_id = None
     return model, tokenizer
 
@@ -120,7 +99,7 @@ def test_a_policy_and_a_guard_act_together_in_every_kind_of_model(kind, sizes):
 
 
 def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
-    model, tokenizer = model_and_tokenizer()
+    model, tokenizer, _ = loud_model()
     settings = {"tokenizer": tokenizer, "temperature": 1.0, "max_new_tokens": 12}
     torch.manual_seed(7)
     want = torch.rand(1)
@@ -130,7 +109,7 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
 
 
 def test_bos_stands_before_a_prompt_unless_it_is_refused():
-    model, tokenizer = model_and_tokenizer()
+    model, tokenizer, _ = loud_model()
     lengths = {
         bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
         for bos in (None, True, False)

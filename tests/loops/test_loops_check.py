@@ -270,9 +270,3 @@ def test_no_torch_is_loaded(tmp_path):
     assert "\nConclusion: x.txt loops: its last " in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 3 3"
-
-
-def test_the_example_of_the_documentation():
-    page = (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    exec(compile(example, "loops.md", "exec"), {})

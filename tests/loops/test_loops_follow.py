@@ -14,7 +14,6 @@ import warnings
 from typing import Any
 
 import pytest
-from covering import each_other
 from loop_texts import prose
 from server_streams import SERVERS, chunks, events
 
@@ -50,15 +49,6 @@ def _by_hand(tokens: list[Any], settings: MonitorSettings) -> list[int]:
     monitor, known = Monitor(settings), {}
     hits = [s.step for s in (monitor.update(known.setdefault(t, len(known))) for t in tokens) if s.trigger]
     return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
-
-
-@pytest.mark.parametrize(("most", "settings"), each_other([1, 3, 50, 1 << 16], [MonitorSettings(), PAPER]))
-def test_a_text_in_pieces_alarms_where_the_whole_text_does(most, settings):
-    (alarm,) = _follow(TEXT, most, settings)
-    (record,) = check(TEXT, settings=settings).records
-    assert alarm.token == record.detected and alarm.tail is not None
-    assert alarm.tail.period == len(split(LOOP)) and alarm.tail.start == len(split(prose(300)))
-    assert split(alarm.text) == split(LOOP)
 
 
 def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():

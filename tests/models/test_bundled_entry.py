@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from organisms import loop_organism
+from organisms.loop import HOLD
 from organisms.tokens import BOS
 
 from experiments.bundled import entry
@@ -20,6 +21,6 @@ def test_the_planted_heads_have_the_scores():
         assert found == set(heads), name
         best = entry.best_head(scores[name])
         assert (best["layer"], best["head"]) in heads
-    # One visible match holds 1 / (1 + hold - 1/2) of the attention of a locking head.
-    expected = 1 / (0.5 + organism.truth.hold)
+    # One visible match holds 1 / (1 + HOLD - 1/2) of the attention of a locking head.
+    expected = 1 / (0.5 + HOLD)
     assert entry.best_head(scores["induction"])["score"] == pytest.approx(expected, abs=0.06)

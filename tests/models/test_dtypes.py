@@ -106,18 +106,3 @@ def test_loading_a_model_leaves_another_and_torch_as_they_are(family, default):
     assert torch.equal(loaded(ids).logits, want(ids).logits)
     assert str(model.config) == config and model.config._attn_implementation == "sdpa"
     assert torch.equal(model(ids).logits, logits)
-
-
-@pytest.mark.parametrize("chosen", ["sdpa", "eager"])
-def test_a_live_model_keeps_its_attention(chosen):
-    """Also while it is used through what `load` gives, and beside another model that has the same configuration."""
-    model = tiny_model("llama")[0]
-    model.set_attn_implementation(chosen)
-    other, ids = type(model)(model.config), torch.arange(5, 45)[None]
-    want = other(ids).logits
-    assert ss.load(model) is model
-    for acting in (SinkPatch(layer=1, neurons=[3]), make_policy("h2o", budget=8)):
-        with acting.on(ss.load(model)):
-            model.generate(ids, max_new_tokens=2, do_sample=False)
-            assert torch.equal(other(ids).logits, want)
-        assert {part.config._attn_implementation for part in (model, other)} == {chosen}

@@ -119,11 +119,10 @@ def test_harmless_tensors_are_left_out(tmp_path, name):
     assert_close(streamed, planted().model.model(ids).last_hidden_state)
 
 
-def adapter_in(folder: Path, base: str | None = "meta-llama/Llama-2-7b-hf") -> Path:
+def adapter_in(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": base, "r": 4, "target_modules": ["q_proj"]})
-    )
+    config = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-2-7b-hf", "r": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
     weight = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({weight: torch.ones(4, 8)}, folder / "adapter_model.safetensors")
     return folder

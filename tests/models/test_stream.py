@@ -189,10 +189,6 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
     [
         (lambda t: t.pop(NORM), "lacks tensors of the part around the layers, the first is norm.weight"),
         (lambda t: t.pop(DOWN), "lacks tensors of layer 2, the first is mlp.down_proj.weight"),
-        (lambda t: [t.pop(n) for n in list(t) if ".2." in n], "lacks tensors of layer 2, the first is"),
-        (lambda t: t.update({DOWN: torch.zeros(8, 8)}), "shapes of layer 2 .* not those of its config.json"),
-        (lambda t: t[DOWN].view(-1)[7].fill_(float("nan")), "tensor model.layers.2.mlp.down_proj.weight of .* NaN"),
-        (lambda t: t[NORM][3].fill_(float("inf")), "tensor model.norm.weight of .* infinite"),
     ],
 )
 def test_broken_checkpoints(llama, change, message, tmp_path):

@@ -1,6 +1,6 @@
 """Models whose answer is known, made without downloads: planted circuits (sinks, loops) and tiny random models."""
 
-from .loop import LoopOrganism, LoopPrompt, LoopTruth, loop_organism
+from .loop import LoopOrganism, loop_organism
 from .organism import Organism, Truth, organism
 from .plan import FAMILIES, KINDS
 from .shared import SharedSink, shared_sink
@@ -12,8 +12,6 @@ __all__ = [
     "KINDS",
     "MODEL_TYPES",
     "LoopOrganism",
-    "LoopPrompt",
-    "LoopTruth",
     "Organism",
     "SharedSink",
     "Truth",

@@ -88,14 +88,14 @@ class TypeReport:
 
 
 @torch.no_grad()
-def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeReport:
+def examine(model_type: str, *, quick: bool = False) -> TypeReport:
     """Build a type, plant a neuron and check everything.
 
     A quick examination looks at the neurons of the planted layer instead of all measurements of `find_sinks`, and at
     one policy, and does not write the model to a folder.
     """
     report = TypeReport(model_type)
-    model = decoder(model_type, seed)
+    model = decoder(model_type)
     tokenizer = byte_tokenizer()
     target = report.attempt("neurons", lambda: target_of(model, tokenizer))
     if target is None:

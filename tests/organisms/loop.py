@@ -12,15 +12,15 @@
 - **Locking heads** (induction heads, any later layers) compare their own token's code with the code of the token before
   each key, on the slowest rotary pairs, where position does not show. So they attend to what followed every visible
   occurrence of the current token, and add its code to the output, twice as large as the base rule's.
-- BOS competes with the matches: `n` of them get a share n / (n + hold - 1/2) of the attention, and copying wins over
-  the base rule from a share of one half. So the loop holds itself while at least `hold` occurrences are visible, gets
+- BOS competes with the matches: `n` of them get a share n / (n + HOLD - 1/2) of the attention, and copying wins over
+  the base rule from a share of one half. So the loop holds itself while at least `HOLD` occurrences are visible, gets
   surer with every turn, and ends as soon as fewer are: the base rule moves on, to tokens that were not in the context.
 - All other heads are ordinary: some recency, some attention to BOS, some random content. They and the MLPs write noise
   that moves logits a little. Which heads, layers and dimensions are planted is drawn by the seed.
 - With `end` the base rule has an honest end: after the last token of the ring the end-of-sequence token is likelier
   than the first token of the ring.
 
-Everything visible counts: a policy that leaves `hold` copies of the cycle anywhere in the cache, the prompt's for
+Everything visible counts: a policy that leaves `HOLD` copies of the cycle anywhere in the cache, the prompt's for
 example, leaves the loop alive. With `reach` the locking heads look only that far back (as induction heads of trained
 models do more or less): then a loop that has run for a while lives on its own tail alone. Of two reaches, tokens at
 even places of the ring have the first, and the others the second.
@@ -46,6 +46,8 @@ THETA = 1e10
 CONST = 16.0  # of a dimension that all tokens share: it makes RMSNorm nearly the identity
 MATCH = 24.0  # attention score of a match over that of no match at all
 BASE, COPY = 10.0, 20.0  # logits of the base rule and of a whole copy
+HOLD = 2  # visible occurrences of what follows a token from which copying wins
+LEAD = 40  # ring tokens before the cycle of a prompt
 # of the kernel of the previous-token heads, whose score one position off the peak is lower by 0.76 times this
 PREVIOUS = 24.0
 
@@ -55,7 +57,6 @@ class LoopTruth:
     locking_heads: tuple[tuple[int, int], ...]  # (layer, query head); none in the control
     previous_heads: tuple[tuple[int, int], ...]  # all in layer 0
     ring: tuple[int, ...]  # the ordinary tokens in the order of the base rule
-    hold: int  # visible occurrences from which copying wins
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,22 @@ class LoopOrganism:
         """BOS and a stretch of the ring [1, length]: decoding walks on, and repeats nothing until the ring is round."""
         return torch.tensor([[BOS, *self._stretch(start, length - 1)]])
 
-    def looping_prompt(self, period: int, *, lead: int = 40, delay: int = 0, start: int = 0) -> LoopPrompt:
-        """BOS, `lead` tokens of the ring, and a cycle of `period` tokens, hold + 2 times.
+    def looping_prompt(self, period: int, *, delay: int = 0, start: int = 0) -> LoopPrompt:
+        """BOS, `LEAD` tokens of the ring, and a cycle of `period` tokens, HOLD + 2 times.
 
         The cycle's tokens are spread over the ring and shuffled, so no step of it is one of the base rule, and the base
         rule is long on its way before it meets one of them. Plain decoding goes round in the cycle from the first
         generated token on. With `delay` the prompt ends `delay` ring tokens short of the cycle: as many new tokens come
-        first, and the cycle stands there hold + 4 times.
+        first, and the cycle stands there HOLD + 4 times.
         """
-        repeats = self.truth.hold + (4 if delay else 2)
-        way = self._stretch(start, lead + delay + 1)
+        repeats = HOLD + (4 if delay else 2)
+        way = self._stretch(start, LEAD + delay + 1)
         rest = self._stretch(start + len(way), len(self.truth.ring) - len(way))
         cycle = rest[:: len(rest) // period][:period]
         others = cycle[1:]  # the walk enters at the first
         random.Random(f"cycle {self.seed} {start}").shuffle(others)
         cycle = [cycle[0], *others]
-        ids = [BOS, *way[:lead], *cycle * repeats, *way[lead : lead + bool(delay)]]
+        ids = [BOS, *way[:LEAD], *cycle * repeats, *way[LEAD : LEAD + bool(delay)]]
         return LoopPrompt(torch.tensor([ids]), tuple(cycle), delay)
 
     def expected(self, prompt: LoopPrompt, n: int) -> list[int]:
@@ -118,7 +119,6 @@ def loop_organism(
     seed: int = 0,
     *,
     induction: bool = True,
-    hold: int = 2,
     reach: float | tuple[float, float] | None = None,
     n_layers: int = 4,
     vocab_size: int = 4096,
@@ -133,7 +133,7 @@ def loop_organism(
     """
     rng = random.Random(f"loop {seed}")
     near, far = reach if isinstance(reach, tuple) else (reach, reach)
-    writer = _Writer(rng, hold, near, far, n_layers, vocab_size)
+    writer = _Writer(rng, near, far, n_layers, vocab_size)
     model = empty_llama(
         vocab_size=vocab_size,
         hidden_size=D_MODEL,
@@ -147,27 +147,27 @@ def loop_organism(
     if end is not None:
         head = model.lm_head.weight.data
         head[EOS] = end * head[writer.ring[0]]
-    truth = LoopTruth(writer.locking if induction else (), writer.previous, writer.ring, hold)
+    truth = LoopTruth(writer.locking if induction else (), writer.previous, writer.ring)
     return LoopOrganism(model, word_tokenizer(vocab_size), truth, seed)
 
 
 @torch.no_grad()
-def empty_llama(constant: float = CONST, theta: float = THETA, head_dim: int = HEAD_DIM, **sizes: int):
+def empty_llama(**sizes: int):
     """A Llama in which nothing is written: norms that pass on a constant, and zeros."""
     config = LlamaConfig(
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
         tie_word_embeddings=False,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
-        head_dim=head_dim,
+        head_dim=HEAD_DIM,
         **sizes,
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         model = LlamaForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
     for name, weight in model.named_parameters():
-        weight.fill_(constant / math.sqrt(config.hidden_size)) if "norm" in name else weight.zero_()
+        weight.fill_(CONST / math.sqrt(config.hidden_size)) if "norm" in name else weight.zero_()
     return model
 
 
@@ -197,10 +197,8 @@ def _codes(n: int, generator: torch.Generator) -> Tensor:
 class _Writer:
     """Writes the circuit and the noise into a model; what a seed decides is drawn at the beginning."""
 
-    def __init__(
-        self, rng: random.Random, hold: int, reach: float | None, far: float | None, n_layers: int, vocab_size: int
-    ):
-        self.hold, self.reach = hold, reach
+    def __init__(self, rng: random.Random, reach: float | None, far: float | None, n_layers: int, vocab_size: int):
+        self.reach = reach
         self.far = far  # the reach of the tokens at odd places of the ring
         dims = rng.sample(range(D_MODEL), D_MODEL)
         parts = [sorted(dims[i * CODE : (i + 1) * CODE]) for i in range(4)]
@@ -299,7 +297,7 @@ class _Writer:
         )
         query[FAST, self.const] = scale * near / CONST
         query[self.const_dim, self.const] = -scale * (MATCH + near) / CONST
-        query[self.first_dim, self.const] = scale * (MATCH + near + math.log(self.hold - 0.5)) / CONST
+        query[self.first_dim, self.const] = scale * (MATCH + near + math.log(HOLD - 0.5)) / CONST
         if near != far:
             for dim, sign in ((FAST, 1), (self.const_dim, -1), (self.first_dim, 1)):
                 query[dim, self.odd] = sign * scale * (far - near)

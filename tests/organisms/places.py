@@ -76,10 +76,10 @@ class PlacesModel:
             rows.append([*self.truth.before, *words][:length])
         return torch.tensor(rows)
 
-    def text(self, texts: int = 100, length: int = 64, seed: int = 1) -> str:
+    def text(self, texts: int = 100) -> str:
         """The words of as many rows."""
         skipped = len(self.truth.before)
-        return " ".join(self.tokenizer.decode(row[skipped:]) for row in self.ids(texts, length, seed))
+        return " ".join(self.tokenizer.decode(row[skipped:]) for row in self.ids(texts, seed=1))
 
 
 def put_before(tokenizer: PreTrainedTokenizerFast, before: tuple[int, ...]):

@@ -21,10 +21,10 @@ _circuit = kinds(PLACES, "circuit ")
 _readers = kinds(PLACES, "readers ")
 
 
-def places(name: str, family: str | None = None, seed: int = 0) -> PlacesModel:
+def places(name: str, family: str | None = None) -> PlacesModel:
     """Build a model: the same call gives the same weights."""
     family = PLACES[name][0] if family is None else family
-    made = hard(name, family, seed)
+    made = hard(name, family)
     put_before(made.tokenizer, made.truth.places.before)
     return PlacesModel(made.model, made.tokenizer, made.truth.places)
 

@@ -38,9 +38,9 @@ class SharedSink:
     helper_drop: float  # the largest one of a random neuron
 
 
-def shared_sink(family: str, seed: int = 0, *, aside: float = 0.6, support: float = 0.4) -> SharedSink:
-    """Rewrite the first organism, from `seed` on, that has one sink neuron."""
-    seeds = itertools.count(seed)
+def shared_sink(family: str, *, aside: float = 0.6, support: float = 0.4) -> SharedSink:
+    """Rewrite the first organism that has one sink neuron."""
+    seeds = itertools.count()
     o = organism(family, next(s for s in seeds if len(make_plan(family, s, "sink", None, None, True).neurons) == 1))
     site = o.truth.neurons[0]
     layer, expert, sink = site[0], site[1] if len(site) == 3 else 0, site[-1]
@@ -52,7 +52,7 @@ def shared_sink(family: str, seed: int = 0, *, aside: float = 0.6, support: floa
     across[free[:2]] = torch.tensor([1.0, -1.0]) / math.sqrt(2)  # without a mean, which LayerNorm would take away
     bystander, *ordinary = others
     helpers = round(len(ordinary) * 5 / 9)
-    shuffled = [ordinary[i] for i in torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))]
+    shuffled = [ordinary[i] for i in torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(0))]
     own = 1 - support * helpers + 1.25 * support * (len(ordinary) - helpers)
     with torch.no_grad():
         for rows in (view.gate, view.up, view.gate_bias, view.up_bias):

@@ -127,14 +127,6 @@ def test_copies_are_compared_with_one_copy_and_with_other_tokens_there():
     assert same is not None and same.verdict == "needed" and same.value < 0.2 < 0.8 < same.control.value
 
 
-def test_the_scan_stops_where_the_norm_stays_flat():
-    o = organism("llama", 0, n_layers=8)
-    target, ids, layer = target_of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
-    scan, whole = scan_layers(target, ids, whole=False), scan_layers(target, ids, whole=True)
-    assert len(scan.layers) == min(8, layer + 1 + 3)
-    assert whole.spike_norm[: len(scan.layers)] == scan.spike_norm and whole.stages == scan.stages == [layer]
-
-
 def test_a_layer_that_gives_nan_is_named():
     o = organism("llama", 0)
     o.model.model.layers[1].mlp.down_proj.weight.data[:] = torch.nan

@@ -161,10 +161,9 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     assert mistakes(h, find_sinks(str(tmp_path / "model"), text=text, max_repeats=8)) == []
 
 
-@pytest.mark.parametrize(("name", "family"), [("token_embedding", "gpt2")])
-def test_without_bos(name, family, tmp_path):
+def test_without_bos(tmp_path):
     """Texts that begin with a word: nothing where only BOS is marked."""
-    h = hard(name, family, 1)
+    h = hard("token_embedding", "gpt2", 1)
     result = look(h, tmp_path, bos=False)
     assert not result.spikes and not result.sinks and result.minimal is None
     assert result.conclusion().startswith("Neither an attention sink nor a norm spike")
@@ -192,9 +191,8 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "family"), [("other_neurons", "llama")])
-def test_repetition_through_other_neurons_is_said_and_patched(name, family, tmp_path):
-    h = hard(name, family)
+def test_repetition_through_other_neurons_is_said_and_patched(tmp_path):
+    h = hard("other_neurons", "llama")
     result = look(h, tmp_path)
     assert "Other neurons make it" in str(result)
     patch = SinkPatch.from_result(result)

@@ -37,8 +37,8 @@ def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
     return trace(o.model, torch.tensor([ids]), [site], "norm")[site][0]
 
 
-def word_of(o: Organism, group: int, which: int = 0) -> str:
-    return str(o.tokenizer.decode([o.tokens_of(group)[which]]))
+def word_of(o: Organism, group: int) -> str:
+    return str(o.tokenizer.decode([o.tokens_of(group)[0]]))
 
 
 def measured(o: Organism, **options) -> Repeat:

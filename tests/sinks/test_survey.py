@@ -1,8 +1,7 @@
-"""Attention received, the windows it is read under, and edits at a position of each text, against plain hooks."""
+"""Attention received, and the windows it is read under, against plain hooks."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from organisms import tiny_model
 from raw_kit import attention, norms
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import Component, neurons_of
+from sinkscope.results.parts import Component
 from sinkscope.sinks.find.attention_received import attention_received
 from sinkscope.sinks.removal.effects import effects
 
@@ -47,27 +46,6 @@ def test_a_window_is_read_from_the_mask():
     farther = (distance >= 8) & (distance < 16)
     mean = (own * farther).sum(3) / farther.sum(0).clamp(min=1)
     assert_close(received.received, mean.transpose(1, 2)[..., : received.received.shape[-1]], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral"])
-def test_edits_at_a_place_of_each_text_are_those_at_each_place_alone(model_type):
-    model, tokenizer = tiny_model(model_type)
-    target, ids = target_of(model, tokenizer), rows(tokenizer, 3, 40)
-    at, source = torch.tensor([0, 7, 12]), torch.tensor([20, 25, 30])
-    edits = [(component,) for component in (Component("token embedding"), Component("attention", 1))]
-    edits.append(neurons_of([(1, 3), (1, 9)]))
-    together = effects(target, ids, edits, at=at, source=source, attention=True)
-    for text in range(3):
-        where = {"at": int(at[text]), "source": int(source[text])}
-        alone = effects(target, ids[text : text + 1], edits, attention=True, **where)
-        assert_close(together.norms[:, text], alone.norms[:, 0], rtol=1e-4, atol=1e-4)
-        assert_close(together.attention[:, text], alone.attention[:, 0], rtol=1e-4, atol=1e-5)
-        own = attention(model, ids[text : text + 1])[:, 0]
-        later = own[:, :, int(at[text]) + 1 :, int(at[text])]
-        if model_type == "mistral":
-            later = later[:, :, :15]  # the others do not see it
-        assert_close(together.attention[0, text], later.mean(-1), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
