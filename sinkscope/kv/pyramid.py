@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Real
+from jaxtyping import Bool, Float, Real
 from pydantic import InstanceOf
 from torch import Tensor
 

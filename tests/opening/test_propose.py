@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.loading.backends import wrap
+from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
