@@ -25,7 +25,11 @@ def conclusion(spikes: Sequence[Spike], sinks: Sequence[Sink], most: Search) -> 
         versions = [f"{statement(sinks[0], named, brief=True)}." for named in NAMED]
         return short_sentence([*versions, f"{statement(sinks[0], 1, groups=1)}."])
     if spikes:
-        return short_sentence(f"No attention sink ({most}); {spike_clause(spikes[0], named)}." for named in NAMED)
+        versions = [f"No attention sink ({most}); {spike_clause(spikes[0], named)}." for named in NAMED]
+        if most.most:
+            shorter = f"at most {most.best}: {most.most:.0%}"
+            versions.append(f"No attention sink ({shorter}); {spike_clause(spikes[0], 1)}.")
+        return short_sentence(versions)
     return f"Neither an attention sink nor a norm spike was found ({most})."
 
 
