@@ -235,7 +235,6 @@ CASES = {
         "loopguard_sensitivity.json",
         {"PERIODS": (1, 8), "SWEEPS": {"votes": (1,), "variant": ("repeats",)}},
     ),
-    "loopguard.show": Case("{run}", lambda text: "## loopguard:256: 40 tokens" in text, quick=True),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",
