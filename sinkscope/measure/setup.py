@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from einops import repeat
@@ -27,6 +27,8 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.opening.open import open_target
 from sinkscope.results.options import Hidden, Option
+
+T = TypeVar("T")
 
 PIECE = 64
 """Tokens in one piece of typical text."""
@@ -215,6 +217,12 @@ class Setup:
         ids = row.tolist()
         decode(self.target, [ids[: first + 1]], len(ids) - first, edit, [[*ids[first + 1 :], ids[0]]])
         return parts
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What is made the first time that something is asked for with this key."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        return self.memory[key]
 
     def record(self, **settings: Any) -> None:
         """Add to the settings of the result, or replace a requested value by the one that was used."""

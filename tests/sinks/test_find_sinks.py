@@ -74,6 +74,17 @@ def test_recovers_hundreds_of_random_organisms(tmp_path):
     check_random_organisms(tmp_path, 200, shallow=False)
 
 
+def test_a_second_measurement_on_a_setup_runs_nothing_again(tmp_path, monkeypatch):
+    o = organism("llama", 3)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path, 8))
+    first = find_sinks.on(setup, max_repeats=8)
+    passes, forward = [], Target.forward
+    monkeypatch.setattr(Target, "forward", lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1])
+    second = find_sinks.on(setup, max_repeats=8)
+    assert not passes and second.details() == first.details() and second.claims == first.claims
+    assert find_sinks.on(setup, max_repeats=9).repeats.max_repeats == 9 and passes
+
+
 @pytest.mark.parametrize(("family", "neurons"), [("llama", 2), ("qwen3", 1)])
 def test_the_margin_of_what_carries_attention_is_over_texts(family, neurons, tmp_path):
     """With one neuron, heads are read in the walk that compares it; with several, one by one."""

@@ -15,7 +15,7 @@ from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.checkpoints.names import published_for
 from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
-from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, Stage
+from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, RepetitionSpike, Stage
 from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
@@ -55,27 +55,23 @@ def find_sinks(
     if top_k > width:
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     words = pick_tokens(setup, tokens)
-    first_tokens = prefixes(setup, words)
     limit = repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
     survey, made = _makers(setup, all_layers or setup.target.resident, top_k)
     depth = len(survey.first.layers)
-    scan, found = survey.first, FoundSet()
-    repeats, repetition = RepeatsNeeded((), None, 0, limit), None
-    if made:
-        scan, found = made[0].scan, made[0].found
-        if scan.stages:  # does repetition go through the same neurons?
-            entered = Entered(scan.entering.at(min((neuron.layer for neuron in found.set), default=0)))
-            repeats = repeat_until_half(scan, words, first_tokens, limit, setup.progress, entered)
-            repetition = repetition_spike(setup, scan, repeats, first_tokens, found.set, entered)
-
+    scan, found = (made[0].scan, made[0].found) if made else (survey.first, FoundSet())
+    # Other measurements on the same setup ask for the same again.
+    sinks = setup.once((attention_sinks, survey, top_k), lambda: attention_sinks(setup, survey, made))
+    repeats, repetition = setup.once(
+        (repetition_spike, survey, top_k, *words, limit), lambda: _repetition(setup, made, words, limit)
+    )
     unread = [None] * (setup.n_layers - depth)
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),
-        sinks=attention_sinks(setup, survey, made),
+        sinks=sinks,
         other_spikes=survey.other_spikes,
         other_sinks=survey.other_sinks,
         most_attended=survey.received.most_attended,
@@ -113,6 +109,18 @@ def _makers(setup: Setup, whole: bool, top_k: int) -> tuple[Survey, list[MadeSpi
     if whole or carried or len(survey.first.layers) == setup.target.n_layers:
         return survey, made
     return _makers(setup, True, top_k)
+
+
+def _repetition(
+    setup: Setup, made: Sequence[MadeSpike], words: Sequence[int], limit: int
+) -> tuple[RepeatsNeeded, RepetitionSpike | None]:
+    """After how many copies tokens become sinks, and whether the neurons of the first spike make that, too."""
+    if not made or not made[0].scan.stages:
+        return RepeatsNeeded((), None, 0, limit), None
+    scan, neurons, before = made[0].scan, made[0].found.set, prefixes(setup, words)
+    entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
+    repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
+    return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)
 
 
 def _published(name: str, scan: LayerScan, found: FoundSet) -> PublishedSink | None:

@@ -53,16 +53,17 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
         survey: Where the spikes are.
         top_k: Number of candidate neurons of a sink layer.
     """
-    key = (made_spikes, survey, top_k)
-    if key not in setup.memory:
-        made: list[MadeSpike] = []
-        for place in survey.spikes:
-            scan = survey.scan(place)
-            if scan.spike_layers:
-                found = causal_set(scan, place.words, setup.seed, survey.readers(place), top_k)
-                made.append(MadeSpike(scan, found, _spike(scan, place, found)))
-        setup.memory[key] = [_with_dependence(setup, one, made) for one in made]
-    return setup.memory[key]
+    return setup.once((made_spikes, survey, top_k), lambda: _made(setup, survey, top_k))
+
+
+def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
+    made: list[MadeSpike] = []
+    for place in survey.spikes:
+        scan = survey.scan(place)
+        if scan.spike_layers:
+            found = causal_set(scan, place.words, setup.seed, survey.readers(place), top_k)
+            made.append(MadeSpike(scan, found, _spike(scan, place, found)))
+    return [_with_dependence(setup, one, made) for one in made]
 
 
 def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) -> MadeSpike:

@@ -56,10 +56,7 @@ class Survey:
         """
         if whole is None:
             whole = setup.target.resident
-        key = (Survey, whole, setup.seed, len(setup.ids))
-        if key not in setup.memory:
-            setup.memory[key] = cls._made(setup, whole)
-        return setup.memory[key]
+        return setup.once((Survey, whole, setup.seed, len(setup.ids)), lambda: cls._made(setup, whole))
 
     @classmethod
     def _made(cls, setup: Setup, whole: bool) -> Survey:
