@@ -48,6 +48,7 @@ REHEARSALS = {  # part -> what makes it small
 }
 PLANTED = ("users", "scale")  # these need the same checkpoint, which is made once
 TRAINING = "train_bundled"
+PARTS = (*REHEARSALS, TRAINING)
 
 
 def command_of(part: str, out: Path, dry: bool, stories: Path | None = None) -> list[str]:
@@ -68,7 +69,7 @@ def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
     with log.open("ab") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
         try:
-            code = process.wait(max(0, seconds))
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"not done after {seconds / 60:.1f} minutes; give the command again to go on"
         finally:
@@ -84,7 +85,7 @@ def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
 def main(
     *,
     out: Path,
-    only: Sequence[Literal[*REHEARSALS]] = (),
+    only: Sequence[Literal[*PARTS]] = (),
     total: float = 9.0,
     stories: Path | None = None,
     dry: bool = False,
@@ -108,14 +109,20 @@ def main(
     end = time.monotonic() + 60 * total
     problems: list[str] = []
     parts = list(only or REHEARSALS)
-    if stories is not None:
+    if stories is not None and not only and not dry:
         parts.append(TRAINING)
+    if TRAINING in parts and (stories is None or dry):
+        raise SinkscopeError(f"{TRAINING} needs --stories, and is not rehearsed: leave out --dry")
     for part in parts:
         command = command_of(part, out, dry, stories)
         done = out / f"{part}.done"
         if done.is_file() and done.read_text() == " ".join(command):
             print(f"{part}: done before", flush=True)
             continue
+        if time.monotonic() >= end:
+            problems.append("no time left")
+            print(f"{part}: no time left; give the command again", flush=True)
+            break
         problem = problem_of(command, out / f"{part}.log", end - time.monotonic())
         print(f"{part}: {problem or 'done'}", flush=True)
         if problem:

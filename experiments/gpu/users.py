@@ -74,14 +74,27 @@ def generated(target: Target, edit: Intervention | None, rows: int, prompt: int,
     """Tokens a second of `generate` with a batch, and what the run says of itself."""
     ids = ids_of(target, rows, prompt)
     options: Row = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    summary = ""
+    summary, attention = "", target.config._attn_implementation
     with under(edit, target) as run:
         began = clock(target.device)
         output = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
         spent = clock(target.device) - began
         if run is not None:
             summary = run.summary()
-    return {"tokens_a_second": rows * new / spent, "said": summary, "right": output.shape == (rows, prompt + new)}
+    right = output.shape == (rows, prompt + new) and target.config._attn_implementation == attention
+    return {"tokens_a_second": rows * new / spent, "said": summary, "right": right}
+
+
+def untriggered(target: Target, prompt: int) -> Row:
+    """A guard that does not trigger changes no logit of what is generated, bit for bit."""
+    ids = ids_of(target, 1, prompt)
+    options: Row = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    logits: list[Tensor] = []
+    for edit in (None, LoopGuard()):
+        with under(edit, target):
+            found = target.hf.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
+        logits.append(torch.stack(found.logits))
+    return {"right": torch.equal(*logits)}
 
 
 def circuits(target: Target, truth: Row) -> Row:
@@ -125,6 +138,7 @@ def main(
     target = loaded(checkpoint, device, dtype)
     part.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
     part.do("patch", partial(patched, target, truth, repeats))
+    part.do("untriggered guard", partial(untriggered, target, prompt))
     part.do("circuit", partial(circuits, target, truth))
     part.do("barcode", partial(coded, target, steps))
     edits: Row = {"stock": None, "loopguard": LoopGuard(budget), "loopserve": LoopServe(budget, shortest=0)}

@@ -27,6 +27,7 @@ from typing import Any
 from experiments.loopguard.honest import honest_texts
 from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings
 from sinkscope.loops.text.outputs import split
@@ -183,6 +184,8 @@ def main(*, per_form: int = 2, out: Path = Path("figures")) -> None:
         per_form: Loops of each period, form and vocabulary.
         out: Folder of the JSON.
     """
+    if per_form < 1:
+        raise SinkscopeError(f"--per-form {per_form}: give 1 or more")
     started = time.perf_counter()
     data = sequences(per_form)
     sweeps: dict[str, list[Row]] = {}

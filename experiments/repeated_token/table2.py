@@ -98,8 +98,7 @@ def measured_cells(row: Row | None) -> tuple[str, ...]:
 def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> list[Row]:
     """`evaluate_tasks` with the neurons of the paper's Table 1 on every task of Table 2."""
     known = published_for(name)
-    if known is None or not known.neurons:
-        raise SinkscopeError(f"{name!r} is not in Table 2: expected one of {', '.join(MODELS)}")
+    assert known is not None  # of every model of the table
     tasks = list(dict.fromkeys(task for some in TASKS.values() for task, _ in some))
     setup = Setup.open(model, device=device, dtype=dtype, loading="whole")
     return evaluate_tasks(setup, SinkPatch(sites=known.neurons), tasks, questions=questions)
@@ -120,6 +119,9 @@ def main(
         questions: Of each task; default: all.
         keep: Folder in which each result is kept as table2_NAME.json.
     """
+    for entry in models:
+        if entry.partition("=")[0] not in MODELS:
+            raise SinkscopeError(f"--models {entry!r}: expected one of {', '.join(MODELS)}, or one of them =FOLDER")
     started = time.perf_counter()
 
     def evaluate(name: str, model: str) -> list[Row]:

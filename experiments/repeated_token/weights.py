@@ -16,13 +16,16 @@ Measured = TypeVar("Measured")
 
 def measured(models: Sequence[str], measure: Callable[[str, str], Measured]) -> dict[str, Measured]:
     """What `measure(name, model)` gives for each NAME or NAME=FOLDER, without what cannot be had here."""
-    found: dict[str, Measured] = {}
-    for entry in models:
+    wanted: dict[str, str] = {}
+    for entry in models:  # all are checked before the first is measured, which takes long
         name, given, folder = entry.partition("=")
-        if given and not Path(folder).is_dir():
+        if given and not (name and folder and Path(folder).is_dir()):
             raise SinkscopeError(f"--models {entry!r}: expected NAME=FOLDER with a folder that is there")
+        wanted[name] = folder or name
+    found: dict[str, Measured] = {}
+    for name, model in wanted.items():
         try:
-            found[name] = measure(name, folder or name)
+            found[name] = measure(name, model)
         except SinkscopeError as error:
             if error.page not in _NOT_HAD:
                 raise

@@ -282,7 +282,9 @@ def test_the_function_of_every_script_runs_in_a_test() -> None:
     scripts = set[str]()
     for file in (ROOT / "experiments").rglob("*.py"):
         place = file.relative_to(ROOT / "experiments").with_suffix("").parts
-        if "\ndef main(" in file.read_text(encoding="utf-8") and place[0] != "gpu":  # test_gpu_all rehearses these
+        if (
+            "\ndef main(" in file.read_text(encoding="utf-8") and place[0] != "gpu"
+        ):  # see test_gpu_all, test_bundled_model
             scripts.add(".".join(place))
     assert scripts == {name for name in CASES if "," not in name} | set(ELSEWHERE)
     for name, file in ELSEWHERE.items():

@@ -37,6 +37,10 @@ def test_only_the_model_that_is_tapped_is_seen():
         assert not shown
         decode(other, ids, mask, 9)
         assert len(shown) == 3 * target_of(other).n_layers
+    twin = type(one)(one.config).eval()  # other weights, and the same configuration object
+    want = decode(twin, ids, mask, 9)
+    with H2O(budget=5).on(one):
+        assert torch.equal(decode(twin, ids, mask, 9), want)
 
 
 def test_exits_in_any_order_restore_the_models_attention():

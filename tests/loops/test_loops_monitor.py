@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, novelty, prose
 from refusals import refused
 
+from experiments.loopset.compare import number
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
 from sinkscope.loops.text.outputs import split
@@ -127,12 +128,6 @@ def test_after_the_end_nothing_is_looked_at():
     monitor.end()
     assert not any(monitor.update(0, 1.0).trigger for _ in range(500))
     assert monitor.ended and monitor.last == step._replace(trigger=False)
-
-
-def number(words: list[str]) -> list[int]:
-    """Number the words in the order of their first occurrence."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(word, len(numbers)) for word in words]
 
 
 @pytest.mark.parametrize("name", sorted(HONEST))
