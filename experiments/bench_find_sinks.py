@@ -8,8 +8,8 @@ Rows:
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
   keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs:
   typical text, the copies and their two contrasts, and 22 short rows under edits.
-  Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the growth of
-  resident memory from there.
+  Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
+  growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
   with `all_layers`, too.
 - `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against

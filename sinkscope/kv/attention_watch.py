@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.adopt import used_layers
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CurrentCall
@@ -44,15 +43,20 @@ class AttentionWatch:
         self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
-    def is_needed(self, call: Call) -> bool:
-        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
+    def is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
+        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time.
+
+        Args:
+            call: The call.
+            layers: The layers of the cache that this run owns.
+        """
         if self.watchers or self.keeps_decoding_queries:
             return True
         if call.new > 1 or self.now.prompting:
             return True
         if not self.now.own_masks:
             return False
-        for kv in used_layers(self.now.cache):
+        for kv in layers:
             if self._windows[kv.number] is not None or not kv.gapless:
                 return True
         return False
@@ -150,7 +154,7 @@ class AttentionWatch:
         if not self.now.own_masks:
             return None
         if attention.complete:
-            return attention.stock(None)[0], None
+            return attention.stock(None)
         return attention.under_view(), None
 
     def _view_of(self, attention: Attention) -> View:

@@ -164,7 +164,7 @@ def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_he
             "go on inside it, or start from a new cache",
             page="kv-session",
         )
-    earlier = torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
-    if layer.seen:
-        earlier = layer.new_pos(layer.seen)[:, 0]
-    return Columns.of(earlier).read(keys.shape[-2], None)
+    earlier = layer.columns
+    if earlier is None:
+        earlier = Columns.of(torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device))
+    return earlier.read(keys.shape[-2], None)

@@ -74,11 +74,13 @@ def is_small(layer: Tensor) -> bool:
 
 
 def alike(layers: Sequence[Slots]) -> bool:
-    """Whether layers may be joined: they have one shape and device, no holes, and know the same of their slots."""
+    """Whether layers may be joined: they have one shape, device and dtype, no holes, and the same slots."""
     first = layers[0].keys
     known = layers[0].known_shapes()
     for kv in layers:
-        if not kv.gapless or kv.keys.shape != first.shape or kv.keys.device != first.device:
+        if not kv.gapless or kv.keys.shape != first.shape:
+            return False
+        if kv.keys.device != first.device or kv.keys.dtype != first.dtype:
             return False
         if kv.values.shape != layers[0].values.shape or kv.known_shapes() != known:
             return False

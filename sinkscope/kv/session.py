@@ -215,10 +215,10 @@ class Session:
         state: CacheState | None = None
         try:
             now.cache = cache
+            layers = list[CacheLayer]()
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
                 is_known = call.past > 0 and cache in self._states  # else it is new, or was emptied
-                layers = list[CacheLayer]()
                 if self.watching.owns_cache:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
                 if not is_known:
@@ -230,12 +230,15 @@ class Session:
                     now.own_masks = any(layer.edited for layer in layers)
             now.call = call
             COLUMNS.set(call.tokens)
-            idle = not self.watching.is_needed(call)
+            idle = not self.watching.is_needed(call, layers)
             handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
             listen(handler)
-            yield kwargs
+            try:
+                yield kwargs
+            finally:  # layers that ran before an interruption hold the new tokens already
+                if state is not None and self.watching.owns_cache:
+                    self.watching.show_joined()
             if state is not None and self.watching.owns_cache:
-                self.watching.show_joined()
                 now.ended = Moment(cache, used_layers(cache), call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(now.ended)

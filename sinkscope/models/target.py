@@ -74,12 +74,12 @@ class Entering:
         """The last layer up to this one at which a pass can begin; 0 is the embedding."""
         return max((known for known in self.inputs if known <= layer), default=0)
 
-    def at(self, layer: int, copies: int = 1) -> LayerInput | None:
-        """What enters a layer, the texts several times one after another; None if that is not known."""
+    def at(self, layer: int) -> LayerInput | None:
+        """What enters a layer; None if that is not known."""
         if layer not in self.inputs:
             return None
         entered = self.inputs[layer]
-        return replace(entered, hidden=entered.hidden.repeat(copies, 1, 1))
+        return replace(entered, hidden=entered.hidden.clone())  # some layers add to it in place
 
 
 NOT_READ = Entering()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import chain, compress, zip_longest
 
 import torch
 
@@ -96,11 +96,10 @@ def _readers(
     rows, at = texts_with(place.cases, received.ids)
     whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
     number = 1 if whole else READER_TEXTS
-    chosen: list[int] = []
     tokens = received.ids[rows, at].tolist()
-    for served in made.served:  # each of its neurons has a text
-        chosen += [text for text, token in enumerate(tokens) if token in served][:number]
-    chosen = chosen or list(range(len(tokens)))[:number]
+    served = [[text for text, token in enumerate(tokens) if token in those][:number] for those in made.served]
+    turns = list(chain(*zip_longest(*served)))  # each neuron has a text in the first turn
+    chosen = [text for text in turns if text is not None] or list(range(len(tokens)))[:number]
     rows, at = rows[chosen], at[chosen]
     length = received.ids.shape[1]
     if not whole:
@@ -113,7 +112,7 @@ def _readers(
     for one in standing:
         neurons += one.found.set or tuple(neuron.address for neuron in one.found.adding)
         makers += one.spike.makers
-    return HeadByHead(setup, place.words, effect, neurons, makers).groups()
+    return HeadByHead(setup, place.words, effect, neurons, makers, max(1, len(served))).groups()
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +125,7 @@ class HeadByHead:
         effect: The attention of these heads, in some texts.
         neurons: The neurons that make the spike of the place; none if it has none, or components make it.
         makers: Components that make the spike.
+        turn: The number of texts in which each neuron of a set serves one, if they serve different tokens; else 1.
     """
 
     setup: Setup
@@ -133,6 +133,12 @@ class HeadByHead:
     effect: PositionEffect
     neurons: Neurons = ()
     makers: Parts = ()
+    turn: int = 1
+
+    @property
+    def short(self) -> PositionEffect:
+        """The attention in the few texts in which components are replaced one by one."""
+        return self.effect.in_texts(max(COMPONENT_TEXTS, self.turn))
 
     def edit(self, parts: Parts) -> Parts:
         """What removes all of these parts."""
@@ -168,7 +174,7 @@ class HeadByHead:
 
     def _needs_of_components(self, heads: Sequence[int]) -> list[Parts]:
         """What each of some heads needs that do not need the spike: components, or the position."""
-        effect, components = self.effect.in_texts(COMPONENT_TEXTS).only(heads), self.effect.components
+        effect, components = self.short.only(heads), self.effect.components
         lost = effect.lost([*one_by_one(components), self.edit((POSITION,))])
         needs: list[Parts] = []
         for needed, all_lost in zip(effect.needed(components, lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
@@ -191,13 +197,15 @@ class HeadByHead:
         effect = self.effect.only(numbers)
         by_spike = not self.made.isdisjoint(parts)
         if not by_spike:
-            parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts, alone=True)
+            parts = self.short.only(numbers).with_heads(parts, alone=True)
         others, name = [], ""
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
         edits = [self.edit(parts)]
-        trials = [effect.trial(edits), effect.in_texts(RANDOM_TEXTS).trial(others)]
-        by_text, beyond = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
+        trials = [effect.trial(edits)]
+        if others:
+            trials.append(effect.in_texts(max(RANDOM_TEXTS, self.turn)).trial(others))
+        by_text, *beside_it = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
         (intact, edited), in_texts = by_text.mean(1), by_text.mean(2)
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
@@ -209,7 +217,7 @@ class HeadByHead:
             contrasts = [Contrast("other", typical, 1, "an ordinary position")]
             contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
         elif others:
-            left = beyond.mean((1, 2))
+            left = beside_it[0].mean((1, 2))
             contrasts.append(by_chance(parts, left[1:] / left[0], name))
         readers = readers_of(effect.heads, intact, edited, parts, tried)
         if len(contrasts) < 2:

@@ -29,7 +29,7 @@ class Effects:
 
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out. NaN in layers
-            before the first that was run, where nothing differs.
+            before the first that was run, where nothing differs, and in the last one where attention is read.
         along: Projection of the residual stream on the directions that were given; NaN without any.
         attention: Mean attention from later queries that see the position; 0 where it was not requested.
     """

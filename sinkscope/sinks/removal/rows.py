@@ -64,19 +64,15 @@ class Trial:
     directions: Float[Tensor, "layer d_model"] | None = None
     entering: Entering = NOT_READ
 
-    @property
-    def begins(self) -> list[int]:
-        """The layer of the first part of each edit."""
-        begins: list[int] = []
-        for edit in self.edits:
-            layers = [part.layer or 0 for part in edit if isinstance(part, Neuron | Head | Component)]
-            begins.append(min(layers, default=max(self.entering.inputs, default=0)))
-        return begins
+    def first_layer(self, edit: Parts) -> int:
+        """The layer of the first part of an edit."""
+        layers = [part.layer or 0 for part in edit if isinstance(part, Neuron | Head | Component)]
+        return min(layers, default=max(self.entering.inputs, default=0))
 
     @property
     def begin(self) -> int:
         """The first layer that is run: before it, no edit differs and nothing is read."""
-        begin = min(self.begins, default=max(self.entering.inputs, default=0))
+        begin = min(map(self.first_layer, self.edits or [()]))
         if self.attention:
             begin = min(begin, self.behind)
         if self.upto is not None:
@@ -104,7 +100,7 @@ class Rows:
         self._layer = trial.begin  # the next to run
         joins = [self._layer] * len(edits)
         if target.skips_layers:
-            joins = replace(trial, edits=edits).begins
+            joins = [trial.first_layer(edit) for edit in edits]
         self._order = sorted(range(len(edits)), key=joins.__getitem__)
         self._joins = sorted(joins)
         self.edits = [(), *(edits[number] for number in self._order)]
@@ -132,7 +128,7 @@ class Rows:
     def read(self) -> list[Float[Tensor, "edit text layer *head"]]:
         """Norms and projections after each layer, and mean attention from later queries."""
         attention = self.received / self.seeing.clamp(min=1)[..., None]
-        given = torch.tensor([0, *(1 + self._order.index(number) for number in range(len(self._order)))])
+        given = torch.tensor([0, *(1 + number for number in self._order)]).argsort()
         return [read[given] for read in (self.norms, self.along, attention)]
 
     def run(self, upto: int) -> None:
