@@ -20,7 +20,7 @@ from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.decode import decoding, given_answers, noted_decoding, to_end
+from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
 from sinkscope.loops.generate import ends_and_pad, padded
 from sinkscope.loops.guard.detect import largest_probability
@@ -226,7 +226,7 @@ def answer_rows(
     options: dict[str, Any] = {"logits_processor": [] if sampler is None else [sampler]}
     if along:
         new = max(map(len, along))
-        options |= given_answers(list(along), ids.shape[1], pad)
+        options["logits_processor"].append(ForcedAnswer(list(along), ids.shape[1], pad))
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:

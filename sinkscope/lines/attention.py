@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import beside_keys, by_query_head, kv_head_of
 
@@ -56,6 +57,21 @@ class Scores:
         """Number of positions before the first query."""
         return self.keys - self.queries
 
+    def check_plain(self) -> None:
+        """Refuse what the choice of lines, and attention along them, would leave out.
+
+        Raises:
+            UnsupportedError: There is a window, a soft cap or learned sinks.
+        """
+        beyond = {"a window": self.window, "a soft cap": self.softcap, "learned sinks": self.sinks}
+        there = [name for name, value in beyond.items() if value is not None]
+        if there:
+            raise UnsupportedError(
+                f"this layer's attention has {' and '.join(there)}, which lines do not have: choose them for layers "
+                "without, or give Scores of query, key and scaling alone",
+                page="kv-session",
+            )
+
     def part(self, start: int, stop: int) -> Scores:
         """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
         return replace(self, query=self.query[:, start - self.past : stop - self.past], key=self.key[:, :stop])
@@ -73,6 +89,7 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
         rows: Indices of the queries.
     """
     query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
+    scores.check_plain()
     # A matrix product, which is faster than einsum.
     grouped = beside_keys(query.float()[None], len(scores.key)) * scores.scaling
     products = by_query_head(grouped @ scores.key.float().mT, 1, scores.heads)[0]

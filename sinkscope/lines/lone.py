@@ -59,14 +59,27 @@ def lone_loops(width: int, values: int) -> LoneLoops:
     @no_type_check
     def sums(probs: Any, value: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
+            until = min(len(offsets), first + _GROUP)
             for r in range(len(probs)):
-                for line in range(first, min(len(offsets), first + _GROUP)):
-                    at = start + r - offsets[line]
-                    if at < 0:  # so is that of all further lines
-                        break
-                    own = _index(at)
-                    for i in range(values):
-                        out[r, i] += probs[r, line] * value[own, i]
+                at = start + r
+                line = first
+                while line < until and at >= offsets[line]:
+                    a = _index(at - offsets[line])
+                    p = probs[r, line]
+                    if line + 4 <= until and at >= offsets[line + 3]:
+                        b = _index(at - offsets[line + 1])
+                        c = _index(at - offsets[line + 2])
+                        d = _index(at - offsets[line + 3])
+                        q = probs[r, line + 1]
+                        s = probs[r, line + 2]
+                        t = probs[r, line + 3]
+                        for i in range(values):
+                            out[r, i] += p * value[a, i] + q * value[b, i] + s * value[c, i] + t * value[d, i]
+                        line += 4
+                    else:
+                        for i in range(values):
+                            out[r, i] += p * value[a, i]
+                        line += 1
 
     return LoneLoops(_on_arrays(scores), _on_arrays(sums))
 

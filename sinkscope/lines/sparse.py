@@ -158,6 +158,7 @@ def all_dense(heads: int) -> Sparsity:
 
 
 def _check(scores: Scores, value: Tensor, lines: HeadLines) -> None:
+    scores.check_plain()
     query, key = scores.query, scores.key
     learned = query.requires_grad or key.requires_grad or value.requires_grad
     if learned and torch.is_grad_enabled():

@@ -176,10 +176,12 @@ def _chunks(scores: Scores) -> Iterator[_Chunk]:
             values = rearrange(products, "(head row) key -> head row key", row=rows)
             if scores.softcap is not None:
                 values.div_(scores.softcap).tanh_().mul_(scores.softcap)
-            seen = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device).tril(first - begin)
+            # On the diagonal block the future is masked; with a window, so is what lies too far back.
+            future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+            values[:, :, first - begin :].masked_fill_(future, low)
             if scores.window is not None:
-                seen = seen.triu(first - begin - scores.window + 1)
-            values.masked_fill_(~seen, low)
+                back = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device)
+                values.masked_fill_(back.tril(first - begin - scores.window), low)
             if scores.sinks is not None:  # a key that takes part in the softmax only
                 sinks = repeat(scores.sinks[heads].float(), "head -> head row 1", row=rows)
                 values = torch.cat([values, sinks], 2)

@@ -36,6 +36,11 @@ class Neuron:
             return (self.layer, self.neuron)
         return (self.layer, self.expert, self.neuron)
 
+    @property
+    def address(self) -> Neuron:
+        """The neuron alone, of one with numbers of a measurement beside it."""
+        return Neuron(self.layer, self.expert, self.neuron)
+
     def __str__(self) -> str:
         return neuron_name(self.layer, self.expert, self.neuron)
 

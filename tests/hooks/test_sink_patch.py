@@ -173,6 +173,15 @@ def test_each_neuron_takes_its_calibrated_value():
         assert_close(logits(model, ids), want)
 
 
+def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
+    candidate = sample_find_sinks().neurons[0]
+    patch = SinkPatch(sites=[candidate], value="calibrated", calibrated={candidate: 0.7})
+    assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
+    patch.save(tmp_path / "patch.json")
+    assert "contribution_norm" not in (tmp_path / "patch.json").read_text()
+    assert Ablate(sites=[candidate, candidate.site]).checked_sites == Ablate(sites=[candidate.site]).checked_sites
+
+
 def test_a_prompt_read_before_the_run():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20, 21]])

@@ -79,6 +79,20 @@ def test_large_layers_are_not_copied_to_be_joined(name, monkeypatch):
     check(policy, choose, model_of("llama"), 4)
 
 
+@pytest.mark.parametrize("policy", [H2O(budget=6), TOVA(budget=6)], ids=str)
+def test_attention_that_a_model_returns_is_returned_of_every_token(policy):
+    model = model_of("llama")
+    model.set_attn_implementation("eager")
+    ids, _ = prompts([9], 1)
+    with policy.on(model):
+        found = model.generate(
+            ids[:, :9], max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
+        )
+    assert len(found.attentions) == 4
+    assert all(len(of_token) == model.config.num_hidden_layers for of_token in found.attentions)
+    assert all(rows is not None and rows.shape[2] == 1 for of_token in found.attentions[1:] for rows in of_token)
+
+
 def test_too_small_a_fraction():
     ids, mask = prompts(LENGTHS, 1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.exact import least_share
@@ -152,6 +154,14 @@ def test_of_lines_that_add_the_same_the_slash_line_is_taken():
     lines = select_lines(Scores(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 1.0), 0.8, variant="faithful")
     assert lines.vertical.tolist() == [[True, False, False, False]]
     assert lines.slash.tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)
+def test_scores_with_more_than_lines_have_are_refused(beyond):
+    scores = replace(drawn(2, 20, 20, 0), **beyond)
+    for use in (lambda: select_lines(scores, 0.9), lambda: recovered(scores, select_lines(drawn(2, 20, 20, 0), 0.9))):
+        with pytest.raises(UnsupportedError, match="which lines do not have"):
+            use()
 
 
 def test_minference_by_the_last_queries():

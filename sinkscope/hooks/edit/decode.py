@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention, under
@@ -78,8 +79,10 @@ def noted_decoding() -> Iterator[dict[str, Any]]:
         _RECORD.reset(token)
 
 
-def given_answers(answers: list[list[int]], start: int, pad: int = 0) -> dict[str, Any]:
-    """The option with which `generate` returns given answers.
+class ForcedAnswer(LogitsProcessor):
+    """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
+
+    It writes all scores itself: also where the model's are NaN, the answer is given.
 
     Args:
         answers: Token ids of each row's answer.
@@ -87,11 +90,15 @@ def given_answers(answers: list[list[int]], start: int, pad: int = 0) -> dict[st
         pad: Token for rows whose answer has ended.
     """
 
-    def allowed(row: int, ids: Int[Tensor, " pos"]) -> list[int]:
-        rest = answers[row][len(ids) - start :]
-        return rest[:1] or [pad]
+    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
+        self._answers, self._start, self._pad = answers, start, pad
 
-    return {"prefix_allowed_tokens_fn": allowed}
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores `[row vocab]`; in each row all but one are minus infinity."""
+        step = input_ids.shape[1] - self._start
+        tokens = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        allowed = torch.tensor(tokens, device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, allowed, 0.0)
 
 
 @torch.no_grad()
@@ -119,7 +126,7 @@ def decode(
     ends = end_ids(target)
     options: dict[str, Any] = {}
     if forced is not None:
-        options = {**given_answers(forced, ids.shape[1]), "eos_token_id": None}
+        options = {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
     with under(edit, target) as run:
         out = target.hf.generate(
             input_ids=ids,

@@ -65,7 +65,7 @@ def site_of(site: Any) -> Neuron:
         SinkscopeError: The site is neither two or three whole numbers from 0 nor such a name.
     """
     if isinstance(site, Neuron):
-        return site
+        return site.address
     if isinstance(site, str):
         site = read_neuron(site, "site")
     return Neuron.of(checked_value(_SITE, site, "site ", page=PAGE))

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.hooks.edit import positions
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.decode import decoding, given_answers
+from sinkscope.hooks.edit.decode import ForcedAnswer, decoding
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
@@ -218,7 +218,8 @@ class Conversation:
         """
         new = self._encode(prompt, "prompt", special=not self.turns)
         gold = self._encode(answer, "answer", special=False)
-        return self._take_turn(new, len(gold), given_answers([gold], len(self.ids) + len(new)), gold)
+        force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
+        return self._take_turn(new, len(gold), {"logits_processor": force}, gold)
 
     def branch(self) -> Conversation:
         """Start another conversation from here, for instance to ask several questions about one document.

@@ -45,8 +45,12 @@ class PromptRow:
         """A row of a prompt; it has no queries if it is all padding."""
         real = view.query_pos[row] >= 0
         occupied = view.pos[row, 0] >= 0
-        scores = Scores(prompt.query[row][:, real], prompt.key[row][:, occupied], prompt.scaling)
-        return cls(scores, prompt.value[row][:, occupied], prompt.layer, real)
+        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        if not bool(real.all()):  # a choice by index copies, in every layer
+            query = query[:, real]
+        if not bool(occupied.all()):
+            key, value = key[:, occupied], value[:, occupied]
+        return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
 
     def without_last(self, count: int) -> PromptRow:
         """All but the last positions."""

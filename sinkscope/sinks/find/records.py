@@ -45,11 +45,6 @@ class Candidate(Neuron):
     neutral_post: float
     neutral_up: float | None
 
-    @property
-    def address(self) -> Neuron:
-        """The neuron alone."""
-        return Neuron(self.layer, self.expert, self.neuron)
-
 
 Candidates = tuple[Candidate, ...]
 
