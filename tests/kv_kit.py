@@ -144,11 +144,12 @@ def decode(
     cache = DynamicCache(config=model.config) if cache is None else cache
     at, total = cache.get_seq_length(), ids.shape[1]
     logits = []
+    run = model if call is None else call  # a compiled module has no truth value
     for step in [*([prompt - at] if chunks is None else chunks), *[1] * (total - prompt)]:
         part = slice(at, at + step)
         at += step
         given = beside_ids(model, mask, part)
-        out = (call or model)(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
+        out = run(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
         if at >= prompt:
             logits.append(out.logits[:, -1])
         if after is not None:
