@@ -112,7 +112,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         if removed >= self.seen:
             self.reset()
             return
-        columns = Columns.of(self.columns.pos[:, : self.seen - removed])
+        columns = self.columns.first(self.seen - removed)
         if self._pos is None:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
@@ -149,7 +149,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
-        self.columns = Columns.of(changed(self.columns.pos))
+        self.columns = self.columns.moved(changed)
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:

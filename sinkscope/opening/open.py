@@ -47,27 +47,36 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
-    if not (model is None or isinstance(model, str | os.PathLike)):
-        target = target_of(model, tokenizer)
+    if model is None or isinstance(model, str | os.PathLike):
+        target = _named(model, tokenizer, revision, dtype, device, whole)
     else:
-        target = None
-        source, is_bundled = locate(model, revision), model in (None, BUNDLED)
-        if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
-            try:
-                with quiet(), loading_errors(source):
-                    target = _stream(source, tokenizer, dtype, device)
-            except UnsupportedError as error:
-                if error.page != "not-streamable":
-                    raise
-        if target is None:
-            options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
-            # The bundled model needs no probe at every start, because the tests check its circuit.
-            target = target_of(load(model, **options, probe=not is_bundled))
+        target = target_of(model, tokenizer)
     if needed:
         tokenizer_of(target)
     if target.tokenizer is None:
         target = replace(target, tokenizer=target.available_tokenizer)
     return target
+
+
+def _named(
+    model: str | os.PathLike[str] | None,
+    tokenizer: Any,
+    revision: str | None,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    whole: bool,
+) -> Target:
+    source, is_bundled = locate(model, revision), model in (None, BUNDLED)
+    if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
+        try:
+            with quiet(), loading_errors(source):
+                return _stream(source, tokenizer, dtype, device)
+        except UnsupportedError as error:
+            if error.page != "not-streamable":
+                raise
+    # The bundled model needs no probe at every start, because the tests check its circuit.
+    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
+    return target_of(load(model, **options, probe=not is_bundled))
 
 
 def _stream(

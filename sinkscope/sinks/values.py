@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
-from sinkscope.models.grouped_heads import output_weights, per_query_head
+from sinkscope.models.grouped_heads import output_factors, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
@@ -123,7 +123,7 @@ def _read(target: Target, ids: TokenRows, there: Tensor, other: Tensor, typical:
     beside = torch.nn.functional.one_hot(other, ids.shape[1]).bool()
     ways: dict[int, Tensor] = {}
     for layer in {layer for layer, _ in heads}:
-        ways[layer] = torch.linalg.qr(output_weights(target, layer).mT).R.mT  # it keeps the norms after W_O
+        ways[layer] = output_factors(target, layer)
     found: dict[int, Tensor] = {}
 
     def take(layer: int, value: Tensor, rows: Tensor) -> None:

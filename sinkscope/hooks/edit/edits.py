@@ -39,9 +39,9 @@ class NeuronEdit(PlacedEdit):
     """Gives chosen neurons new values at chosen positions.
 
     Attributes:
-        sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, or by name:
-            "L1.N338", "L3.E2.N7". A neuron of a shared expert is (layer, neuron). `neurons` takes the same, and with
-            `layer` the numbers of neurons of this layer.
+        sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, by name ("L1.N338",
+            "L3.E2.N7"), or as a result has them. A neuron of a shared expert is (layer, neuron). `neurons` takes the
+            same, and with `layer` the numbers of neurons of this layer.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """

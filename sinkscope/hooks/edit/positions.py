@@ -7,9 +7,9 @@ the cache object that the calls share, so interleaved generations do not mix.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,6 +68,16 @@ class Columns:
         later = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
         return Columns.of(torch.cat([self.pos, later], 1))
 
+    def first(self, count: int) -> Columns:
+        """The first tokens alone."""
+        if count >= self.known.shape[1]:
+            return Columns(self.known, self.real, count)
+        return Columns.of(self.known[:, :count])
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Columns:
+        """The tokens of other rows, as a function takes rows."""
+        return Columns(move(self.known), move(self.real), self.seen)
+
     @cached_property
     def pos(self) -> Int[Tensor, "batch seen"]:
         """True position of every token; -1 at padding."""
@@ -116,11 +126,11 @@ class Sequence:
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
-        self.columns = Columns.of(repeat(self.columns.pos, "batch seen -> (batch times) seen", times=times))
-        self.bos = repeat(self.bos, "batch -> (batch times)", times=times)
+        expanded = partial(repeat, pattern="batch ... -> (batch times) ...", times=times)
+        self.columns, self.bos = self.columns.moved(expanded), expanded(self.bos)
         for memory in self.memory.values():
             for name, values in memory.items():
-                memory[name] = repeat(values, "batch ... -> (batch times) ...", times=times)
+                memory[name] = expanded(values)
 
 
 @dataclass(eq=False)
@@ -212,7 +222,7 @@ class Tracker:
         sequence = self._sequence(cache, batch, past, tokens.device)
         earlier = sequence.columns
         if earlier.seen > past:  # tokens were taken back
-            earlier = Columns.of(earlier.pos[:, :past])
+            earlier = earlier.first(past)
         missed = past - earlier.seen  # in calls that this run did not act on
         real = _real(mask, batch, earlier.seen, past, new)
         if missed:

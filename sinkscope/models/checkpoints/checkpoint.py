@@ -21,14 +21,18 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LFS = b"version "  # a Git LFS pointer begins with it
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, repo: str | None = None) -> None:
     """Check that `folder` is a complete checkpoint. Reads JSON files and headers of weight files, but no weights.
+
+    Args:
+        folder: The folder.
+        repo: The hub repo of which it is a snapshot; weight files that it lacks are downloaded.
 
     Raises:
         SinkscopeError: Something is missing or damaged; the message says what, and what to do.
     """
     config = read_checkpoint_json(folder / "config.json")
-    for shard in weight_files(folder):
+    for shard in weight_files(folder, repo):
         if shard.suffix == ".safetensors":
             check_quantised(folder.resolve().name, config, _dtypes(read_header(shard)))
 
@@ -193,10 +197,9 @@ class Files:
         Raises:
             SinkscopeError: The repo has no weights, or they cannot be downloaded.
         """
-        self.fetch_tokenizer()
         if self.repo is not None:
-            weight_files(self.folder, self.repo)
-            check_folder(self.folder)
+            self.fetch_tokenizer()
+            check_folder(self.folder, self.repo)
 
 
 class SafetensorsSource(Files):

@@ -103,8 +103,9 @@ class TokenClusters:
 
     def tokens_of(self, head: int) -> tuple[int, ...]:
         """Ids of the tokens that a head serves, those that fire the neuron most strongly first."""
-        order = np.lexsort((self.ids, -self.best))
-        return tuple(self.ids[order[self.head[order] == head]].tolist())
+        mine = np.flatnonzero(self.head == head)
+        order = np.lexsort((self.ids[mine], -self.best[mine]))
+        return tuple(self.ids[mine[order]].tolist())
 
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""

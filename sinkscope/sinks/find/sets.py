@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Neuron, sites_of
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
@@ -264,7 +264,7 @@ class _SpikeSearch:
         here = self.smallest(tuple(candidates), scan.layer)
         for _ in range(BACKUP_ROUNDS if here else 0):
             silent = (*(here or ()), *(neuron for neuron in candidates if neuron not in known))
-            with Ablate(sites=sites_of(silent)).on(scan.target):
+            with Ablate(sites=silent).on(scan.target):
                 without = scan.elsewhere(scan.ids, scan.at, self.ends[1])
                 returning: list[Candidate] = []
                 for stage in without.stages:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.models.grouped_heads import output_weights
+from sinkscope.models.grouped_heads import output_factors
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Outcome
 from sinkscope.results.style import long_table
@@ -108,7 +108,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     if not all_layers and not target.resident:
         layers = layers[:1]
     first, before = layers[0], len(sweep.before)
-    weights = torch.linalg.qr(output_weights(target, first).mT).R.mT  # it keeps the norms after W_O
+    weights = output_factors(target, first)
     # Every token alone, so attending to itself: those of the prefix, then the repeated ones.
     values, outputs = attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers)
     sizes, alone = head_norms(values, weights), outputs[:, before:]
