@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,10 +135,14 @@ class Settings:
 
 # The family of the model that ships: the same text, tokenizer, seed, planted circuit, heads and number of steps, fewer
 # and narrower layers. Three layers is the least at which a head can still read the sink that layer 1 makes.
-SIZES: dict[str, dict[str, int]] = {
+# Above base, rates fall with the width, as steps of Adam have to.
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_layers": 3, "d_mlp": 176},
     "small": {"d_model": 128, "n_layers": 4, "d_mlp": 344},
     "base": {},
+    "13m": {"d_model": 384, "n_layers": 8, "d_mlp": 1024, "learning_rate": 1.5e-3, "text_rate": 7.5e-4},
+    "48m": {"d_model": 640, "n_layers": 12, "d_mlp": 1728, "learning_rate": 9e-4, "text_rate": 4.5e-4},
+    "120m": {"d_model": 960, "n_layers": 16, "d_mlp": 2304, "learning_rate": 6e-4, "text_rate": 3e-4},
 }
 
 

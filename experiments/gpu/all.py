@@ -3,8 +3,9 @@
     python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--stories FILE] [--dry]
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(sparse prompts), `scale` (line sums, barcode, atlas, attack), `train_bundled` (the bundled model, with and without its
-circuit; only with `--stories`), and `exactness` (rounding, and the checks of caches).
+(sparse prompts), `scale` (line sums, barcode, atlas, attack), `adapters` (models of true widths), `train_bundled` (the
+bundled model, with and without its circuit; only with `--stories`), and `exactness` (rounding, and the checks of
+caches).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
@@ -39,11 +40,12 @@ from sinkscope.errors import SinkscopeError
 ROOT = Path(__file__).parents[2]
 TINY = "--device cpu --dtype float32"
 REHEARSALS = {  # part -> what makes it small
-    "users": "--shape tiny --rows 2 --prompt 112 --new 24 --repeats 200 --steps 8 --budget 96",
-    "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --pairs 2 --budget 72",
-    "loopserve": "--shape lines-128 --lengths 128 256 --lone-lengths 256 --contexts 128 192 --new 8 --rounds 1 "
-    "--budget 80 --shortest 0",
+    "users": "--shape tiny --rows 2 --prompt 112 --new 24 --short 24 --repeats 200 --steps 8 --budget 96",
+    "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
+    "loopserve": "--shape lines-128 --lengths 128 256 --prompts 256 --lone-lengths 256 --contexts 128 192 --new 8 "
+    "--rounds 1 --budget 80 --shortest 0",
     "scale": "--shape tiny --lengths 256 --prompt 64 --steps 8 --max-repeats 64 --attack 24 --sequences 16",
+    "adapters": "--types gpt2 opt --layers 2",
     "exactness": "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive",
 }
 PLANTED = ("users", "scale")  # these need the same checkpoint, which is made once

@@ -253,6 +253,7 @@ def main(
     model: str | None = None,
     shape: str = "lines-7b",
     lengths: Sequence[int] = (8192, 16384, 32768, 65536, 131072),
+    prompts: Sequence[int] = (8192, 16384, 32768, 65536, 131072),
     lone_lengths: Sequence[int] = (8192, 32768),
     contexts: Sequence[int] = (2048, 4096, 8192, 16384, 32768),
     new: int = 120,
@@ -268,6 +269,8 @@ def main(
 
     Args:
         model: Short name, hub id or folder; default: a 7B shape with planted lines.
+        lengths: Of one layer.
+        prompts: Of whole prompts.
         lone_lengths: Of the lone lines.
         contexts: Of the latency.
         new: Tokens of an answer, for the latency.
@@ -278,17 +281,8 @@ def main(
     steps = Steps("gpu-loopserve", out, {**settings, "shortest": shortest}, device, dtype)
     target = model_of(model, shape, device, dtype)
     room = (target.max_positions or sys.maxsize) - new
-    ids = ids_of(target, min(room, max(*lengths, *contexts)) + new, model is None)
+    ids = ids_of(target, min(room, max(*lengths, *prompts, *contexts)) + new, model is None)
     steps.do("same", partial(same, target, dtype))
-    for length in lengths:
-        if length > room:
-            note(f"{target.name} reads {target.max_positions} tokens: {length} is left out")
-            continue
-        for density in DENSITIES:
-            steps.do(f"prefill, {density} of {length}", partial(prefill, target, length, density, rounds, dtype))
-        steps.do(f"selection of {length}", partial(selection, target, ids[:, :length], rounds))
-        for name, edit in (("", LoopServe(decode=False, shortest=0)), ("usual ", LoopServe(decode=False))):
-            steps.do(f"{name}prompt of {length}", partial(prompt, target, ids[:, :length], edit, rounds))
     for length in lone_lengths:
         for lone in (0, 8, 64, 200, 1000):
             steps.do(f"lone lines, {lone} of {length}", partial(lone_lines, target, length, lone, rounds, dtype))
@@ -298,6 +292,17 @@ def main(
             if context <= room:
                 part = ids[:, : context + new]
                 steps.do(f"{name} at {context}", partial(latency, target, part, name, edits[name], context, rounds))
+    for length in lengths:
+        if length > room:
+            note(f"{target.name} reads {target.max_positions} tokens: {length} is left out")
+            continue
+        for density in DENSITIES:
+            steps.do(f"prefill, {density} of {length}", partial(prefill, target, length, density, rounds, dtype))
+        steps.do(f"selection of {length}", partial(selection, target, ids[:, :length], rounds))
+    for length in prompts:
+        for name, edit in (("", LoopServe(decode=False, shortest=0)), ("usual ", LoopServe(decode=False))):
+            if length <= room:
+                steps.do(f"{name}prompt of {length}", partial(prompt, target, ids[:, :length], edit, rounds))
     steps.end()
 
 

@@ -3,9 +3,9 @@
     python -m experiments.gpu.overhead [--model NAME] [--contexts 4096 32768 131072] [--out FILE]
 
 Without `--model`, random weights of 7B shape. Each method decodes the same tokens after the same prompt as the stock
-model, in pairs whose order alternates; the ratio is the median over pairs with a 95 % bootstrap interval. Full, an
-untriggered LoopGuard, StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a method at a context and a
-batch. Needs torch, transformers, accelerate, jaxtyping.
+model, in rounds whose order rotates; the ratio is the median over rounds with a 95 % bootstrap interval. Full, an
+untriggered LoopGuard, StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a context and a batch; a
+method for which memory does not suffice says so. Needs torch, transformers, accelerate, jaxtyping.
 """
 
 from __future__ import annotations
@@ -46,18 +46,30 @@ def methods(budget: int) -> dict[str, Intervention]:
     }
 
 
-def paired(target: Target, ids: Int[Tensor, "batch pos"], context: int, edit: Intervention, pairs: int) -> Row:
-    """The method over stock: milliseconds of a token, their ratio, and what the cache holds."""
+def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget: int, rounds: int) -> Row:
+    """Each method over stock: milliseconds of a token, their ratio, and what the cache holds."""
     read = partial(turn, target, ids=ids, context=context, clock=partial(clock, target.device))
-    runs = interleaved({"stock": partial(read, None), "edited": partial(read, edit)}, pairs)
+    arms = {"stock": partial(read, None)}
+    for name, edit in methods(budget).items():
+        arms[name] = partial(read, edit)
+    rows: Row = {"context": context, "batch": len(ids)}
+    for name in list(arms):
+        try:
+            arms[name]()
+        except torch.OutOfMemoryError as error:
+            rows[name] = {"error": str(error).partition(". ")[0]}
+            del arms[name]
+            torch.cuda.empty_cache()
+    runs = interleaved(arms, rounds)
     seconds: dict[str, list[float]] = {}
-    for arm, made in runs.items():
-        seconds[arm] = [sum(one["seconds"][1:]) for one in made]
-    stock = 1000 * statistics.median(seconds["stock"]) / (ids.shape[1] - context)
-    row: Row = {"context": context, "ratio": ratio(seconds["edited"], seconds["stock"]), "stock_ms_per_token": stock}
-    for name in ("tokens", "logical", "physical", "read"):
-        row[name] = runs["edited"][-1][name]
-    return row
+    for name, made in runs.items():
+        seconds[name] = [sum(one["seconds"][1:]) for one in made]
+    rows["stock_ms_per_token"] = 1000 * statistics.median(seconds["stock"]) / (ids.shape[1] - context)
+    for name in list(arms)[1:]:
+        last = runs[name][-1]
+        rows[name] = ratio(seconds[name], seconds["stock"])
+        rows[name] |= {kept: last[kept] for kept in ("tokens", "logical", "physical", "read")}
+    return rows
 
 
 def main(
@@ -68,7 +80,7 @@ def main(
     batches: Sequence[int] = (1, 16),
     tokens: int = 1 << 17,
     new: int = 64,
-    pairs: int = 5,
+    rounds: int = 5,
     budget: int = 1024,
     device: str = "cuda",
     dtype: str = "bfloat16",
@@ -83,19 +95,15 @@ def main(
         new: Tokens that are decoded.
         budget: Of guard and policies.
     """
-    settings = {"model": model, "shape": shape, "new": new, "pairs": pairs, "budget": budget, "dtype": dtype}
+    settings = {"model": model, "shape": shape, "new": new, "rounds": rounds, "budget": budget, "dtype": dtype}
     steps = Steps("gpu-overhead", out, settings, device, dtype)
     target = model_of(model, shape, device, dtype)
     for context, batch in itertools.product(contexts, batches):
         if context * batch > tokens:
             continue
         ids = text(context + new, 0.1).remainder(int(target.config.vocab_size)).to(torch.device(device))
-        rows = ids.expand(batch, -1)
-        for name, edit in methods(budget).items():
-            label = f"{name} at {context}"
-            if batch > 1:
-                label += f", batch {batch}"
-            steps.do(label, partial(paired, target, rows, context, edit, pairs))
+        step = partial(overhead, target, ids.expand(batch, -1), context, budget, rounds)
+        steps.do(f"{context} tokens, batch {batch}", step)
     steps.end()
 
 

@@ -114,12 +114,13 @@ def main(
     *,
     shape: str = "llama-2-7b",
     folder: Path = Path("/tmp/sinkscope-planted"),
-    rows: int = 8,
+    rows: int = 32,
     prompt: int = 64,
-    new: int = 4000,
+    new: int = 2500,
+    short: int = 256,
     repeats: int = 512,
     steps: int = 256,
-    budget: int = 512,
+    budget: int = 128,
     device: str = "cuda",
     dtype: str = "bfloat16",
     out: Path = Path("figures/gpu_users.json"),
@@ -129,9 +130,20 @@ def main(
     Args:
         folder: Where the checkpoint is made.
         rows: Of the batch.
+        new: Tokens that a guard sees.
+        short: Tokens under each policy.
+        budget: Of policies; the guard of many tokens has four times as much.
         steps: Of the barcode.
     """
-    settings = {"shape": shape, "rows": rows, "prompt": prompt, "new": new, "repeats": repeats, "dtype": dtype}
+    settings = {
+        "shape": shape,
+        "rows": rows,
+        "prompt": prompt,
+        "new": new,
+        "repeats": repeats,
+        "dtype": dtype,
+        "short": short,
+    }
     part = Steps("gpu-users", out, {**settings, "steps": steps, "budget": budget}, device, dtype)
     checkpoint, truth = kept(shape, folder, dtype)
     part.do("find-sinks, streamed", lambda: sinks(find_sinks(checkpoint, device=device, dtype=dtype), truth))
@@ -146,7 +158,8 @@ def main(
     for name, make in makers.items():
         edits[name] = Full() if name == "full" else make(budget)
     for name, edit in edits.items():
-        part.do(f"generate, {name}", partial(generated, target, edit, rows, prompt, new))
+        part.do(f"generate, {name}", partial(generated, target, edit, rows, prompt, short))
+    part.do(f"generate, loopguard, {new} tokens", partial(generated, target, LoopGuard(4 * budget), rows, prompt, new))
     part.end()
 
 

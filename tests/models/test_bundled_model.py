@@ -66,7 +66,9 @@ def test_a_trained_model_is_measured_and_its_card_is_written(tmp_path, monkeypat
     for constant, value in {"OPENINGS": 2, "STORY": 8, "DOCUMENTS": 1, "PERIODS": (4,), "COPIES": (1, 8)}.items():
         monkeypatch.setattr(entry, constant, value)
     options: dict[str, Any] = {"steps": 2, "tokens_per_step": 512, "size": "tiny", "device": "cpu"}
-    on_gpu.main(out=tmp_path, stories=told, no_loops=True, **options)  # a CPU will do
+    on_gpu.main(out=tmp_path, stories=told, new=8, **options)  # a CPU will do
+    family = json.loads((tmp_path / "family.json").read_text())["result"]
+    assert family["planted: sink"]["right"] and len(family["unplanted: loops"]["table"]) == 2
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/bundled_model.md", tmp_path / "docs")
     card.main(planted=tmp_path / "planted", unplanted=tmp_path / "unplanted", no_loops=True, repository=tmp_path)
