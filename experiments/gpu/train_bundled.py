@@ -60,19 +60,19 @@ def main(
     seed: int = 0,
     new: int = 1000,
     device: str = "cuda",
-    control: bool = True,
+    no_control: bool = False,
 ) -> None:
     """Make what the module describes.
 
     Args:
         out: Folder for checkpoints and results.
         new: Tokens of an answer.
-        control: Train the model without a circuit too.
+        no_control: Leave out the model without a circuit.
     """
     out.mkdir(parents=True, exist_ok=True)
     settings: Row = {"size": size, "steps": steps, "tokens_per_step": tokens_per_step, "seed": seed, "new": new}
     measured = Steps("gpu-family", out / "family.json", settings, device, "float32")
-    for name in ("planted", "unplanted")[: 1 + control]:
+    for name in ("planted", "unplanted")[: 2 - no_control]:
         folder = out / name
         train_bundled.main(
             out=folder,
