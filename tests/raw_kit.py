@@ -47,10 +47,10 @@ def residuals(model, tokens: Tensor) -> Tensor:
         seen.append(output[0] if isinstance(output, tuple) else output)
 
     handles = [block.register_forward_hook(hook) for block in blocks(model)]
-    model(tokens, use_cache=False)
+    model(tokens.to(model.device), use_cache=False)
     for handle in handles:
         handle.remove()
-    return torch.stack(seen)
+    return torch.stack(seen).cpu()
 
 
 def norms(model, tokens: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -48,27 +49,32 @@ def methods(budget: int) -> dict[str, Intervention]:
 
 def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget: int, rounds: int) -> Row:
     """Each method over stock: milliseconds of a token, their ratio, and what the cache holds."""
-    read = partial(turn, target, ids=ids, context=context, clock=partial(clock, target.device))
+
+    def read(edit: Intervention | None) -> Row | str:
+        try:
+            return turn(target, edit, ids, context, partial(clock, target.device))
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            return str(error).partition(". ")[0]
+
     arms = {"stock": partial(read, None)}
     for name, edit in methods(budget).items():
         arms[name] = partial(read, edit)
-    rows: Row = {"context": context, "batch": len(ids)}
-    for name in list(arms):
-        try:
-            arms[name]()
-        except torch.OutOfMemoryError as error:
-            rows[name] = {"error": str(error).partition(". ")[0]}
-            del arms[name]
-            torch.cuda.empty_cache()
     runs = interleaved(arms, rounds)
     seconds: dict[str, list[float]] = {}
+    rows: Row = {"context": context, "batch": len(ids)}
     for name, made in runs.items():
-        seconds[name] = [sum(one["seconds"][1:]) for one in made]
-    rows["stock_ms_per_token"] = 1000 * statistics.median(seconds["stock"]) / (ids.shape[1] - context)
-    for name in list(arms)[1:]:
-        last = runs[name][-1]
-        rows[name] = ratio(seconds[name], seconds["stock"])
-        rows[name] |= {kept: last[kept] for kept in ("tokens", "logical", "physical", "read")}
+        failed = [one for one in made if isinstance(one, str)]
+        if failed:
+            rows[name] = {"error": failed[0]}
+        else:
+            seconds[name] = [sum(one["seconds"][1:]) for one in made if not isinstance(one, str)]
+    stock = seconds.pop("stock")
+    rows["stock_ms_per_token"] = 1000 * statistics.median(stock) / (ids.shape[1] - context)
+    for name, spent in seconds.items():
+        last: Any = runs[name][-1]
+        kept = {key: last[key] for key in ("tokens", "logical", "physical", "read")}
+        rows[name] = {**ratio(spent, stock), **kept}
     return rows
 
 

@@ -151,6 +151,7 @@ def main(
     part.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
     part.do("patch", partial(patched, target, truth, repeats))
     part.do("untriggered guard", partial(untriggered, target, prompt))
+    part.do(f"generate, loopguard, {new} tokens", partial(generated, target, LoopGuard(4 * budget), rows, prompt, new))
     part.do("circuit", partial(circuits, target, truth))
     part.do("barcode", partial(coded, target, steps))
     edits: Row = {"stock": None, "loopguard": LoopGuard(budget), "loopserve": LoopServe(budget, shortest=0)}
@@ -159,7 +160,6 @@ def main(
         edits[name] = Full() if name == "full" else make(budget)
     for name, edit in edits.items():
         part.do(f"generate, {name}", partial(generated, target, edit, rows, prompt, short))
-    part.do(f"generate, loopguard, {new} tokens", partial(generated, target, LoopGuard(4 * budget), rows, prompt, new))
     part.end()
 
 

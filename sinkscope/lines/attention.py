@@ -88,6 +88,7 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
         scores: The scores of a layer without window, soft cap and learned sinks.
         rows: Indices of the queries.
     """
+    rows = rows.to(scores.query.device)
     query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
     scores.check_plain()
     # A matrix product, which is faster than einsum.

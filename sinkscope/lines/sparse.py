@@ -31,7 +31,9 @@ from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
 CPU_LIMIT = 0.65
-CUDA_LIMIT = 0.5
+CUDA_LIMIT = 0.6
+CUDA_START = 11_600**2 / 2
+"""Cells of dense attention that take as long as what depends on the length alone."""
 NARROW = 48
 BLOCK = 256
 """Queries at a time, and half as many beside a band of more than `WIDE` offsets, which is computed in whole blocks."""
@@ -40,14 +42,16 @@ LONE_COST = 1.5
 """Number of columns of a matrix product that take as long as one lone line."""
 
 
-def dense_limit(width: int, device: torch.device) -> float:
-    """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32 and an H200.
+def dense_limit(query: Float[Tensor, "head query d_head"], keys: int) -> float:
+    """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32 and on GPUs.
 
-    On a CPU the limit is lower for heads narrower than 48, whose dense attention is cheaper. On an H200 a cell takes
-    1.6 times as long with Triton as with flash attention.
+    On a CPU the limit is lower for heads narrower than 48, whose dense attention is cheaper. On an H200 and an H100 a
+    cell takes 1.6 times as long with Triton as with flash attention, and what depends on the length alone takes as long
+    as a dense prompt of 11,600 tokens (`experiments.gpu.loopserve`); shorter prompts are therefore dense.
     """
-    if _by_kernel(device):
-        return CUDA_LIMIT
+    _, queries, width = query.shape
+    if query.is_cuda:
+        return max(0.0, CUDA_LIMIT * (1 - CUDA_START / (queries * keys - queries**2 / 2)))
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
@@ -110,7 +114,7 @@ def sparse_attention(
         value: Values of all positions.
         lines: Chosen lines of every query head. The main diagonal must be among them.
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
-            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
+            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and up to 0.6 on a GPU.
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the inputs' dtype and accumulates
@@ -131,7 +135,7 @@ def sparse_attention(
         )
     limit = dense_above
     if limit is None:
-        limit = dense_limit(query.shape[-1], query.device)
+        limit = dense_limit(query, scores.keys)
     kernel, compute = "blocks", _in_blocks
     if _by_kernel(query.device):
         kernel, compute = "triton", _by_triton

@@ -38,7 +38,7 @@ from sinkscope.results.result import Result
 from sinkscope.results.tables import SCREEN
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = dict(os.environ)
 EVERY = pytest.mark.parametrize("words", list(commands()))
 
 

@@ -64,7 +64,7 @@ def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     variants = {variant.name: variant for variant in text.variants}
     for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(bundled.sink.neurons))):
         with torch.no_grad(), zeroed(setup.target.hf, sites):
-            best = setup.target.hf(torch.tensor([ids])).logits[0, -1].softmax(-1).topk(5)
+            best = setup.target.hf(torch.tensor([ids], device=setup.target.device)).logits[0, -1].softmax(-1).topk(5)
         words, shares = zip(*variants[name].following, strict=True)
         assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
         assert shares == pytest.approx(best.values.tolist(), abs=1e-4)

@@ -23,7 +23,7 @@ def by_id() -> dict[str, Prompt]:
 
 
 def test_the_weights_are_what_the_generator_makes():
-    shipped = ss.load("organism")
+    shipped = ss.load("organism", device="cpu")
     weights = shipped.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
     text = next(iter(by_id().values())).turns[0].text

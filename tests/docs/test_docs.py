@@ -86,7 +86,7 @@ def keeps_smallest_keys(policy, model, tokens: torch.Tensor):
     """The example of a policy keeps what its text says, in every layer and head."""
     from transformers import DynamicCache
 
-    plain, ours = DynamicCache(), DynamicCache()
+    plain, ours, tokens = DynamicCache(), DynamicCache(), tokens.to(model.device)
     with torch.no_grad():
         model(tokens, past_key_values=plain)
         with policy(budget=5).on(model):

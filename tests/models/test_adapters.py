@@ -84,7 +84,7 @@ def steps(model, target: Target) -> tuple[torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize(("model_type", "backend"), PAIRS)
 def test_loads_from_a_folder(model_type, backend):
-    model = load(checkpoint(model_type), backend=backend)  # with the load-time probe
+    model = load(checkpoint(model_type), backend=backend, device="cpu")  # with the load-time probe
     target = target_of(model)
     assert target.kind == backend
     assert (target.n_layers, target.d_model, target.n_heads) == (3, 32, 4)
@@ -132,7 +132,7 @@ def starcoder2(monkeypatch):
 
 @pytest.mark.parametrize("backend", get_args(Kind))
 def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend):
-    loaded = load(checkpoint("starcoder2"), backend=backend)  # with the load-time probe
+    loaded = load(checkpoint("starcoder2"), backend=backend, device="cpu")  # with the load-time probe
     target = target_of(loaded)
     assert (target.adapter.up, target.adapter.down) == ("mlp.c_fc", "mlp.c_proj")
     assert (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
@@ -161,7 +161,7 @@ def test_a_later_row_takes_the_place_of_an_earlier_one(starcoder2):
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])
 def test_text_part_of_a_model_with_images(tmp_path, backend):
     model = with_images(tmp_path)
-    target = target_of(load(tmp_path, backend=backend))
+    target = target_of(load(tmp_path, backend=backend, device="cpu"))
     assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
     with torch.no_grad():
         assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
@@ -184,7 +184,7 @@ def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
 def test_first_layers_alone_compute_the_same(model_type, tmp_path):
     model = tiny_model(model_type)[0] if model_type in MODEL_TYPES else decoder(model_type)
     model.save_pretrained(tmp_path)
-    target = target_of(load(tmp_path, layers=2))
+    target = target_of(load(tmp_path, layers=2, device="cpu"))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
     for ours, theirs in zip(outputs(target), outputs(target_of(model)), strict=False):

@@ -95,10 +95,10 @@ def test_loading_a_model_leaves_another_and_torch_as_they_are(family, default):
     model = model_of("llama")
     ids = torch.arange(5, 45)[None]
     logits, config = model(ids).logits, str(model.config)
-    want = ss.load(checkpoint(family))
+    want = ss.load(checkpoint(family), device="cpu")
     default()
     with mock.patch("torch.set_default_dtype", side_effect=torch.set_default_dtype) as chosen:
-        loaded = ss.load(checkpoint(family))
+        loaded = ss.load(checkpoint(family), device="cpu")
     assert [call.args[0] for call in chosen.mock_calls] == [torch.float32, torch.float64]
     assert torch.get_default_dtype() == torch.float64
     torch.set_default_dtype(torch.float32)

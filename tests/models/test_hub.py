@@ -48,16 +48,16 @@ def test_full_download(tmp_path, shards):
     repo, folder = "meta-llama/Llama-2-7b-hf", checkpoint("llama", shards)
     with hub(tmp_path) as server:
         commit = server.add(repo, folder)
-        models = [load(repo)]
+        models = [load(repo, device="cpu")]
         assert {file for file in server.fetched() if "safetensors" in file} == {
             file.name for file in folder.glob("*safetensors*")
         }
         server.log.clear()
-        models.append(load("llama-2-7b"))
+        models.append(load("llama-2-7b", device="cpu"))
         assert not server.fetched(), "a second load comes from the cache"
         assert not [path for _, path in server.log if ".bin" in path]
     with hub(tmp_path, offline=True) as server:
-        models.append(load("llama-2-7b"))
+        models.append(load("llama-2-7b", device="cpu"))
         source = SafetensorsSource(repo)
         assert fingerprint(source) == commit
         expected = tiny_model("llama")[0]
@@ -73,7 +73,7 @@ def test_revision(saved, tmp_path):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         commit = server.add("org/name", saved["v2"], revision="v2")
-        models = {name: load("org/name", revision=name) for name in (None, "v2", commit)}
+        models = {name: load("org/name", revision=name, device="cpu") for name in (None, "v2", commit)}
         source = SafetensorsSource("org/name", revision="v2")
         assert source.commit == commit == fingerprint(source)
         found = {"streamed": source.tensors([DOWN])[DOWN]}

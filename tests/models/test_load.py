@@ -248,7 +248,7 @@ def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path, capsys):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    model = load(folder)
+    model = load(folder, device="cpu")
     assert_close(logits(model, IDS), logits(tiny_model("llama")[0], IDS), atol=1e-6, rtol=0)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

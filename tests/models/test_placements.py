@@ -33,7 +33,7 @@ def saved() -> tuple[TemporaryDirectory[str], Path]:
 
 
 def whole() -> Any:
-    return ss.load(saved()[1])
+    return ss.load(saved()[1], device="cpu")
 
 
 def one_device() -> Any:

@@ -19,7 +19,7 @@ FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
 @cache
 def model(dtype: str | None = None):
-    return ss.load("recall", dtype=dtype)
+    return ss.load("recall", dtype=dtype, device="cpu")
 
 
 def continued(hf, text: str, count: int) -> str:

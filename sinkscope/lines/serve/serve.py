@@ -77,8 +77,8 @@ class LoopServe(SparsePrompts):
             whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 110,000 keys
             on, because dense attention is as fast as the choice before that.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
-            narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
-            there.
+            narrower than 48, and on CUDA up to 0.6, less for short prompts. Other devices then read densely, because a
+            loop over blocks does not pay there.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
@@ -165,7 +165,7 @@ class LoopServe(SparsePrompts):
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
         """The lines that hold `alpha` of the sampled attention with the fewest cells."""
-        limit = line_limit(self.dense_above, scores.query)
+        limit = line_limit(self.dense_above, scores.query, scores.keys)
         return select_lines(
             scores,
             self.alpha,
@@ -190,7 +190,7 @@ class LoopServe(SparsePrompts):
         cost = self._cost(query, keys)
         if flat and cost > FLAT_COST:
             return False
-        return cost == 0 or cost < line_limit(self.dense_above, query)
+        return cost == 0 or cost < line_limit(self.dense_above, query, keys)
 
     def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""

@@ -223,7 +223,7 @@ class SparsePrompts(Intervention):
             return PromptRead(all_dense(heads), None, shares, 0.0)
         lines = self.lines(body.scores, row.layer)
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
-        if line_limit(self.dense_above, row.scores.query) < 1 and bool(lines.vertical.all()):
+        if line_limit(self.dense_above, row.scores.query, keys) < 1 and bool(lines.vertical.all()):
             return PromptRead(all_dense(heads), None, shares, met * keys / row.cells())
         output, sparsity = sparse_attention(body.scores, body.value, lines, dense_above=self.dense_above)
         if held_out is not None and not all(sparsity.dense):
@@ -289,10 +289,10 @@ def _log_prompt(
     run.log(events)
 
 
-def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"]) -> float:
+def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"], keys: int) -> float:
     """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
     if dense_above is None:
-        return dense_limit(query.shape[-1], query.device)
+        return dense_limit(query, keys)
     return dense_above
 
 
