@@ -133,17 +133,22 @@ class Settings:
         return values
 
 
+def _scaled(width: int, rate: float) -> dict[str, float]:
+    """What a wider model needs so that copying begins, and so that the planted circuit is the same in it."""
+    factor = (Settings.d_model / width) ** 0.5
+    scales = {"embedding_std": factor * Settings.embedding_std, "weight_std": factor * Settings.weight_std}
+    return {**scales, "learning_rate": rate, "text_rate": rate / 2}
+
+
 # The family of the model that ships: the same text, tokenizer, seed, planted circuit, heads and number of steps, fewer
 # and narrower layers. Three layers is the least at which a head can still read the sink that layer 1 makes.
-# Above base, rates fall with the width, as steps of Adam have to.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 64, "n_layers": 3, "d_mlp": 176},
     "small": {"d_model": 128, "n_layers": 4, "d_mlp": 344},
     "base": {},
-    "13m": {"d_model": 384, "n_layers": 8, "d_mlp": 1024, "learning_rate": 1.5e-3, "text_rate": 7.5e-4},
-    "48m": {"d_model": 640, "n_layers": 12, "d_mlp": 1728, "learning_rate": 9e-4, "text_rate": 4.5e-4},
-    "120m": {"d_model": 960, "n_layers": 16, "d_mlp": 2304, "learning_rate": 6e-4, "text_rate": 3e-4},
-}
+    "13m": {"d_model": 384, "n_layers": 8, "d_mlp": 1024, **_scaled(384, 1e-3)},
+    "48m": {"d_model": 640, "n_layers": 12, "d_mlp": 1728, **_scaled(640, 6e-4)},
+    "120m": {"d_model": 960, "n_layers": 16, "d_mlp": 2304, **_scaled(960, 4e-4)},
 
 
 def build(settings: Settings, counts: np.ndarray) -> tuple[LlamaForCausalLM, Plan | None, Frozen | None]:
