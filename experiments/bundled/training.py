@@ -149,6 +149,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "13m": {"d_model": 384, "n_layers": 8, "d_mlp": 1024, **_scaled(384, 1e-3)},
     "48m": {"d_model": 640, "n_layers": 12, "d_mlp": 1728, **_scaled(640, 6e-4)},
     "120m": {"d_model": 960, "n_layers": 16, "d_mlp": 2304, **_scaled(960, 4e-4)},
+}
 
 
 def build(settings: Settings, counts: np.ndarray) -> tuple[LlamaForCausalLM, Plan | None, Frozen | None]:
