@@ -26,7 +26,7 @@ def choice_cost(query: Float[Tensor, "head query d_head"], keys: int, sample: in
     sampled or checked if the lines of a head are hard to find, 2.4 if they are found at once, and 1.3 if a head is soon
     seen to be flat (`experiments.bench_loopserve`). On an H200, everything that `LoopServe` does to a prompt besides
     attention took 28, 33, 50 and 92 ms a layer of 32 heads at 8,192 to 65,536 keys (`experiments.gpu.loopserve`), where
-    dense attention is so fast that this pays from about 110,000 keys on. Slower devices gain earlier.
+    dense attention is so fast that this pays from about 96,000 keys on. Slower devices gain earlier.
     """
     heads, queries, width = query.shape
     causal_cells = queries * keys - queries * (queries - 1) / 2

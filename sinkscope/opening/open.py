@@ -83,9 +83,8 @@ def _stream(
     source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> Target:
     place = parse_device(device)
-    # On a CPU half precision is slow, and only a few layers are in memory at a time.
-    kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     tensors = SafetensorsSource(source.where, revision=source.revision)
+    kind = parse_dtype(dtype) or dtype_on(place, read_config(source.name, tensors.folder))
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
     target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
@@ -94,6 +93,14 @@ def _stream(
         target = replace(target, tokenizer=read_tokenizer(target.name, tensors.folder))
     check_vocabulary(target.tokenizer, target.hf)
     return target
+
+
+def dtype_on(device: torch.device, config: Any) -> torch.dtype:
+    """Type in which layers of a checkpoint are computed: its own, or float32 on a CPU, where half precision is slow."""
+    own = config.dtype or config.get_text_config().dtype
+    if device.type == "cpu" or own is None:
+        return torch.float32
+    return own
 
 
 def open_stream(

@@ -19,10 +19,11 @@ from torch.testing import assert_close
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.loading.config import read_config
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.opening.open import open_stream
+from sinkscope.opening.open import dtype_on, open_stream
 
 
 def ids_and_mask() -> tuple[Tensor, Tensor]:
@@ -96,6 +97,14 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
         expert = 1 if resident.is_mixture(layer) else None
         every = range(resident.width(layer, expert))
         assert_close(w_out(streamed, layer, every, expert), w_out(resident, layer, every, expert))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_a_gpu_a_checkpoint_keeps_its_dtype(kind, tmp_path):
+    tiny_model("llama")[0].to(kind).save_pretrained(tmp_path)
+    config = read_config("m", tmp_path)
+    assert dtype_on(torch.device("cuda:0"), config) == kind
+    assert dtype_on(torch.device("cpu"), config) == torch.float32
 
 
 @pytest.mark.parametrize("rule", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])

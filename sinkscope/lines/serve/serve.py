@@ -74,7 +74,7 @@ class LoopServe(SparsePrompts):
             prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), layers
             in which an earlier turn on the same cache found no lines, unless the turn is so long that looking again
             costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
-            whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 110,000 keys
+            whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 96,000 keys
             on, because dense attention is as fast as the choice before that.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and on CUDA up to 0.6, less for short prompts. Other devices then read densely, because a
