@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, product
 from typing import Any
@@ -19,9 +18,10 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Event, Intervention, under
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
+from sinkscope.kv.usage import Meter
 from sinkscope.loops.generate import ends_and_pad, padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
@@ -159,35 +159,6 @@ class Answer:
         }
 
 
-class CacheCounts(Intervention):
-    """Counts the tokens of each row after every call, which its queries could read.
-
-    Attributes:
-        held: `[row]` for each call: mean over layers and kv heads.
-        cached: The same of all tokens that are kept, of which a policy may show only a part.
-    """
-
-    def __init__(self) -> None:
-        self.held: list[Float[Tensor, " row"]] = []
-        self.cached: list[Float[Tensor, " row"]] = []
-
-    def enter(self, run: Run, key: int) -> None:
-        """Read sinkscope's own cache after every call."""
-        session = Session.of(run)
-        session.own_cache()
-        session.after_call(lambda moment: self._note(moment.layers))
-
-    def _note(self, layers: Sequence[Any]) -> None:
-        held: list[Tensor] = []
-        cached: list[Tensor] = []
-        for layer in layers:
-            whole = layer.aside or layer
-            held.append(layer.slots - layer.holes())
-            cached.append(whole.slots - whole.holes() + layer.seen - whole.seen)
-        self.held.append(torch.stack(held).float().mean(0).cpu())
-        self.cached.append(torch.stack(cached).float().mean(0).cpu())
-
-
 Logits = Float[Tensor, "row vocab"]
 RowNumbers = dict[str, Float[Tensor, " row"]]
 Measure = Callable[[Logits], RowNumbers]
@@ -233,11 +204,12 @@ def answer_rows(
         for name, value in measure(output.logits[:, -1].float()).items():
             values.setdefault(name, []).append(value.double().cpu())
 
-    counts = CacheCounts()
-    entered: Any = nullcontext()
-    if edit is not None:
-        entered = (edit | counts).on(target)
-    with entered as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
+    meters: list[Meter] = []
+    with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
+        if run is not None:
+            session = Session.of(run)
+            session.own_cache()
+            meters = session.meters
         output = target.hf.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -250,14 +222,8 @@ def answer_rows(
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
-        prompt = len(rows[row])
-        length = len(tokens)
-        read: Sequence[float] = range(prompt + 1, prompt + length)  # the first token is the prompt's
-        cached_peak = prompt + length - 1.0  # the last token goes through no call
-        if edit is not None:
-            held = torch.stack(counts.held)[:length, row]
-            read = held[1:].tolist()
-            cached_peak = float(torch.stack(counts.cached)[:length, row].max())
+        prompt, length = len(rows[row]), len(tokens)
+        read, cached_peak = _cache_use(meters, row, prompt, length)
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
@@ -275,6 +241,14 @@ def answer_rows(
         )
         answers.append(answer)
     return answers
+
+
+def _cache_use(meters: Sequence[Meter], row: int, prompt: int, length: int) -> tuple[Sequence[float], float]:
+    """Tokens that each decoding step of a row read, and the most that were cached; without a meter, of a full cache."""
+    if not meters:  # the first token is the prompt's, and the last one goes through no call
+        return range(prompt + 1, prompt + length), prompt + length - 1.0
+    held, read = meters[0].by_call()
+    return read[1:length, row].tolist(), float(held[:length, row].max())
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

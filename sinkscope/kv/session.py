@@ -43,6 +43,7 @@ class Session:
         now: What the current thread is doing.
         watching: What is seen of the attention, and what replaces it.
         guests: What policies, guards and observers keep for the run, by its class.
+        meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
     """
 
     def __init__(self, run: Run) -> None:
@@ -55,7 +56,7 @@ class Session:
         self.watching = AttentionWatch(target, self.now)
         self.guests: dict[type, Any] = {}
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
-        self._meters: list[Meter] = []  # also of caches that are gone
+        self.meters: list[Meter] = []
         self._counts_reads = False
         self._policy_name: str | None = None
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
@@ -152,7 +153,7 @@ class Session:
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
         kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
-        return [meter.usage(kv_heads) for meter in self._meters if meter.calls]
+        return [meter.usage(kv_heads) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
@@ -223,7 +224,7 @@ class Session:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
                 if not is_known:
                     self._states[cache] = CacheState()
-                    self._meters.append(self._states[cache].meter)
+                    self.meters.append(self._states[cache].meter)
                 now.state = state = self._states[cache]
                 if layers:
                     self._act_before(layers, call, state)

@@ -48,14 +48,16 @@ class HeldInCall(NamedTuple):
         rows: Number of rows.
         seen: Number of tokens that were appended to a row.
         tokens: Tokens of each row, summed over layers: a plain number if it is the same for all rows.
-        read: Those of them to which a query of the call could attend, if that is counted.
+        read: Those of them to which a query of the call could attend.
+        counts_read: Whether that belongs to what decoding steps read.
         bytes: Bytes that are allocated.
     """
 
     rows: int
     seen: int
     tokens: Float[Tensor, " row"] | int
-    read: Float[Tensor, " row"] | int | None
+    read: Float[Tensor, " row"] | int
+    counts_read: bool
     bytes: int
 
 
@@ -69,8 +71,8 @@ class Meter:
         self._heads = 1  # kv heads of a layer that are here
         self._usage: Usage | None = None  # of these calls; several summaries of a run ask for it
 
-    def note(self, layers: list[CacheLayer], counts_reads: bool = False) -> None:
-        """Count what the layers hold after a call and, if wanted, what a query of it could attend to."""
+    def note(self, layers: list[CacheLayer], counts_read: bool = False) -> None:
+        """Count what the layers hold after a call; `counts_read` if a decoding step read it and that is wanted."""
         first = layers[0]
         if not first.slots:
             return
@@ -91,7 +93,14 @@ class Meter:
             held = held + here
         rows = len(first.keys)
         self._usage = None
-        self.calls.append(HeldInCall(rows, first.seen, held, read if counts_reads else None, rows * allocated))
+        self.calls.append(HeldInCall(rows, first.seen, held, read, counts_read, rows * allocated))
+
+    def by_call(self) -> tuple[Float[Tensor, "call row"], Float[Tensor, "call row"]]:
+        """Tokens of each row after every call, and those that its queries could read: means over layers and heads."""
+        layers = len(self._slot_bytes)
+        held = torch.stack([_by_row(call.tokens, call.rows) for call in self.calls])
+        read = torch.stack([_by_row(call.read, call.rows) for call in self.calls])
+        return held.float() / layers, read.float() / layers
 
     def usage(self, kv_heads: int | None = None) -> Usage:
         """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
@@ -107,7 +116,7 @@ class Meter:
         # Since the number of rows last changed: nobody knows which became which.
         since = max((number for number, call in enumerate(calls, 1) if call.rows != rows), default=0)
         held = tokens[since:]
-        read = [_by_row(call.read, rows) for call in calls[since:] if call.read is not None]
+        read = [_by_row(call.read, rows) for call in calls[since:] if call.counts_read]
         most = max(float(of_rows.sum()) for of_rows in tokens)
         return Usage(
             calls=len(calls),
