@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.conformance.masked import plain_logits, positions_of
 from sinkscope.conformance.models import kit_ids, kit_model
-from sinkscope.conformance.recorder import Read, Recorder, held_bytes
+from sinkscope.conformance.recorder import Recorder, held_bytes
 from sinkscope.conformance.subject import Factory, entered, made
 from sinkscope.models.call_cache import cache_argument
 
@@ -90,11 +90,11 @@ class Outcome:
     """
 
     logits: Logits
-    sees: dict[int, Bool[Tensor, "row kv_head query key"]] = field(default_factory=dict[int, Tensor])
-    bytes: list[int] = field(default_factory=list[int])
-    lengths: list[int] = field(default_factory=list[int])
-    rotated_again: bool = False
-    mixed: set[int] = field(default_factory=set[int])
+    sees: dict[int, Bool[Tensor, "row kv_head query key"]]
+    bytes: list[int]
+    lengths: list[int]
+    rotated_again: bool
+    mixed: set[int]
 
 
 class _Reader:
@@ -105,7 +105,8 @@ class _Reader:
         self.model = model
         self.cache = cache
         self.recorder = Recorder(cache)
-        self.outcome = Outcome(torch.empty(0, 0, 0))
+        self.bytes: list[int] = []
+        self.lengths: list[int] = []
 
     def call(self, ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
         """Logits of the columns from `start` to `end`."""
@@ -115,31 +116,18 @@ class _Reader:
             given.update(cache_argument(self.model, self.cache))
             out = self.model(input_ids=ids[:, start:end], use_cache=True, **given)
         if watched and notes:
-            self._note(self.recorder.reads(out.logits), ids.shape[1], start, end)
-        self.outcome.bytes.append(held_bytes(self.cache))
-        self.outcome.lengths.append(int(self.cache.get_seq_length()))
+            self.recorder.read(out.logits, ids.shape[1], start)
+        self.bytes.append(held_bytes(self.cache))
+        self.lengths.append(int(self.cache.get_seq_length()))
         return out.logits.detach()
-
-    def _note(self, reads: dict[int, Read], total: int, start: int, end: int) -> None:
-        for layer, read in reads.items():
-            rows, heads, _ = read.columns.shape
-            sees = self.outcome.sees.setdefault(layer, torch.zeros(rows, heads, total, total, dtype=torch.bool))
-            visible = read.columns >= 0
-            seen = torch.zeros(rows, heads, total + 1, dtype=torch.bool)
-            seen.scatter_(2, read.columns.where(visible, total), True)
-            sees[:, :, start:end] = seen[:, :, None, :total]
-            written = read.key_columns >= 0
-            self.outcome.rotated_again |= bool((visible & ~written).any())
-            mixed = (visible & written & (read.columns != read.key_columns)).any(-1).any(0)
-            self.outcome.mixed.update(mixed.nonzero().flatten().tolist())
 
     def other_text(self) -> None:
         """Read something else first."""
         ids, mask = replace(self.flow, seed=self.flow.seed + _OTHER).tokens()
         self.call(ids, mask, 0, self.flow.prompt, notes=False)
         self.call(ids, mask, self.flow.prompt, self.flow.prompt + 1, notes=False)
-        self.outcome.bytes.clear()
-        self.outcome.lengths.clear()
+        self.bytes.clear()
+        self.lengths.clear()
 
     def draft(self, ids: Tensor, mask: Tensor, at: int) -> None:
         """Read tokens that are cropped again."""
@@ -152,8 +140,6 @@ class _Reader:
         """Let rows change places."""
         self.cache.reorder_cache(places)
         self.recorder.reorder(places)
-        for layer, seen in self.outcome.sees.items():
-            self.outcome.sees[layer] = seen[places]
 
     def read(self) -> Outcome:
         """Read all tokens of the flow."""
@@ -172,8 +158,10 @@ class _Reader:
             if flow.order and at == flow.prompt + 1:
                 self.reorder(places)
                 ids, mask, logits = ids[places], mask[places], logits[places]
-        self.outcome.logits = logits[:, flow.prompt - 1 :]
-        return self.outcome
+        read = self.recorder
+        return Outcome(
+            logits[:, flow.prompt - 1 :], read.sees, self.bytes, self.lengths, read.rotated_again, read.mixed
+        )
 
 
 def outcome_of(factory: Factory, flow: Flow) -> Outcome:

@@ -36,22 +36,21 @@ class ApartError(Exception):
     """A check does not apply; the message says why."""
 
 
+@dataclass(eq=False)
 class FaultError(Exception):
     """A check fails.
 
-    Args:
+    Attributes:
         expected: What is right.
         seen: What was seen.
         flow: The smallest of the uses tried that fails.
         shows: What of the outcome shows it, as Python.
     """
 
-    def __init__(self, expected: str, seen: str, flow: Flow, shows: str = ERROR) -> None:
-        super().__init__(expected, seen, flow, shows)
-        self.expected = expected
-        self.seen = seen
-        self.flow = flow
-        self.shows = shows
+    expected: str
+    seen: str
+    flow: Flow
+    shows: str = ERROR
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.models.draws import draws
@@ -19,19 +18,6 @@ Pair = tuple[Float[Tensor, "row kv_head _ d_head"], Float[Tensor, "row kv_head _
 _TIE = 1e-6  # weight of the keys: they tell tokens with the same values apart
 
 
-@dataclass
-class Read:
-    """What one layer read in one call.
-
-    Attributes:
-        columns: For each slot, the column whose values it holds; -1 where no query can see it.
-        key_columns: The column whose key it holds; -1: that of none, because keys were rotated again.
-    """
-
-    columns: Int[Tensor, "row kv_head slot"]
-    key_columns: Int[Tensor, "row kv_head slot"]
-
-
 class Recorder:
     """Notes the keys and values that go into a cache, and which of them each call reads.
 
@@ -40,9 +26,17 @@ class Recorder:
 
     Args:
         cache: The cache; its method `update` is watched as long as it lives.
+
+    Attributes:
+        sees: Which columns each layer's queries saw.
+        rotated_again: Whether keys were handed out that were never written.
+        mixed: The kv heads in which a key was handed out with the values of another token.
     """
 
     def __init__(self, cache: Any) -> None:
+        self.sees: dict[int, Bool[Tensor, "row kv_head query key"]] = {}
+        self.rotated_again = False
+        self.mixed: set[int] = set()
         self._update = cache.update
         self._written: dict[int, Pair] = {}
         self._handed: dict[int, Pair] = {}
@@ -69,26 +63,37 @@ class Recorder:
         """Let rows change places as those of the cache do."""
         for layer, (keys, values) in self._written.items():
             self._written[layer] = keys[rows], values[rows]
+        for layer, seen in self.sees.items():
+            self.sees[layer] = seen[rows]
 
-    def reads(self, logits: Float[Tensor, "row query vocab"]) -> dict[int, Read]:
-        """What each layer read in the call that gave these logits."""
+    def read(self, logits: Float[Tensor, "row query vocab"], total: int, start: int) -> None:
+        """Note what each layer read in the call that gave these logits.
+
+        Args:
+            logits: The logits.
+            total: Columns of the whole text.
+            start: Column of the first query.
+        """
         draw = torch.randn(logits.shape, generator=draws(0, "weights of logits"), device="cpu")
         (logits.float() * draw.to(logits.device)).sum().backward()
-        found: dict[int, Read] = {}
         for layer, (keys, values) in self._handed.items():
             own_keys, own_values = self._written[layer]
             key_distance, value_distance = _distance(keys, own_keys), _distance(values.detach(), own_values)
             columns = (value_distance + _TIE * key_distance.clamp(max=1)).argmin(-1)
-            key_nearest, key_columns = key_distance.min(-1)
-            own_key = key_distance.gather(-1, columns[..., None])[..., 0] <= key_nearest + 1e-6
-            key_columns = torch.where(own_key, columns, key_columns)
-            gradient = values.grad
+            nearest = key_distance.amin(-1)
             visible = torch.zeros_like(columns, dtype=torch.bool)
-            if gradient is not None:
-                visible = (gradient != 0).any(-1)
-            found[layer] = Read(torch.where(visible, columns, -1), torch.where(key_nearest < _SAME, key_columns, -1))
+            if values.grad is not None:
+                visible = (values.grad != 0).any(-1)
+            written = nearest < _SAME
+            self.rotated_again |= bool((visible & ~written).any())
+            other = key_distance.gather(-1, columns[..., None])[..., 0] > nearest + 1e-6
+            self.mixed.update((visible & written & other).any(-1).any(0).nonzero().flatten().tolist())
+            rows, heads, _ = columns.shape
+            seen = torch.zeros(rows, heads, total + 1, dtype=torch.bool)  # with a place for what is hidden
+            seen.scatter_(2, columns.where(visible, total), True)
+            sees = self.sees.setdefault(layer, torch.zeros(rows, heads, total, total, dtype=torch.bool))
+            sees[:, :, start : start + logits.shape[1]] = seen[:, :, None, :total]
         self._handed.clear()
-        return found
 
 
 def _distance(
