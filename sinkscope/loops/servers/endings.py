@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 REASON = "repetition_detected"
@@ -21,38 +22,26 @@ class Ending:
         self._events = events
         self._last: dict[str, Any] = {}
         self._response: dict[str, Any] = {}  # of OpenAI's Responses
-        self._open: dict[int, None] = {}  # choices or blocks that have not ended
 
     def see(self, data: dict[str, Any]) -> None:
         """Look at an event."""
         match data:
-            case {"choices": list(choices)}:
-                for choice in choices:
-                    self._note(int(choice.get("index") or 0), choice.get("finish_reason") is None)
-                if not choices:
-                    return  # an event with the usage has no choice
+            case {"choices": []}:
+                return  # an event with the usage has no choice
             case {"type": "response.created", "response": dict(response)}:
                 self._response = response
-            case {"type": "content_block_start" | "content_block_delta"}:
-                self._note(int(data.get("index") or 0), True)
-            case {"type": "content_block_stop"}:
-                self._note(int(data.get("index") or 0), False)
             case _:
                 pass
         self._last = data
 
-    def _note(self, index: int, is_open: bool) -> None:
-        self._open.pop(index, None)
-        if is_open:
-            self._open[index] = None
-
-    def made(self, about: dict[str, Any]) -> bytes:
+    def made(self, about: dict[str, Any], places: Collection[int]) -> bytes:
         """The last events of the stream: the length is given as the reason, because the text has no end.
 
         Args:
             about: Value of the field `sinkscope`, which says why the stream was cut.
+            places: Numbers of the choices or blocks that have not ended.
         """
-        events = self._last_events(about)
+        events = self._last_events(about, places)
         lines: list[str] = []
         for event in events:
             text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
@@ -66,7 +55,7 @@ class Ending:
             lines.append("data: [DONE]\n\n")
         return "".join(lines).encode("utf-8", "replace")
 
-    def _last_events(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+    def _last_events(self, about: dict[str, Any], places: Collection[int]) -> list[dict[str, Any]]:
         """The last events as data; none if the form of the stream is not known."""
         last = self._last
         kept = {name: last[name] for name in _KEPT if name in last} | {"sinkscope": about}
@@ -74,7 +63,7 @@ class Ending:
             case {"choices": [dict(choice), *_]}:
                 said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
                 cut = {"finish_reason": "length", "stop_reason": REASON}
-                choices = [{"index": index, **said, **cut} for index in self._open or (0,)]
+                choices = [{"index": index, **said, **cut} for index in places or (0,)]
                 return [{**kept, "choices": choices}]
             case {"type": str(kind)} if kind.startswith("response."):
                 state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -83,7 +72,7 @@ class Ending:
                 kind = "response.incomplete"
                 return [{"type": kind, "sequence_number": number, "response": response}]
             case {"type": str()}:
-                blocks = [{"type": "content_block_stop", "index": index} for index in self._open]
+                blocks = [{"type": "content_block_stop", "index": index} for index in places]
                 delta = {"stop_reason": "max_tokens", "stop_sequence": None}
                 usage = {"output_tokens": about.get("token", 0)}
                 change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}

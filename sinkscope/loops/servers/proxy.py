@@ -89,7 +89,8 @@ class StreamWatch:
 
     def ending(self) -> bytes:
         """The events that end the answer after an alarm."""
-        return self._ending.made(self.about())
+        places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
+        return self._ending.made(self.about(), places)
 
     def about(self) -> dict[str, Any]:
         """Where the loop is, without its text."""

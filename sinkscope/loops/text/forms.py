@@ -58,9 +58,9 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
         case {"type": "content_block_delta"}:  # Anthropic's messages; each block is a stream
             delta = data["delta"]
             text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
-            return [Piece(f"block {data.get('index', 0)}", text=text)]
+            return [Piece(f"block {int(data.get('index') or 0)}", text=text)]
         case {"type": "content_block_stop"}:
-            return [Piece(f"block {data.get('index', 0)}", last=True)]
+            return [Piece(f"block {int(data.get('index') or 0)}", last=True)]
         case {"type": str(kind)} if kind.startswith(("message_", "content_block_", "ping")):
             return []
         case {"message": dict(message), "done": done}:  # Ollama's /api/chat
