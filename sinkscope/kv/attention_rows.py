@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.slots import Slots
+from sinkscope.models.grouped_heads import per_query_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,12 @@ class AttentionRows:
         """True position of each query, -1 at padding."""
         index = self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
         return index.repeat(len(self.probs) // len(index), 1)  # more than once where layers are joined
+
+    def by_position(self, length: int) -> Float[Tensor, "batch head query pos"]:
+        """The rows over the positions of a text of a length; a position that no slot holds gets nothing."""
+        pos = per_query_head(self.pos, self.probs.shape[1])[:, :, None]
+        by_position = self.probs.new_zeros(*self.probs.shape[:3], length)
+        return by_position.scatter_add_(3, pos.clamp(min=0).expand_as(self.probs), self.probs * (pos >= 0))
 
 
 @dataclass(frozen=True, eq=False)
