@@ -45,10 +45,6 @@ class _Checks(pytest.Collector):
         return []
 
 
-class _WrongCacheError(Exception):
-    """What a check expected and saw, and how to reproduce it."""
-
-
 class _Check(pytest.Item):
     def __init__(self, *, kit: Any, check: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -60,13 +56,7 @@ class _Check(pytest.Item):
         if one.verdict == "does not apply":
             pytest.skip(one.seen)
         if one.verdict == "fails":
-            raise _WrongCacheError(f"Expected: {one.expected}.\nSeen: {one.seen}.\n{one.reproduction}")
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
-        """What was expected and seen, without a traceback."""
-        if isinstance(excinfo.value, _WrongCacheError):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, *args, **kwargs)
+            pytest.fail(f"Expected: {one.expected}.\nSeen: {one.seen}.\n{one.reproduction}", pytrace=False)
 
     def reportinfo(self) -> Any:
         """The factory, and the behaviour."""
