@@ -22,6 +22,7 @@ from sinkscope.loops import (
     tail_period,
     type_token_ratio,
 )
+from sinkscope.loops.text import signals
 from sinkscope.loops.text.signals import WindowNovelty
 
 IDS = st.lists(st.integers(0, 4), max_size=60)
@@ -62,10 +63,8 @@ def test_what_is_no_id_is_refused(wrong):
 
 def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids():
     """77 characters, or 22 tokens of two vocabularies: under 0.12 in a window's worth of either, not in less."""
-    assert [round(compression_ratio((LOOP * 20).encode()[:n].decode(errors="ignore")), 2) for n in (600, 1024)] == [
-        0.15,
-        0.09,
-    ]
+    text = (LOOP * 20).encode()
+    assert [round(len(zlib.compress(text[:n], 9)) / n, 2) for n in (600, 1024)] == [0.15, 0.09]
     small, large = ([(i * 7919) % vocabulary for i in range(22)] for vocabulary in (4096, 151936))
     assert compression_ratio((small * 20)[:256]) < 0.12 and compression_ratio((large * 20)[:256]) < 0.12
     assert compression_ratio((small * 20)[:64]) > 0.12
@@ -111,15 +110,19 @@ def test_novelty_is_that_of_its_definition(ids, window, n, span):
         assert state.add(token) == pytest.approx(novelty(ids[:place], window=window, n=n, span=span))
 
 
-def test_loop_rule_at_its_thresholds():
+def test_loop_rule_at_its_thresholds(monkeypatch):
     """Eq. 7 has <= and >=; the default length is 2,480 of 2,500."""
     loop = [3, 4, 5, 6] * 625
     assert is_loop(loop) and is_loop(loop[:2480]) and not is_loop(loop[:2479]) and is_loop(loop[:2479], None)
     assert is_loop(loop[:992], 1000) and not is_loop(loop[:991], 1000)
     ids = [*range(20)] * 5
     ratio = compression_ratio(ids)
-    assert is_loop(ids, None, theta_ttr=0.2, theta_cr=ratio) and not is_loop(ids, None, theta_ttr=0.19, theta_cr=ratio)
-    assert not is_loop(ids, None, theta_ttr=0.2, theta_cr=ratio - 1e-9)
+    monkeypatch.setattr(signals, "THETA_CR", ratio)
+    assert type_token_ratio(ids) == 0.2 and is_loop(ids, None)
+    for threshold, less in (("THETA_CR", ratio - 1e-9), ("THETA_TTR", 0.19)):
+        with monkeypatch.context() as patched:
+            patched.setattr(signals, threshold, less)
+            assert not is_loop(ids, None)
     assert not is_loop([], None)
 
 

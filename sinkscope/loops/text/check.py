@@ -165,8 +165,7 @@ class CheckedStream(Stream):
         if tokens:
             facts |= {"ttr": type_token_ratio(self.ids), "cr": compression_ratio(self.ids)}
         if max_new is not None:
-            thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
-            facts["loop_rule"] = is_loop(self.ids, max_new, **thresholds)
+            facts["loop_rule"] = is_loop(self.ids, max_new)
         if self._detected is None:
             if self._suspected is None and self._echoes.add("\n", tokens):
                 self._suspected = tokens

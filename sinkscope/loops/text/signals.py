@@ -116,20 +116,25 @@ def type_token_ratio(ids: Ids) -> float:
     return len(set(ids)) / len(ids)
 
 
-def compression_ratio(ids: Ids | str) -> float:
+def compression_ratio(ids: Ids) -> float:
     """Compressed size divided by uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
 
     The paper names neither the compressor nor its input. Token ids are packed as 32 bits each: an id then has about the
     same size as the text of a token of a large vocabulary (four bytes or so), the paper's thresholds keep their
-    meaning, and every vocabulary can reach them. A string is compressed as UTF-8.
+    meaning, and every vocabulary can reach them.
 
     Raises:
         SinkscopeError: An id is negative or has more than 32 bits.
     """
-    raw = ids.encode() if isinstance(ids, str) else _packed(id_list(ids))
-    if not raw:
+    ids = id_list(ids)
+    if not ids:
         return math.nan
-    return len(zlib.compress(raw, 9)) / len(raw)
+    try:
+        packed = array("I", ids).tobytes()
+    except (OverflowError, TypeError):
+        wrong = [token for token in ids if not is_token_id(token)]
+        raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
+    return len(zlib.compress(packed, 9)) / len(packed)
 
 
 def is_token_id(value: object) -> bool:
@@ -150,14 +155,6 @@ def checked_id(token: Any) -> int:
     if not 0 <= number < 1 << 32:
         raise SinkscopeError(f"the token is {token!r}: expected a whole number from 0 to 2**32 - 1")
     return number
-
-
-def _packed(ids: Sequence[int]) -> bytes:
-    try:
-        return array("I", ids).tobytes()
-    except (OverflowError, TypeError):
-        wrong = [token for token in ids if not is_token_id(token)]
-        raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
 
 
 def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
@@ -206,28 +203,20 @@ def _equal_ends(ids: Sequence[int], longest: int) -> list[int]:
     return equal
 
 
-def is_loop(
-    ids: Ids,
-    max_new: int | None = MAX_NEW,
-    *,
-    theta_ttr: float = THETA_TTR,
-    theta_cr: float = THETA_CR,
-) -> bool:
+def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
     """The loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
 
     Args:
         ids: Generated tokens.
         max_new: Maximum number of new tokens, of which a loop has 2,480 in 2,500; None ignores the length.
-        theta_ttr: Largest type-token ratio of a loop.
-        theta_cr: Largest compression ratio of a loop.
     """
     ids = id_list(ids)
     shortest = 0
     if max_new is not None:
         shortest = max_new * THETA_LEN // MAX_NEW
-    return len(ids) >= shortest and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
+    return len(ids) >= shortest and type_token_ratio(ids) <= THETA_TTR and compression_ratio(ids) <= THETA_CR
 
 
-def ends_in_loop(ids: Ids, last: int = WINDOW) -> bool:
-    """The loop rule without the length, on the last tokens, so that early and late stops are judged alike."""
-    return is_loop(id_list(ids)[-last:], None)
+def ends_in_loop(ids: Ids) -> bool:
+    """The loop rule without the length, on the last 256 tokens, so that early and late stops are judged alike."""
+    return is_loop(id_list(ids)[-WINDOW:], None)
