@@ -107,7 +107,7 @@ def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
 def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
     """The recall model answers from facts that were kept, as it does if a mask hides the others."""
     asked = 0
-    for seed in range(QUESTIONS):
+    for seed in range(len(QUESTIONS)):
         flow = Flow(model="recall", lengths=(65,), steps=3, budget=32, seed=seed)
         outcome = kit.outcome(flow)
         answer = flow.tokens()[0][:, flow.prompt + 1 :]
@@ -118,8 +118,8 @@ def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
             expected = "the answer that stands in what was kept"
             raise FaultError(expected, "another answer", flow, "outcome.logits.argmax(-1)")
     if not asked:
-        raise ApartError(f"of {QUESTIONS} facts none was kept")
-    return f"{asked} of {QUESTIONS} are kept, all right"
+        raise ApartError(f"of {len(QUESTIONS)} facts none was kept")
+    return f"{asked} of {len(QUESTIONS)} are kept, all right"
 
 
 def _said(logits: Logits) -> Tensor:
