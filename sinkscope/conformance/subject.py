@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pkgutil import resolve_name
 from typing import Any
 
 from transformers import Cache, DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.registry import policies
+from sinkscope.kv.registry import imported, policies
 from sinkscope.results.console import note
 
 Factory = Callable[..., Any]
@@ -48,14 +46,7 @@ def factory_named(place: str) -> Factory:
     policy = policies().get(without_budget(place))
     if policy is not None:
         return policy
-    sys.path.insert(0, "")
-    try:
-        factory = resolve_name(place)
-    except Exception as error:  # a module that others wrote may fail in any way
-        reason = str(error).partition("\n")[0]
-        raise SinkscopeError(f"{place} cannot be imported: {type(error).__name__}: {reason}; {EXPECTED}") from None
-    finally:
-        sys.path.remove("")
+    factory = imported(place, place, f"; {EXPECTED}")
     if not callable(factory) or ":" not in place:
         raise SinkscopeError(f"{place} is no module:function: {EXPECTED}")
     for name, one in parameters(factory).items():

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import iter_modules, resolve_name
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
@@ -111,17 +111,30 @@ def _budget_option(text: str, budget: str) -> dict[str, Any]:
     return {"budget": read_setting(budget, Budget, f"policy {text!r}: budget=")}
 
 
-def _import_policy(path: str) -> type[Intervention]:
-    """The class at "package.module:Class"."""
-    module, _, name = path.partition(":")
+def imported(path: str, what: str, remedy: str = "") -> Any:
+    """The object at "package.module:name"; the current folder is searched, too.
+
+    Args:
+        path: Where it is.
+        what: What it is called in the error.
+        remedy: End of the error.
+
+    Raises:
+        SinkscopeError: It cannot be imported.
+    """
     sys.path.insert(0, "")
     try:
-        policy = getattr(import_module(module), name)
+        return resolve_name(path)
     except Exception as error:  # a module that others wrote may fail in any way
         reason = str(error).partition("\n")[0]
-        raise SinkscopeError(f"policy {path!r} cannot be imported: {type(error).__name__}: {reason}") from None
+        raise SinkscopeError(f"{what} cannot be imported: {type(error).__name__}: {reason}{remedy}") from None
     finally:
         sys.path.remove("")
+
+
+def _import_policy(path: str) -> type[Intervention]:
+    """The class at "package.module:Class"."""
+    policy = imported(path, f"policy {path!r}")
     if not isinstance(policy, type) or not issubclass(policy, Intervention):
         raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
     return policy
