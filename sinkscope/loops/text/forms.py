@@ -10,6 +10,7 @@ from sinkscope.loops.text.signals import id_list, is_token_id
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
+_SAID = tuple("reasoning reasoning_content thinking summary content text name arguments partial_json".split())
 FIELDS = ("tokens", "output", "text", "content")  # the first that is there: ids are more exact than text
 
 
@@ -56,9 +57,7 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
         case {"type": str(kind)} if kind.startswith("response."):
             return _response(data, kind)
         case {"type": "content_block_delta"}:  # Anthropic's messages; each block is a stream
-            delta = data["delta"]
-            text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
-            return [Piece(f"block {int(data.get('index') or 0)}", text=text)]
+            return [Piece(f"block {int(data.get('index') or 0)}", text=_said(data["delta"]))]
         case {"type": "content_block_stop"}:
             return [Piece(f"block {int(data.get('index') or 0)}", last=True)]
         case {"type": str(kind)} if kind.startswith(("message_", "content_block_", "ping")):
@@ -78,7 +77,7 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
 def _said(item: dict[str, Any]) -> str:
     """What a message, a part of one, or an item of Responses says: its reasoning, its text, and its calls."""
     parts: list[str] = []
-    for field in ("reasoning", "reasoning_content", "thinking", "summary", "content", "text", "name", "arguments"):
+    for field in _SAID:
         value = item.get(field)
         if isinstance(value, str):
             parts.append(value)
