@@ -204,12 +204,9 @@ def answer_rows(
         for name, value in measure(output.logits[:, -1].float()).items():
             values.setdefault(name, []).append(value.double().cpu())
 
-    meters: list[Meter] = []
     with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         if run is not None:
-            session = Session.of(run)
-            session.own_cache()
-            meters = session.meters
+            Session.of(run).own_cache()
         output = target.hf.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -218,12 +215,13 @@ def answer_rows(
             **decoding(target, do_sample=False, pad_token_id=pad),
         )
         events: list[Event] = [] if run is None else run.events
+    meter: Meter | None = None if run is None else run.session.meters[0]
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
-        read, cached_peak = _cache_use(meters, row, prompt, length)
+        read, cached_peak = _cache_use(meter, row, prompt, length)
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
@@ -243,11 +241,11 @@ def answer_rows(
     return answers
 
 
-def _cache_use(meters: Sequence[Meter], row: int, prompt: int, length: int) -> tuple[Sequence[float], float]:
+def _cache_use(meter: Meter | None, row: int, prompt: int, length: int) -> tuple[Sequence[float], float]:
     """Tokens that each decoding step of a row read, and the most that were cached; without a meter, of a full cache."""
-    if not meters:  # the first token is the prompt's, and the last one goes through no call
+    if meter is None:  # the first token is the prompt's, and the last one goes through no call
         return range(prompt + 1, prompt + length), prompt + length - 1.0
-    held, read = meters[0].by_call()
+    held, read = meter.by_call()
     return read[1:length, row].tolist(), float(held[:length, row].max())
 
 
