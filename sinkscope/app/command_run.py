@@ -166,7 +166,7 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress.wait(_loading(arguments.get("model", "bundled")))
+                progress(_loading(arguments.get("model", "bundled")), 0, 0)
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)

@@ -86,7 +86,6 @@ def print_generated(
         print(line.fitted(piece if raw else visible(piece)), end="", flush=True)  # stays on the screen after Ctrl-C
 
     interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind is not False))
-    progress("loading the model", 0, 0)
     loaded = load(model, backend=backend, revision=revision, device=device, dtype=dtype)
     progress("writing", 0, 0)
     (answer,) = generate(
