@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -46,6 +47,14 @@ class AttentionRows:
         """True position of each query, -1 at padding."""
         index = self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
         return index.repeat(len(self.probs) // len(index), 1)  # more than once where layers are joined
+
+    def by_position(self, length: int) -> Float[Tensor, "batch head query pos"]:
+        """The rows over the true positions of a text of this length; keys that are not in the cache have 0."""
+        heads, queries = self.probs.shape[1:3]
+        groups = heads // self.pos.shape[1]
+        pos = repeat(self.pos, "batch kv_head slot -> batch (kv_head group) query slot", group=groups, query=queries)
+        rows = self.probs.new_zeros(*self.probs.shape[:3], length)
+        return rows.scatter_add_(3, pos.clamp(min=0), self.probs * (pos >= 0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import repeat
 from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
@@ -80,16 +79,7 @@ class HeadTracks:
 
     def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
-        probs = rows.probs[0]
-        query_pos = rows.query_pos[0]
-        slots = repeat(
-            rows.pos[0],
-            "kv_head slot -> (kv_head group) query slot",
-            group=len(probs) // rows.pos.shape[1],
-            query=len(query_pos),
-        )
-        by_position = probs.new_zeros(*probs.shape[:2], self.length)
-        by_position.scatter_add_(2, slots.clamp(min=0), probs * (slots >= 0))
+        by_position, query_pos = rows.by_position(self.length)[0], rows.query_pos[0]
         self._add_offsets(by_position, query_pos)
         self._add_picture(by_position.cpu(), query_pos.cpu())
 

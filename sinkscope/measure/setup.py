@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from einops import repeat
 from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
@@ -207,11 +206,7 @@ class Setup:
         parts: dict[int, list[Tensor]] = {}
 
         def keep(rows: Any) -> None:
-            groups = rows.probs.shape[1] // rows.pos.shape[1]
-            pos = repeat(rows.pos, "row kv_head slot -> row (kv_head group) 1 slot", group=groups)
-            probs = rows.probs[:, :, -1:] * (pos >= 0)
-            by_position = probs.new_zeros(*probs.shape[:3], len(row)).scatter_add_(3, pos.clamp(min=0), probs)
-            parts.setdefault(rows.layer, []).append(by_position.cpu())
+            parts.setdefault(rows.layer, []).append(rows.by_position(len(row))[:, :, -1:].cpu())
 
         edit = watched(self.edit, Observe(keep, layers, last=1))
         ids = row.tolist()
