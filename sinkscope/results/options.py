@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 from pydantic import Field
 
+from sinkscope.files.catalog import Command
 from sinkscope.files.records import Wording, between, checked_value
 
 
@@ -70,34 +71,20 @@ class Output:
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Mark:
-    """How the help lists a command.
-
-    Attributes:
-        words: What is typed, such as "bench table".
-        group: Heading under which the help lists it.
-        help: One line.
-    """
-
-    words: str
-    group: str
-    help: str
-
-
 def command(*, words: str, group: str, help: str, options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
     """Make a function a command that is no measurement; its arguments are checked as `checks_arguments` does.
 
     `python -m tools.commands` writes it into the table of commands.
 
     Args:
-        words: As for `Mark`, and so are `group` and `help`.
+        words: As for `Command`, and so are `group` and `help`.
         options_of: Function whose options the command has as well; they arrive in its `**settings`.
     """
 
     def wrap(function: C) -> C:
         made = checks_arguments()(function)
-        vars(made)["mark"] = Mark(words, group, help)
+        target = f"{function.__module__}:{function.__name__}"
+        vars(made)["command"] = Command(words, target, group, help, measures=False)
         if options_of is not None:
             own = {one.name: one for one in parameters_of(function)}
             every = {one.name: one for one in parameters_of(options_of)} | own
