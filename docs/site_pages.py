@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
-from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
+from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OUTPUTS
 from sinkscope.files.catalog import Command, commands
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
 from sinkscope.results.options import Parameter, introduction, parameters_of
@@ -141,7 +141,7 @@ def command_lists() -> str:
     lines += _options(EDIT_PARAMETERS.values())
     lines.append("Commands with a result write it to files:\n")
     lines += ["| option | |", "|---|---|"]
-    lines += [f"| `--{name}` | {text} |" for name, (_, text) in RESULT_OPTIONS.items()]
+    lines += [f"| `--{one.name}` | {one.help} |" for one in RESULT_OUTPUTS]
     lines += [f"| `--force` | {FORCE_HELP} |", f"| `--explain` | {EXPLAIN_HELP} |", ""]
     return "\n".join(lines)
 
