@@ -123,18 +123,16 @@ class Grid:
 
         shown = self.narrow(width)
         note = shown.note
-        heads: list[list[str]] = []
-        for name, cells in shown.columns.items():
-            heads.append(wrap(_words(name), _width(name, cells)))
-        height = max(map(len, heads), default=0)
-        blocks: list[list[str]] = []
         lines_of_rows = [max(map(_lines, row)) for row in zip(*shown.columns.values(), strict=True)]
-        for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
+        if rows is not None and rows < len(lines_of_rows):
+            kept = [line for line in note.splitlines() if line.startswith(CONSTANT)]
+            note = "\n".join([*kept, f"{rows} of {max(self.total, len(lines_of_rows))} rows are shown."])
+        heads = {name: wrap(_words(name), _width(name, cells)) for name, cells in shown.columns.items()}
+        height = max(map(len, heads.values()), default=0)
+        blocks: list[list[str]] = []
+        for name, cells in shown.columns.items():
             size = _width(name, cells)
-            if len(cells[:rows]) < len(cells):
-                kept = [line for line in shown.note.splitlines() if line.startswith(CONSTANT)]
-                note = "\n".join([*kept, f"{rows} of {max(self.total, len(cells))} rows are shown."])
-            block = [*[""] * (height - len(head)), *head]
+            block = [*[""] * (height - len(heads[name])), *heads[name]]
             for cell, lines in zip(cells[:rows], lines_of_rows, strict=False):
                 block += [*cell.split("\n"), *[""] * (lines - _lines(cell))]
             if all(map(_NUMBER.fullmatch, cells)):
