@@ -134,7 +134,7 @@ def command_lists() -> str:
             if isinstance(function, Measurement):
                 lines += _options(function.parameters, function.outputs)
             else:
-                lines += _options(parameters_of(function))
+                lines += _options(getattr(function, "all_parameters", None) or parameters_of(function))
     lines.append("## Options of every measurement\n")
     lines += _options(SETUP_PARAMETERS.values())
     lines.append("Measurements that can run under interventions also take:\n")

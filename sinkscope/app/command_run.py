@@ -294,18 +294,13 @@ class CommandRun:
 
 
 def _loading(model: Any) -> str:
-    """What is said while a model is loaded, with where one comes from that is no folder."""
+    """What is said while a model, or several, are loaded, with where one comes from that is no folder."""
     where = ""
-    if isinstance(model, str) and model != "bundled" and not Path(model).exists():
+    if isinstance(model, tuple):
+        model = ", ".join(model)
+    elif isinstance(model, str) and model != "bundled" and not Path(model).exists():
         where = " from the cache or huggingface.co"
-    return f"Loading {_shown(model)}{where} ..."
-
-
-def _shown(value: Any) -> str:
-    """One value, or several separated by commas."""
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return str(value)
+    return f"Loading {model}{where} ..."
 
 
 def click_parameter(one: Parameter) -> click.Parameter:
@@ -323,19 +318,13 @@ def click_parameter(one: Parameter) -> click.Parameter:
     flags = one.flag
     if kind is click.BOOL and one.default is not False:
         flags = f"{one.flag}/--no-{one.flag[2:]}"
-    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": metavar_of(one, kind), "help": text}
+    metavar = one.option.metavar or {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)  # None: that of click
+    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": metavar, "help": text}
     if one.required:
         settings["required"] = True
     else:
         settings["default"] = None
     return click.Option([one.name, flags], is_flag=kind is click.BOOL, **settings)
-
-
-def metavar_of(one: Parameter, kind: Any) -> str | None:
-    """The placeholder of an option's value in the help; None: that of click."""
-    if one.option.metavar is not None:
-        return one.option.metavar
-    return {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)
 
 
 def click_type(one: Parameter) -> Any:
