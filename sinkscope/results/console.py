@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any
+from typing import Any, ClassVar
 
 from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
+
+ERASE = "\r\x1b[K"
+"""Makes a terminal erase the line."""
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 """Make a terminal begin and end bold type."""
@@ -24,8 +27,12 @@ class ProgressBar:
     """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
 
     It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
-    and must end before anything is printed, because it is painted over what stands in its line.
+    and must end before anything but a note is printed, because it is painted over what stands in its line.
+    Bars of other libraries, such as that of a download, take turns with it there.
     """
+
+    shown: ClassVar[bool] = False
+    """Whether one stands on the screen."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -53,7 +60,9 @@ class ProgressBar:
         times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
         console = Console(stderr=True)
         shown = (words, rich.BarColumn(), count, *times)
-        self._bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=False)
+        options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 2}
+        self._bar = rich.Progress(*shown, console=console, transient=True, **options)
+        ProgressBar.shown = True
         self._task = self._bar.add_task("", total=None, count="")
 
     def end(self) -> None:
@@ -62,6 +71,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            ProgressBar.shown = False
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -120,7 +130,8 @@ class StreamedLine:
 def note(message: str) -> None:
     """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
-        print(wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        erased = ERASE if ProgressBar.shown else ""
+        print(erased + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         drop(sys.stderr)
 

@@ -13,13 +13,14 @@ from textwrap import fill
 
 import pytest
 from sample_results import sample_find_sinks
+from tqdm import tqdm
 
 import sinkscope.app.scan
 from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
 from sinkscope.app.scan import Part, card_part
 from sinkscope.loops.text.streams import Watch
-from sinkscope.results.console import ProgressBar
+from sinkscope.results.console import ProgressBar, note
 from sinkscope.sinks.find.find import find_sinks
 
 pyte = pytest.importorskip("pyte")
@@ -156,6 +157,21 @@ def test_the_seconds_of_waiting_are_counted(monkeypatch):
         time.sleep(1.5)
         shown = seen(terminal.getvalue())
     assert shown.startswith("Loading it ...") and "0:00:01" in shown
+
+
+def test_notes_and_the_bar_of_a_download_each_leave_one_line(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressBar() as progress:
+        progress("Loading it ...", 0, 0)
+        note("note: a word")
+        for _ in tqdm(range(4), desc="download", ncols=60, disable=False, mininterval=0):
+            time.sleep(0.2)
+        note("note: another")
+    first, download, last = seen(terminal.getvalue()).split("\n")
+    assert (first, last) == ("note: a word", "note: another") and download.startswith("download: 100%")
 
 
 def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):
