@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
-from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
+from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OUTPUTS
 from sinkscope.files.catalog import Command, commands
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
 from sinkscope.results.options import Parameter, introduction, parameters_of
@@ -134,14 +134,14 @@ def command_lists() -> str:
             if isinstance(function, Measurement):
                 lines += _options(function.parameters, function.outputs)
             else:
-                lines += _options(parameters_of(function))
+                lines += _options(getattr(function, "all_parameters", None) or parameters_of(function))
     lines.append("## Options of every measurement\n")
     lines += _options(SETUP_PARAMETERS.values())
     lines.append("Measurements that can run under interventions also take:\n")
     lines += _options(EDIT_PARAMETERS.values())
     lines.append("Commands with a result write it to files:\n")
     lines += ["| option | |", "|---|---|"]
-    lines += [f"| `--{name}` | {text} |" for name, (_, text) in RESULT_OPTIONS.items()]
+    lines += [f"| `--{one.name}` | {one.help} |" for one in RESULT_OUTPUTS]
     lines += [f"| `--force` | {FORCE_HELP} |", f"| `--explain` | {EXPLAIN_HELP} |", ""]
     return "\n".join(lines)
 

@@ -22,8 +22,7 @@ from sinkscope.files.catalog import FILE, Command
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain
 from sinkscope.files.records import Wording
-from sinkscope.measure import Measurement
-from sinkscope.results.options import TYPES, Mark, Option, Parameter
+from sinkscope.results.options import TYPES, Option, Parameter
 
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 """Headings of the help, in their order."""
@@ -43,10 +42,8 @@ def written() -> str:
     rows: list[dict[str, Any]] = []
     for module in [name for name in sys.modules if name.startswith("sinkscope.")]:
         for name, value in vars(sys.modules[module]).items():
-            mark = getattr(value, "mark", None)
-            if isinstance(mark, Mark) and value.__module__ == module:
-                measures = isinstance(value, Measurement)
-                command = Command(mark.words, f"{module}:{name}", mark.group, mark.help, measures)
+            command = getattr(value, "command", None)
+            if isinstance(command, Command) and command.target == f"{module}:{name}":
                 rows.append({**vars(command), "outline": outline_data(CommandRun.of(command))})
     rows.sort(key=lambda row: (GROUPS.index(row["group"]), [*ORDER, row["words"]].index(row["words"]), row["words"]))
     return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"

@@ -23,20 +23,47 @@ from sinkscope.results.options import Output, Parameter, example_lines, introduc
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
 
-RESULT_OPTIONS = {  # name: (metavar, help) of the files that are written from a result
-    "json": ("FILE|-", "Write the result as JSON; - is standard output."),
-    "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
-    "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
-    "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
-}
-FILE_WORDS = {"json": "JSON", "html": "Page", "png": "Figure", "csv": "Table"}
-"""What stands before the path of a file that was written from a result."""
 REPLACE = "give another name, or --force to replace it"
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
 BACKEND_HELP = "Load the model as this kind of object. By default a model is read as the command needs it."
+
+
+def _save_json(result: Result, path: str, force: bool) -> None:
+    emit(path, result.to_json(), force=force)
+
+
+def _save_csv(result: Result, path: str, force: bool) -> None:
+    emit(path, result.to_csv(), force=force)
+
+
+def _save_page(result: Result, path: str, force: bool) -> None:
+    from sinkscope.app.pages import save_html  # loads what the help need not wait for
+
+    save_html(result, path, force=force)
+
+
+def _save_png(result: Result, path: str, force: bool) -> None:
+    from sinkscope.app.pages import write_png
+
+    write_png(result.figure(), path, kind=result.kind, force=force)
+
+
+RESULT_OUTPUTS = (
+    Output("json", "Write the result as JSON; - is standard output.", _save_json, word="JSON", metavar="FILE|-"),
+    Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, word="Page"),
+    Output("png", "Write the figure; this needs kaleido and a browser.", _save_png, word="Figure"),
+    Output(
+        "csv",
+        "Write all rows and columns of the table as CSV; - is standard output.",
+        _save_csv,
+        word="Table",
+        metavar="FILE|-",
+    ),
+)
+"""The files that are written from every result."""
 
 
 def click_command(command: Command) -> click.Command:
@@ -117,6 +144,13 @@ class CommandRun:
         return self.command.load()
 
     @cached_property
+    def files(self) -> dict[str, Output]:
+        """What can be written from its result, by option."""
+        if not self.kinds:
+            return {}
+        return {one.name: one for one in RESULT_OUTPUTS} | {**self.outputs}
+
+    @cached_property
     def written(self) -> list[Parameter]:
         """The parameters that name what the function writes itself."""
         return [one for one in self.parameters.values() if one.option.writes]
@@ -129,12 +163,10 @@ class CommandRun:
         if self.command.measures:
             kinds = click.Choice(["bridge", "hf", "nnsight"])
             params.append(click.Option(["--backend"], type=kinds, help=BACKEND_HELP))
-        for name, output in self.outputs.items():
-            flag = f"--{name.replace('_', '-')}"
-            params.append(click.Option([name, flag], metavar="FILE", required=output.required, help=output.help))
-        if self.kinds:
-            for name, (metavar, text) in RESULT_OPTIONS.items():
-                params.append(click.Option([f"--{name}"], metavar=metavar, help=text))
+        for one in sorted(self.files.values(), key=lambda one: one.name not in self.outputs):  # its own first
+            names = [one.name, f"--{one.name.replace('_', '-')}"]
+            params.append(click.Option(names, metavar=one.metavar, required=one.required, help=one.help))
+        if self.files:
             params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
@@ -155,8 +187,8 @@ class CommandRun:
         force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
         backend = values.pop("backend", None) if self.command.measures else None
         files: dict[str, str] = {}
-        for name in (*RESULT_OPTIONS, *self.outputs):
-            if self.kinds and values.get(name) is not None:
+        for name in self.files:
+            if values.get(name) is not None:
                 files[name] = values.pop(name)
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
@@ -166,7 +198,7 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress.wait(_loading(arguments.get("model", "bundled")))
+                progress(_loading(arguments.get("model", "bundled")), 0, 0)
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -219,8 +251,10 @@ class CommandRun:
                     options[Path(os.path.realpath(word))] = one.option.metavar if one.option.argument else one.flag
         targets: list[tuple[str, Path]] = []
         for name, path in files.items():
-            if path != "-" or name not in ("json", "csv"):
-                targets.append((f"--{name}", check_output(path, self._kinds_of(name), force=force, remedy=REPLACE)))
+            one = self.files[name]
+            if path != "-" or "-" not in one.metavar:
+                kinds = self.kinds if one.kind is None else [one.kind]
+                targets.append((f"--{name}", check_output(path, kinds, force=force, remedy=REPLACE)))
         for one in self.written:
             if one.name in arguments:
                 targets.append((one.flag, check_writable(str(arguments[one.name]), folder=True)))
@@ -228,11 +262,6 @@ class CommandRun:
             if target in options and not is_device(target):
                 raise SinkscopeError(f"{target.name} is given for {options[target]} and {flag}: give each its own file")
             options[target] = flag
-
-    def _kinds_of(self, name: str) -> Sequence[str]:
-        """The kinds of the file that an option writes."""
-        own = self.outputs[name].kind if name in self.outputs else None
-        return self.kinds if own is None else [own]
 
     def _result(self, arguments: dict[str, Any], backend: Any, progress: ProgressBar) -> Any:
         """What the function returns."""
@@ -253,47 +282,25 @@ class CommandRun:
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
+        saving = {one.name: one for one in (*RESULT_OUTPUTS, *getattr(self.function, "outputs", ()))}
         try:
             if "-" not in (files.get("json"), files.get("csv")):
                 print_result(result, explain=explain)
         finally:  # the files are wanted also if the reader of the output, `head` say, has gone
             for name, path in files.items():
-                self._write(result, name, path, force)
-
-    def _write(self, result: Result, name: str, path: str, force: bool) -> None:
-        """Write one file of a result, and say where it is."""
-        from sinkscope.app.pages import save_html, write_png
-
-        for output in getattr(self.function, "outputs", ()):
-            if output.name == name:
-                message = output.save(result, path)
-                note(message if isinstance(message, str) else f"{output.word}: {path}")
-                return
-        if name == "json":
-            emit(path, result.to_json(), force=force)
-        elif name == "csv":
-            emit(path, result.to_csv(), force=force)
-        elif name == "html":
-            save_html(result, path, force=force)
-        else:
-            write_png(result.figure(), path, kind=result.kind, force=force)
-        if path != "-":
-            note(f"{FILE_WORDS[name]}: {path}")
+                message = saving[name].save(result, path, force)
+                if path != "-":
+                    note(message if isinstance(message, str) else f"{saving[name].word}: {path}")
 
 
 def _loading(model: Any) -> str:
-    """What is said while a model is loaded, with where one comes from that is no folder."""
+    """What is said while a model, or several, are loaded, with where one comes from that is no folder."""
     where = ""
-    if isinstance(model, str) and model != "bundled" and not Path(model).exists():
+    if isinstance(model, tuple):
+        model = ", ".join(model)
+    elif isinstance(model, str) and model != "bundled" and not Path(model).exists():
         where = " from the cache or huggingface.co"
-    return f"Loading {_shown(model)}{where} ..."
-
-
-def _shown(value: Any) -> str:
-    """One value, or several separated by commas."""
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return str(value)
+    return f"Loading {model}{where} ..."
 
 
 def click_parameter(one: Parameter) -> click.Parameter:
@@ -311,19 +318,13 @@ def click_parameter(one: Parameter) -> click.Parameter:
     flags = one.flag
     if kind is click.BOOL and one.default is not False:
         flags = f"{one.flag}/--no-{one.flag[2:]}"
-    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": metavar_of(one, kind), "help": text}
+    metavar = one.option.metavar or {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)  # None: that of click
+    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": metavar, "help": text}
     if one.required:
         settings["required"] = True
     else:
         settings["default"] = None
     return click.Option([one.name, flags], is_flag=kind is click.BOOL, **settings)
-
-
-def metavar_of(one: Parameter, kind: Any) -> str | None:
-    """The placeholder of an option's value in the help; None: that of click."""
-    if one.option.metavar is not None:
-        return one.option.metavar
-    return {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)
 
 
 def click_type(one: Parameter) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,15 +23,10 @@ from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import cell
 
 
-@command(
-    words="generate",
-    group="Look",
-    help="Continue a prompt under a patch, policy or guard.",
-)
-def print_generated(
-    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
+def answer_of(
+    prompt: Hidden,
+    on_text: Hidden,
     *,
-    prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -45,14 +40,13 @@ def print_generated(
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
-    raw: bool = False,
-    progress: Hidden = None,
-) -> None:
-    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
+    progress: Hidden = silent,
+) -> Generated:
+    """Load a model, and continue a prompt.
 
     Args:
         prompt: The prompt.
-        prompt_file: File with the prompt; - is standard input.
+        on_text: Called with each piece of text, as in `generate`.
         model: A short name, hub id, folder or .gguf file. By default the model in the package.
         revision: Branch, tag or commit on the hub.
         backend: Load the model as this kind of object.
@@ -67,6 +61,47 @@ def print_generated(
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
+        progress: Called as `progress(what, done, total)`.
+    """
+    if rewind is not None and not guard:
+        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
+    rewinds = guard and rewind is not False
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
+    loaded = load(model, backend=backend, revision=revision, device=device, dtype=dtype)
+    progress("writing", 0, 0)
+    (answer,) = generate(
+        loaded,
+        prompt,
+        interventions=edit,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        bos=bos,
+        on_text=on_text,
+        progress=progress if rewinds else silent,  # other text is shown as it comes
+    )
+    return answer
+
+
+@command(
+    words="generate",
+    group="Look",
+    help="Continue a prompt under a patch, policy or guard.",
+    options_of=answer_of,
+)
+def print_generated(
+    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
+    *,
+    prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
+    raw: bool = False,
+    progress: Hidden = None,
+    **options: Any,
+) -> None:
+    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
+
+    Args:
+        prompt: The prompt.
+        prompt_file: File with the prompt; - is standard input.
         raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
         progress: Called as `progress(what, done, total)`.
 
@@ -75,39 +110,21 @@ def print_generated(
     """
     if (prompt is None) == (prompt_file is None):
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
-    if rewind is not None and not guard:
-        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
-
-    progress = progress or silent
     line = StreamedLine(sys.stdout)
 
     def show(_: int, piece: str) -> None:
         end_bar(progress)
         print(line.fitted(piece if raw else visible(piece)), end="", flush=True)  # stays on the screen after Ctrl-C
 
-    interventions = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind is not False))
-    progress("loading the model", 0, 0)
-    loaded = load(model, backend=backend, revision=revision, device=device, dtype=dtype)
-    progress("writing", 0, 0)
-    (answer,) = generate(
-        loaded,
-        prompt_file if prompt is None else prompt,
-        interventions=interventions,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        bos=bos,
-        on_text=show,
-        progress=progress if guard and rewind is not False else silent,  # other text is shown as it comes
-    )
+    answer = answer_of(prompt_file if prompt is None else prompt, show, progress=progress, **options)
     end_bar(progress)  # of an answer without text
     print()
-    if policy is not None and answer.held is not None:
-        note(_cache_use(policy, answer))
+    if "policy" in options and answer.held is not None:
+        note(_cache_use(options["policy"], answer))
     acts = sum(event.kind == "guard" for event in answer.events)
     if acts:
         note(f"The guard stepped in {count_of(acts, 'time')}:")
-    elif guard:
+    elif options.get("guard"):
         note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
     for event in answer.events:
         if event.kind == "guard":

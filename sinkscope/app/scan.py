@@ -126,6 +126,10 @@ PARTS = (
 """What a scan runs, in the order of the card."""
 
 
+Outcomes = list[tuple[Part, Result | str]]
+"""Parts with their results, or with why there is none."""
+
+
 @dataclass(frozen=True)
 class FinishedPart(Keyed):
     """A part whose result is already in the folder."""
@@ -175,58 +179,67 @@ def scan(
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
-    progress = progress or silent
     other = None if against is None else read_card(against)
     edit = None if patch is None else SinkPatch.load(patch)
-    options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "seed": seed}
-    setup = _opened(model, quick, {**options, "text": text, "tokenizer": tokenizer})
+    options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "text": text, "seed": seed}
+    setup = _opened(model, quick, {**options, "tokenizer": tokenizer, "progress": progress})
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     settings = _settings(setup, quick, patch)
-    parts: list[CardPart] = []
-    results: dict[str, Result] = {}
-    chosen = [part for part in PARTS if not quick or part.quick is not None]
     with Folder(folder, settings, FinishedPart, option="--out") as kept:
-        for number, part in enumerate(chosen):
-            progress(f"scan: {part.command}", 100 * number, 100 * len(chosen))
-            inside = part_of(progress, 100 * number, 100, 100 * len(chosen))
-            outcome: Result | str | None = None
-            if part.name in kept.records:
-                with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
-                    outcome = Result.load(folder / part.file)
-            if outcome is None:
-                outcome = _measured(part, replace(setup, progress=inside), edit, quick)
-                if isinstance(outcome, Result):
-                    outcome.save(folder / part.file)
-                    kept.append([FinishedPart(part.name)])
-            parts.append(card_part(part, outcome))
-            if isinstance(outcome, Result):
-                results[part.name] = outcome
-        info = setup.info()
-        if patch is not None:
-            info = replace(info, name=f"{info.name} patched")
-        seconds = round(sum(part.seconds for part in parts), 3)
-        made = replace(setup.provenance(), seconds=seconds)
-        card = SinkCard(quick=quick, parts=tuple(parts), model=info, settings=settings, provenance=made)
+        outcomes = _outcomes(kept, folder, setup, edit, quick)
+        card = _card(setup, settings, outcomes)
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        save_document(folder / PAGE, _page(card, results))
+        save_document(folder / PAGE, _page(card, outcomes))
     if written is not None:
         written("Card", folder / PAGE)
     return card
 
 
-def _page(card: SinkCard, results: dict[str, Result]) -> str:
+def _outcomes(
+    kept: Folder[FinishedPart], folder: Path, setup: Setup, edit: Intervention | None, quick: bool
+) -> Outcomes:
+    """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
+    outcomes: Outcomes = []
+    chosen = [part for part in PARTS if not quick or part.quick is not None]
+    for number, part in enumerate(chosen):
+        setup.progress(f"scan: {part.command}", 100 * number, 100 * len(chosen))
+        inside = part_of(setup.progress, 100 * number, 100, 100 * len(chosen))
+        outcome: Result | str | None = None
+        if part.name in kept.records:
+            with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
+                outcome = Result.load(folder / part.file)
+        if outcome is None:
+            outcome = _measured(part, replace(setup, progress=inside), edit, quick)
+            if isinstance(outcome, Result):
+                outcome.save(folder / part.file)
+                kept.append([FinishedPart(part.name)])
+        outcomes.append((part, outcome))
+    return outcomes
+
+
+def _card(setup: Setup, settings: dict[str, Any], outcomes: Outcomes) -> SinkCard:
+    """The card of these outcomes."""
+    parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
+    info = setup.info()
+    if settings["patch"] is not None:
+        info = replace(info, name=f"{info.name} patched")
+    made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
+    return SinkCard(quick=settings["quick"], parts=parts, model=info, settings=settings, provenance=made)
+
+
+def _page(card: SinkCard, outcomes: Outcomes) -> str:
     """The card's page: tiles, the norm per layer, all numbers; then each part, closed."""
     first = card.first_screen()
-    if "find_sinks" in results:
-        first += plot(results["find_sinks"].figure(), CARD)
-    first += "".join(grid.html() for grid in card.grids())
-    commands = {part.name: part.command for part in card.parts}
     sections: list[Section] = []
-    for name, one in {**results, "card": card}.items():
-        section = folded(result_section(one), one.conclusion())
-        sections.append(replace(section, kind=commands.get(name, "scan")))
+    for part, outcome in outcomes:
+        if isinstance(outcome, Result):
+            sections.append(replace(folded(result_section(outcome), outcome.conclusion()), kind=part.command))
+            if part.name == "find_sinks":
+                first += plot(outcome.figure(), CARD)
+    first += "".join(grid.html() for grid in card.grids())
+    sections.append(replace(folded(result_section(card), card.conclusion()), kind="scan"))
     return document(f"Sink card of {card.model.name}", sections, card.about(), kind=card.kind, first=first)
 
 

@@ -27,7 +27,7 @@ from sinkscope.measure import Natural, Number, Option, Result, Setup, Whole, mea
 from sinkscope.measure.attention_texts import ordinary_ids, prompt_ids
 from sinkscope.models.checks import attending_layers, check_length, check_site
 from sinkscope.models.inputs import read_row
-from sinkscope.results.notation import head_name, head_names, word_form, word_list
+from sinkscope.results.notation import head_name, word_form, word_list
 from sinkscope.results.style import ORANGE, figure_of, long_table
 from sinkscope.tap.internals import attention_name
 from sinkscope.tap.stock import NAME
@@ -79,9 +79,9 @@ class HeadTracks:
 
     def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
-        by_position = rows.by_position(self.length)[0]
-        self._add_offsets(by_position, rows.query_pos[0])
-        self._add_picture(by_position.cpu(), rows.query_pos[0].cpu())
+        by_position, query_pos = rows.by_position(self.length)[0], rows.query_pos[0]
+        self._add_offsets(by_position, query_pos)
+        self._add_picture(by_position.cpu(), query_pos.cpu())
 
     def _add_offsets(self, by_position: Float[Tensor, "head query pos"], query_pos: Int[Tensor, " query"]) -> None:
         """Mass on the suffix, and share on the same offsets as `shift` rows before."""
@@ -197,7 +197,8 @@ class Barcode(Result):
         if self.onset is not None:
             lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
         if self.locked:
-            lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {head_names(self.locked)}.")
+            locked = word_list([head_name(*head) for head in self.locked], 8)
+            lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {locked}.")
         for kind, steps in self.events.items():
             lines.append(f"Steps at which the {kind} acted: {word_list(steps, 8)}.")
         return lines

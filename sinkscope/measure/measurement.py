@@ -12,11 +12,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
+from sinkscope.files.catalog import Command
 from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
-from sinkscope.results.options import Mark, Output, Parameter, introduction, parameters_of, section
+from sinkscope.results.options import Output, Parameter, introduction, parameters_of, section
 from sinkscope.results.result import Result
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Measurement(Generic[P, R]):
     """
 
     function: Callable[Concatenate[Setup, P], R]
-    mark: Mark
+    command: Command
     loading: Loading
     edits: bool
     outputs: Sequence[Output]
@@ -201,7 +202,8 @@ def measurement(
         if figure is not None:
             result_class.drawing = figure
         said = (words or function.__name__).replace("_", "-")
-        mark = Mark(said, group, help or f"See sinkscope {said} --help.")
-        return Measurement(function, mark, loading, edits, outputs, check)
+        target = f"{function.__module__}:{function.__name__}"
+        command = Command(said, target, group, help or f"See sinkscope {said} --help.", measures=True)
+        return Measurement(function, command, loading, edits, outputs, check)
 
     return wrap

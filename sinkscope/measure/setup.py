@@ -206,8 +206,7 @@ class Setup:
         parts: dict[int, list[Tensor]] = {}
 
         def keep(rows: Any) -> None:
-            by_position = rows.by_position(len(row))[:, :, -1:]
-            parts.setdefault(rows.layer, []).append(by_position.cpu())
+            parts.setdefault(rows.layer, []).append(rows.by_position(len(row))[:, :, -1:].cpu())
 
         edit = watched(self.edit, Observe(keep, layers, last=1))
         ids = row.tolist()

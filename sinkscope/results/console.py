@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any
+from typing import Any, ClassVar
 
 from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
 
-ERASE = "\x1b[K"
-"""Makes a terminal erase what stands from the cursor to the end of the line."""
+ERASE = "\r\x1b[K"
+"""Makes a terminal erase the line."""
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 """Make a terminal begin and end bold type."""
@@ -29,15 +27,17 @@ class ProgressBar:
     """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
 
     It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
-    and must end before anything is printed, because it is painted over what stands in its line.
+    and must end before anything but a note is printed, because it is painted over what stands in its line.
+    Bars of other libraries, such as that of a download, take turns with it there.
     """
+
+    shown: ClassVar[bool] = False
+    """Whether one stands on the screen."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
         self._ended = False
-        self._waiting: threading.Thread | None = None
-        self._erased = threading.Event()
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -45,27 +45,13 @@ class ProgressBar:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
         if self._bar is None and not self._ended and sys.stderr.isatty():
-            self._erase()
-            self._start()
+            self._make()
         if self._bar is not None:
             count = f"{done}/{total}" if total else ""
             self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
+            self._bar.start()  # the first time
 
-    def wait(self, words: str) -> None:
-        """Say at once what takes a while, in a line over which the bar and everything else is printed."""
-        if is_terminal(sys.stderr):
-            self._waiting = threading.Thread(target=_count_seconds, args=(words, self._erased), daemon=True)
-            self._waiting.start()
-
-    def _erase(self) -> None:
-        if self._waiting is not None:
-            self._erased.set()
-            self._waiting.join()
-            self._waiting = None
-            sys.stderr.write(ERASE)
-            sys.stderr.flush()
-
-    def _start(self) -> None:
+    def _make(self) -> None:
         from rich import progress as rich
         from rich.console import Console
 
@@ -74,31 +60,21 @@ class ProgressBar:
         times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
         console = Console(stderr=True)
         shown = (words, rich.BarColumn(), count, *times)
-        self._bar = rich.Progress(*shown, console=console, transient=True, redirect_stdout=False)
+        options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 2}
+        self._bar = rich.Progress(*shown, console=console, transient=True, **options)
+        ProgressBar.shown = True
         self._task = self._bar.add_task("", total=None, count="")
-        self._bar.start()
 
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
         self._ended = True
-        self._erase()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            ProgressBar.shown = False
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-def _count_seconds(words: str, erased: threading.Event) -> None:
-    """Show words, and the seconds that have passed since, in one line of the terminal until it is erased."""
-    started, shown = time.monotonic(), words
-    while True:
-        sys.stderr.write(visible(shown)[: terminal_width() - 1] + "\r")
-        sys.stderr.flush()
-        if erased.wait(1):
-            return
-        shown = f"{words} {time.monotonic() - started:.0f} s"
 
 
 def end_bar(progress: Any) -> None:
@@ -154,7 +130,7 @@ class StreamedLine:
 def note(message: str) -> None:
     """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
-        erased = ERASE if is_terminal(sys.stderr) else ""
+        erased = ERASE if ProgressBar.shown else ""
         print(erased + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         drop(sys.stderr)

@@ -47,11 +47,6 @@ def neuron_names(sites: Iterable[Sequence[int]], most: int = 8) -> str:
     return word_list([neuron_name(*site) for site in sites], most)
 
 
-def head_names(sites: Iterable[tuple[int, int]], most: int = 8) -> str:
-    """Names in a list, and how many more there are; a site is (layer, head)."""
-    return word_list([head_name(*site) for site in sites], most)
-
-
 def word_list(things: Sequence[object], most: int = 12) -> str:
     """The items of a list joined in words: "a", "a and b", "a, b and c", "a, b and 3 more"; "none" of an empty list.
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 from pydantic import Field
 
+from sinkscope.files.catalog import Command
 from sinkscope.files.records import Wording, between, checked_value
 
 
@@ -47,42 +48,29 @@ Hidden = Annotated[Any, Option(hidden=True)]
 
 @dataclass(frozen=True)
 class Output:
-    """A file that a command writes in addition to JSON, HTML and PNG.
+    """A file that a command writes from its result.
 
     Attributes:
         name: Name of the option, without dashes.
         help: One sentence for the help.
-        save: Called with the result and the path. It writes the whole file or nothing. Text that it returns is printed
-            as a note on standard error.
+        save: Called with the result, the path, and whether any file may be replaced. It writes the whole file or
+            nothing. Text that it returns is printed as a note on standard error.
         required: Whether the option must be given.
         word: What stands before its path once it is written.
         kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
+        metavar: Placeholder for the path in the help; with "|-", a dash is standard output.
     """
 
     name: str
     help: str
-    save: Callable[[Any, str], object]
+    save: Callable[[Any, str, bool], object]
     required: bool = False
     word: str = "File"
     kind: str | None = None
+    metavar: str = "FILE"
 
 
 C = TypeVar("C", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Mark:
-    """How the help lists a command.
-
-    Attributes:
-        words: What is typed, such as "bench table".
-        group: Heading under which the help lists it.
-        help: One line.
-    """
-
-    words: str
-    group: str
-    help: str
 
 
 def command(*, words: str, group: str, help: str, options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
@@ -91,13 +79,14 @@ def command(*, words: str, group: str, help: str, options_of: Callable[..., Any]
     `python -m tools.commands` writes it into the table of commands.
 
     Args:
-        words: As for `Mark`, and so are `group` and `help`.
+        words: As for `Command`, and so are `group` and `help`.
         options_of: Function whose options the command has as well; they arrive in its `**settings`.
     """
 
     def wrap(function: C) -> C:
         made = checks_arguments()(function)
-        vars(made)["mark"] = Mark(words, group, help)
+        target = f"{function.__module__}:{function.__name__}"
+        vars(made)["command"] = Command(words, target, group, help, measures=False)
         if options_of is not None:
             own = {one.name: one for one in parameters_of(function)}
             every = {one.name: one for one in parameters_of(options_of)} | own

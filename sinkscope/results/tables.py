@@ -123,18 +123,16 @@ class Grid:
 
         shown = self.narrow(width)
         note = shown.note
-        heads: list[list[str]] = []
-        for name, cells in shown.columns.items():
-            heads.append(wrap(_words(name), _width(name, cells)))
-        height = max(map(len, heads), default=0)
-        blocks: list[list[str]] = []
         lines_of_rows = [max(map(_lines, row)) for row in zip(*shown.columns.values(), strict=True)]
-        for head, (name, cells) in zip(heads, shown.columns.items(), strict=True):
+        if rows is not None and rows < len(lines_of_rows):
+            kept = [line for line in note.splitlines() if line.startswith(CONSTANT)]
+            note = "\n".join([*kept, f"{rows} of {max(self.total, len(lines_of_rows))} rows are shown."])
+        heads = {name: wrap(_words(name), _width(name, cells)) for name, cells in shown.columns.items()}
+        height = max(map(len, heads.values()), default=0)
+        blocks: list[list[str]] = []
+        for name, cells in shown.columns.items():
             size = _width(name, cells)
-            if len(cells[:rows]) < len(cells):
-                kept = [line for line in shown.note.splitlines() if line.startswith(CONSTANT)]
-                note = "\n".join([*kept, f"{rows} of {max(self.total, len(cells))} rows are shown."])
-            block = [*[""] * (height - len(head)), *head]
+            block = [*[""] * (height - len(heads[name])), *heads[name]]
             for cell, lines in zip(cells[:rows], lines_of_rows, strict=False):
                 block += [*cell.split("\n"), *[""] * (lines - _lines(cell))]
             if all(map(_NUMBER.fullmatch, cells)):
@@ -291,21 +289,17 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
-    parts: list[Any] = list(get_type_hints(cls).values())
-    for part in parts:  # the list grows by what is inside
-        parts += get_args(part)
-        if isinstance(part, type) and is_dataclass(part):
-            parts += [hint for hint in get_type_hints(part).values() if hint not in parts]
+    parts: list[Any] = [cls]
     by_class: list[dict[str, str]] = []
-    for one in (*parts, cls):
-        for base in getattr(one, "__mro__", ()):
-            if is_dataclass(base):
-                by_class.append(descriptions_of(inspect.cleandoc(base.__doc__ or ""), "Attributes"))
-    by_class.reverse()  # of several that describe as many columns, the first counts
-    by_class.sort(key=lambda own_words: len(own_words.keys() & set(names)))
+    for part in parts:  # the list grows by what is inside
+        inside = [*get_args(part)]
+        if isinstance(part, type) and is_dataclass(part):
+            inside += [*get_type_hints(part).values(), *part.__bases__]
+            by_class.append(descriptions_of(inspect.cleandoc(part.__doc__ or ""), "Attributes"))
+        parts += [one for one in inside if one not in parts]
     descriptions: dict[str, str] = {}
-    for words in by_class:
-        descriptions |= words
+    for words in sorted(reversed(by_class), key=lambda words: len(words.keys() & set(names))):
+        descriptions |= words  # of several that describe as many columns, the first class counts
     meaning: dict[str, str] = {}
     for name in names:
         description = own.get(name, "" if name in PLAIN else descriptions.get(name, ""))

@@ -28,10 +28,10 @@ def test_help_and_typing_errors_load_no_torch_and_the_wait_is_announced_before_i
 import sys
 from sinkscope.app.cli import main
 from sinkscope.results.console import ProgressBar
-def wait(bar, words):
+def announce(bar, words, done, total):
     print(words, 'torch' in sys.modules)
     raise KeyboardInterrupt
-ProgressBar.wait = wait
+ProgressBar.__call__ = announce
 for words in ('--help', '--modle x', '--top-k 0', '--text none'):
     print(main(['find-sinks', *words.split()]), 'torch' in sys.modules)
 """

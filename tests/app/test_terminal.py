@@ -13,13 +13,14 @@ from textwrap import fill
 
 import pytest
 from sample_results import sample_find_sinks
+from tqdm import tqdm
 
 import sinkscope.app.scan
 from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
 from sinkscope.app.scan import Part, card_part
 from sinkscope.loops.text.streams import Watch
-from sinkscope.results.console import ProgressBar
+from sinkscope.results.console import ProgressBar, note
 from sinkscope.sinks.find.find import find_sinks
 
 pyte = pytest.importorskip("pyte")
@@ -126,7 +127,7 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
     else:
         assert sorted(seen(shown).split("\n")) == sorted(wanted.split("\n"))
     if "demo" in name or name.startswith("generate"):  # what they wait for is said first, and painted over
-        assert shown.startswith("Loading bundled ...") == name.startswith("generate")
+        assert shown.startswith("\x1b[?25lLoading bundled ...") == name.startswith("generate")
     if name.startswith("generate"):
         assert (
             "\x1b[2K" in shown and seen(shown).split()[:9] == piped.out.split()[:9]
@@ -152,9 +153,25 @@ def test_the_seconds_of_waiting_are_counted(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     with ProgressBar() as progress:
-        progress.wait("Loading it ...")
+        progress("Loading it ...", 0, 0)
         time.sleep(1.5)
-        assert terminal.getvalue() == "Loading it ...\rLoading it ... 1 s\r"
+        shown = seen(terminal.getvalue())
+    assert shown.startswith("Loading it ...") and "0:00:01" in shown
+
+
+def test_notes_and_the_bar_of_a_download_each_leave_one_line(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressBar() as progress:
+        progress("Loading it ...", 0, 0)
+        note("note: a word")
+        for _ in tqdm(range(4), desc="download", ncols=60, disable=False, mininterval=0):
+            time.sleep(0.2)
+        note("note: another")
+    first, download, last = seen(terminal.getvalue()).split("\n")
+    assert (first, last) == ("note: a word", "note: another") and download.startswith("download: 100%")
 
 
 def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):
@@ -162,5 +179,5 @@ def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, cap
     words = ["find-sinks", "--text", "no", "--model", "a-model-whose-name-is-longer-than-the-whole-line-of-the-error"]
     main(words)
     status, shown = on_a_terminal(monkeypatch, words)
-    assert status == 2 and shown.startswith(f"Loading {words[-1]} from the ")  # cut at the edge
+    assert status == 2 and "Loading a-model-whose-name-is" in shown
     assert seen(shown) == fill(capfd.readouterr().err, WIDTH)

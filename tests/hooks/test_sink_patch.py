@@ -177,7 +177,11 @@ def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
     candidate = sample_find_sinks().neurons[0]
     patch = SinkPatch(sites=[candidate], value="calibrated", calibrated={candidate: 0.7})
     assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
-    patch.save(tmp_path / "patch.json")
+    file = tmp_path / "patch.json"
+    file.write_text("mine")
+    with pytest.raises(SinkscopeError, match="something that sinkscope did not write"):
+        patch.save(file)
+    patch.save(file, force=True)
     assert "contribution_norm" not in (tmp_path / "patch.json").read_text()
     assert Ablate(sites=[candidate, candidate.site]).checked_sites == Ablate(sites=[candidate.site]).checked_sites
 

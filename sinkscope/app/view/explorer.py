@@ -222,7 +222,4 @@ class Explorer:
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
     """Four significant digits: more only make a file larger."""
-    with np.errstate(divide="ignore"):
-        digits = 3 - np.floor(np.log10(np.abs(values)))
-    factor = 10.0 ** np.where(np.isfinite(digits), digits, 0)
-    return np.round(values * factor) / factor
+    return np.vectorize(lambda value: float(f"{value:.4g}"), otypes=[float])(values)

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from einops import rearrange, reduce
+from einops import rearrange
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
@@ -52,9 +52,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
 
     def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
         rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
-        received[layer, :, : probs.shape[3]] += reduce(probs, "1 head query key -> head key", "sum").cpu()
-        itself = probs[0].diagonal(first_query, 1, 2).cpu()
-        received[layer, :, first_query : first_query + probs.shape[2]] -= itself
+        received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 
     last = LastLogits()
     posts: dict[int, Float[Tensor, "pos neuron"]] = {}
@@ -100,10 +98,7 @@ def norms_of(
 
 def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
     """Positions with at least half of the first token's norm and three times the typical one."""
-    bar = SPIKE_RATIO * sink.scan.typical_norm[sink.layer]
-    first = sink.scan.spike_norm[sink.layer]
-    if first > bar:
-        bar = max(bar, SPIKE_SHARE * first)
+    bar = max(SPIKE_RATIO * sink.scan.typical_norm[sink.layer], SPIKE_SHARE * sink.scan.spike_norm[sink.layer])
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 

@@ -219,13 +219,13 @@ def draw(result: PatchMade) -> go.Figure:
     return figure_of(fig, result, width=1000, height=480)
 
 
-def write_patch(made: PatchMade, path: str) -> str | None:
+def write_patch(made: PatchMade, path: str, force: bool) -> str | None:
     """Write patch.json. A refusal is an error, because a script that goes on must stop; "nothing to patch" is not."""
     if made.verdict in ("refused", "not-repaired"):
         raise RefusedError(f"no patch was written: {made.reason}", page="no-sink")
     if made.verdict != "made":
         return f"{Path(path).name} was not written: there is nothing to patch"
-    made.patch.save(path)
+    made.patch.save(path, force=force)
     return None
 
 
