@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -104,7 +104,7 @@ class Quantize(PlacedEdit):
         (Neuron(layer=1, expert=None, neuron=338),)
     """
 
-    KIND: ClassVar[str] = "rounded"
+    KIND = "rounded"
 
     activations: Bits | None = None
     kv: Bits | None = None
