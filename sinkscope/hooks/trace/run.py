@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Natural
 from sinkscope.hooks.trace.sites import Pattern, Site, resolve
-from sinkscope.models.hooks import on_input, on_output
+from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.inputs import Ids, read_inputs
 from sinkscope.models.norms import norms_of
 from sinkscope.models.target import Target
@@ -80,7 +80,7 @@ class _Kept:
         mask: Which positions of all rows hold tokens; None: all.
     """
 
-    sites = ()
+    sites: Sequence[str] = ()
 
     def __init__(self, reduce: str | Reducer, mask: Ids | None) -> None:
         self.batches: dict[str, dict[int, list[Tensor]]] = {}
@@ -178,27 +178,26 @@ def _not_reached(target: Target, name: str) -> UnsupportedError:
 
 
 def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, readers: list[_Reader]) -> None:
-    hooks: list[tuple[nn.Module, str, Any]] = []
-    of_rows: dict[int, list[Callable[[Tensor], None]]] = {}
+    hooks: list[Hook] = []
     layers = [-1]
-    for site, take in readers:
-        if site.layer is not None:
-            layers.append(site.layer)
-        if site.module is not None:
-            hooks.append((site.module, site.when, _hook(site, take, ids.shape)))
-        else:
-            of_rows.setdefault(layers[-1], []).append(take)
-
-    def show(layer: int, _first: int, rows: Tensor) -> None:
-        for take in of_rows[layer]:
-            take(rows)
-
-    upto = None
-    if 0 <= max(layers) < target.n_layers:
-        upto = max(layers)
-    unembed = any(module is target.hf for module, _, _ in hooks)
-    with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
+    with ExitStack() as stack:
+        for site, take in readers:
+            if site.layer is not None:
+                layers.append(site.layer)
+            if site.module is not None:
+                hooks.append((site.module, site.when, _hook(site, take, ids.shape)))
+            else:
+                stack.enter_context(attention_rows(target, partial(_show, take), layers=layers[-1:]))
+        upto = None
+        if 0 <= max(layers) < target.n_layers:
+            upto = max(layers)
+        unembed = any(module is target.hf for module, _, _ in hooks)
+        stack.enter_context(target.hooks(*hooks))
         target.forward(ids, mask, unembed=unembed, upto=upto)
+
+
+def _show(take: Callable[[Tensor], None], _layer: int, _first: int, rows: Tensor) -> None:
+    take(rows)
 
 
 def _hook(site: Site, take: Callable[[Tensor], None], shape: torch.Size) -> Any:
