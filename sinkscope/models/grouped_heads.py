@@ -20,8 +20,9 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
         if adapter.qkv_layout == "by head":
             split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
             return split[index]
+        width = int(getattr(target.config, "head_dim", None) or target.d_model // target.n_heads)
         heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
-        tensor = tensor.split([count * target.head_width for count in heads], -1)[index]
+        tensor = tensor.split([count * width for count in heads], -1)[index]
     count = target.n_kv_heads
     if which == "q":
         count = target.n_heads

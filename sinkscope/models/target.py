@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
@@ -197,6 +197,13 @@ class Target(Parts):
         if not self.has_part(layer, part):
             return []
         return [(self.sub(layer, part), when, function) for function in functions]
+
+    def mlp_writers(self, layer: int) -> list[nn.Module]:
+        """The modules whose sum is what the MLP gives: one, or a mixture and a shared expert that stands beside it."""
+        writers = [self.sub(layer, "mlp")]
+        if self.has_shared(layer) and not f"{self.path(layer, 'down')}.".startswith(f"{self.path(layer, 'mlp')}."):
+            writers.append(self.sub(layer, "down"))
+        return writers
 
     def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
         """Hooks by which `see` gets what the MLP gives, before any norm after it."""

@@ -10,74 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Args, Kwargs, hidden_of
+from sinkscope.tap.own_attention import OwnAttention
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 _BIASES = ("alibi", "position_bias")  # arguments with a number for each head and key, which is added to the scores
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionParts:
-    """What one module attended with.
-
-    Attributes:
-        module: The module.
-        layer: Number of its decoder layer.
-        query: Queries as they meet the keys.
-        key: Keys of everything in the layer's cache.
-        value: Values of everything in the layer's cache.
-        output: What it computed.
-        scores: Function that gives the scores of some queries, before the softmax.
-        bias: Number for each head and each column so far that is added to the scores; None if there is none.
-        lacks_bias: Whether the scores lack it, because the module was called with zeros in its place.
-    """
-
-    module: nn.Module
-    layer: int
-    query: Float[Tensor, "batch head query d_head"]
-    key: Float[Tensor, "batch kv_head key d_head"]
-    value: Float[Tensor, "batch kv_head key d_value"]
-    output: Float[Tensor, "batch query head d_value"]
-    scores: Callable[[slice], Float[Tensor, "batch head query key"]]
-    bias: Float[Tensor, "_ head _"] | None = None
-    lacks_bias: bool = False
-
-
-def bias_at(
-    bias: Float[Tensor, "_ head _"], pos: Int[Tensor, "batch kv_head key"], columns: Int[Tensor, "batch column"]
-) -> Float[Tensor, "batch head 1 key"]:
-    """A bias for keys at true positions.
-
-    Args:
-        bias: Number for each head and column; the last ones are those of all tokens so far.
-        pos: True position of each key; what is given where there is none means nothing.
-        columns: True positions of all tokens so far; -1 at padding.
-    """
-    batch, seen = columns.shape
-    heads = bias.shape[1]
-    column_of = columns.new_zeros(batch, seen + 1)  # the last is for padding
-    place = torch.where(columns < 0, seen, columns)
-    column_of.scatter_(1, place, torch.arange(seen, device=columns.device).expand(batch, seen))
-    at = column_of.gather(1, pos.clamp(min=0).flatten(1)).view(pos.shape)
-    at = per_query_head(at, heads).expand(batch, heads, -1)
-    found = bias[..., -seen:].expand(batch, heads, seen).gather(-1, at)
-    return rearrange(found, "batch head key -> batch head 1 key").float()
-
-
-Attend = Callable[[AttentionParts], Tensor]
-"""Gives the output `[batch query head d_value]`: that of the parts, or another in its place."""
+Attend = Callable[[OwnAttention], Tensor]
+"""Gives the output `[batch query head d_value]`: the module's own, or another in its place."""
 
 
 class _Reader(TorchFunctionMode):
@@ -145,15 +94,23 @@ class _Reader(TorchFunctionMode):
 
     def _replaced(self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Any) -> Tensor:
         self.attended += 1
-        query = self._by_head(query)
+        query, key, value = self._by_head(query), self._by_head(key), self._by_head(value)
         output = self._by_head(result).transpose(1, 2)
-        bias = self._bias
-        if bias is not None:
-            bias = bias.reshape(-1, query.shape[1], bias.shape[-1])
-        key, value = self._by_head(key), self._by_head(value)
-        other = self.attend(
-            AttentionParts(self.module, self.layer, query, key, value, output, scores, bias, self._lacks_bias)
+        call = OwnAttention(
+            self.module,
+            self.layer,
+            query,
+            key,
+            value,
+            mask=None,
+            settings={},
+            output=output,
+            scores=scores,
+            lacks_bias=self._lacks_bias,
         )
+        if self._bias is not None:
+            call.bias = self._bias.reshape(-1, query.shape[1], self._bias.shape[-1])
+        other = self.attend(call)
         if other is output:
             return result
         return other.transpose(1, 2).reshape(result.shape).to(result.dtype)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import per_query_head
-from sinkscope.tap.attention_modules import AttentionParts, bias_at
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.rows import Rows
 from sinkscope.tap.view import View
@@ -23,10 +22,14 @@ class OwnAttention(Attention):
     """Attention that a module outside transformers' attention interface computes itself.
 
     Attributes:
-        parts: What it attended with.
+        output: What the module computed.
+        scores: Function that gives the module's own scores of some queries, before the softmax.
+        lacks_bias: Whether the scores lack the bias, because the module was called with zeros in its place.
     """
 
-    parts: AttentionParts = field(kw_only=True)
+    output: Float[Tensor, "batch query head d_value"] = field(kw_only=True)
+    scores: Callable[[slice], Float[Tensor, "batch head query key"]] = field(kw_only=True)
+    lacks_bias: bool = field(kw_only=True)
 
     @property
     def scaling(self) -> float:
@@ -40,12 +43,12 @@ class OwnAttention(Attention):
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
-        last = self.parts.scores(slice(self.queries - 1, self.queries))
+        last = self.scores(slice(self.queries - 1, self.queries))
         return last[:, :1] > self._hidden_below
 
     def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
         """The keys that the module shows to some of the queries."""
-        return self.parts.scores(part)[:, :1] > self._hidden_below
+        return self.scores(part)[:, :1] > self._hidden_below
 
     @property
     def _hidden_below(self) -> float:
@@ -56,16 +59,16 @@ class OwnAttention(Attention):
         """The bias of each key."""
         if self.bias is None:
             return None
-        assert self.view is not None and self.view.columns is not None
-        return bias_at(self.bias, self.view.pos, self.view.columns)
+        assert self.view is not None
+        return self.view.of_keys(self.bias)
 
     @cached_property
     def _fit(self) -> tuple[float, float]:
         """The factor between products and scores of the last query, and how far these are from it, relatively."""
-        scores = self.parts.scores(slice(self.queries - 1, self.queries)).float()
+        scores = self.scores(slice(self.queries - 1, self.queries)).float()
         seen = scores > self._hidden_below
         bias = self._key_bias()
-        if bias is not None and not self.parts.lacks_bias:
+        if bias is not None and not self.lacks_bias:
             scores = scores - bias
         key = per_query_head(self.key.float(), self.query.shape[1])
         products = (self.query[:, :, -1:].float() @ key.mT)[seen]
@@ -79,9 +82,9 @@ class OwnAttention(Attention):
 
     def stock(self, mask: Tensor | None) -> Output:
         """The module's own attention."""
-        if self.parts.lacks_bias:
+        if self.lacks_bias:
             return self.under_view(), None
-        return self.parts.output, None
+        return self.output, None
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The module's own attention over what `view` shows."""
@@ -98,8 +101,8 @@ class OwnAttention(Attention):
         return super().row_function()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
-        scores = self.parts.scores(part).float()
-        if self.parts.lacks_bias:
+        scores = self.scores(part).float()
+        if self.lacks_bias:
             bias = self._key_bias()
             assert bias is not None
             scores = scores + bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,11 +70,10 @@ def attention_errors(target: Target) -> tuple[float, float]:
             hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
-        with attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+        tap = nullcontext() if is_bridge else listening(target, keep_values)
+        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
             target.forward(ids, upto=layers[-1])
         if not is_bridge:
-            with listening(target, keep_values):
-                target.forward(ids, upto=layers[-1])
             with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
                 target.forward(ids, upto=layers[-1])
     for layer in layers:

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
-from sinkscope.tap.attention_modules import bias_at
 from sinkscope.tap.view import View
 
 Rows = Float[Tensor, "batch head query key"]
@@ -54,7 +53,7 @@ def rows_by_view(
     if view is not None:
         mask = per_query_head(view.sees(), query.shape[1])
         if bias is not None and view.columns is not None:
-            added = bias_at(bias, view.pos, view.columns)
+            added = view.of_keys(bias)
     last = key.shape[2] - 1
     return attention_probs(
         query, key, mask, scaling=scaling, first_query=last, softcap=softcap, sinks=sinks, bias=added

@@ -24,7 +24,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.models.target import Target, without_compiler
-from sinkscope.tap.attention_modules import AttentionParts, reading
+from sinkscope.tap.attention_modules import reading
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention
 from sinkscope.tap.listeners import HANDLERS, Handler, leave, listen, listeners_to
@@ -93,9 +93,7 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
         masks = any(handler.masks for handler in listeners)
         return masks or not all(handler.idle for handler in listeners), masks
 
-    def attend(parts: AttentionParts) -> Tensor:
-        qkv = (parts.query, parts.key, parts.value)
-        call = OwnAttention(parts.module, parts.layer, *qkv, None, {}, bias=parts.bias, parts=parts)
+    def attend(call: OwnAttention) -> Tensor:
         for handler in listeners_to(configs):
             handler.see(call)
         return call.finish()[0]

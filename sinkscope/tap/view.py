@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jaxtyping import Bool, Int
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from sinkscope.models.grouped_heads import per_query_head
 
 
 class ChunkWindow(int):
@@ -57,3 +61,20 @@ class View:
             place = pos[:, :1, None].clamp(min=0).expand(-1, *self.chosen.shape[1:3], -1)
             visible = visible & self.chosen.gather(-1, place)
         return visible
+
+    def of_keys(self, bias: Float[Tensor, "_ head _"]) -> Float[Tensor, "batch head 1 key"]:
+        """A bias for the keys; what is given where there is none means nothing.
+
+        Args:
+            bias: Number for each head and column; the last ones are those of all tokens so far.
+        """
+        assert self.columns is not None
+        batch, seen = self.columns.shape
+        heads = bias.shape[1]
+        column_of = self.columns.new_zeros(batch, seen + 1)  # the last is for padding
+        place = torch.where(self.columns < 0, seen, self.columns)
+        column_of.scatter_(1, place, torch.arange(seen, device=place.device).expand(batch, seen))
+        at = column_of.gather(1, self.pos.clamp(min=0).flatten(1)).view(self.pos.shape)
+        at = per_query_head(at, heads).expand(batch, heads, -1)
+        found = bias[..., -seen:].expand(batch, heads, seen).gather(-1, at)
+        return rearrange(found, "batch head key -> batch head 1 key").float()

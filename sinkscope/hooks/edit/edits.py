@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -51,7 +51,7 @@ class NeuronEdit(PlacedEdit):
     neurons: InitVar[int | str | Sequence[int | SiteLike]] = ()
     site: Where = "post"
 
-    KIND: ClassVar[str] = "edited"
+    KIND = "edited"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         several = listed("neurons", neurons)
@@ -163,7 +163,7 @@ class Ablate(NeuronEdit):
     positions: Positions = None
     heads: str | Sequence[str | Sequence[int]] = ()
 
-    KIND: ClassVar[str] = "ablated"
+    KIND = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,32 +28,26 @@ from sinkscope.hooks.edit.sites import (
     listed,
     site_of,
 )
-from sinkscope.hooks.trace.sites import resolve
+from sinkscope.hooks.trace.sites import Site, resolve
 from sinkscope.models.checks import check_site
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]
 
 
-@dataclass(frozen=True, eq=False)
-class LinearModule:
-    """A linear module of a decoder layer, with its name in the Hugging Face model."""
+def linear_modules(target: Target) -> list[Site]:
+    """The inputs of the linear modules of all decoder layers, by their names in the Hugging Face model, in its order.
 
-    name: str
-    layer: int
-    module: nn.Module
-
-
-def linear_modules(target: Target) -> list[LinearModule]:
-    """The linear modules of all decoder layers, in the order in which the model registers them."""
+    What passes there counts as one head.
+    """
     names = {module: name for name, module in target.hf.named_modules()}
-    modules = []
+    sites: list[Site] = []
     for layer, block in enumerate(target.layers):
         for module in block.modules():
             if isinstance(module, nn.Linear | Conv1D):
                 name = names[module].replace("._original_component", "")  # of a bridge
-                modules.append(LinearModule(name, layer, module))
-    return modules
+                sites.append(Site(name, layer, module, "pre", partial(torch.unsqueeze, dim=-2)))
+    return sites
 
 
 def down_projection(target: Target, layer: int) -> Any:
@@ -63,11 +57,10 @@ def down_projection(target: Target, layer: int) -> Any:
 
 
 class _Rounded(NamedTuple):
-    """Values that are rounded: the heads in what passes, by how many bits, and which numbers of each stay exact."""
+    """Values that are rounded: where, to how many bits, and which numbers of each head stay exact."""
 
-    layer: int
-    name: str
-    heads: Callable[[Tensor], Tensor]
+    layer: int | None
+    site: Site
     bits: int
     exact: list[int]
 
@@ -104,7 +97,7 @@ class Quantize(PlacedEdit):
         (Neuron(layer=1, expert=None, neuron=338),)
     """
 
-    KIND: ClassVar[str] = "rounded"
+    KIND = "rounded"
 
     activations: Bits | None = None
     kv: Bits | None = None
@@ -131,24 +124,24 @@ class Quantize(PlacedEdit):
     def places_in(self, target: Target) -> list[tuple[Place, Any]]:
         """The inputs of linear modules, and the outputs of the projections of keys and values."""
         channels: dict[nn.Module, list[int]] = {}
-        for site in map(site_of, self.neurons):
-            check_site(target, site.layer, site.neuron, site.expert)
-            if not target.is_mixture(site.layer):
-                channels.setdefault(down_projection(target, site.layer), []).append(site.neuron)
-        modules = linear_modules(target)
-        self._check_layers(target, [one.name for one in modules])
-        places: list[tuple[Place, Any]] = []
-        for one in modules:
-            if self.activations is not None and one.layer not in self.layers and one.name not in self.layers:
-                exact = channels.get(one.module, [])
-                of = _Rounded(one.layer, one.name, partial(torch.unsqueeze, dim=-2), self.activations, exact)
-                places.append((Place(one.module, "pre"), of))
+        for neuron in map(site_of, self.neurons):
+            check_site(target, neuron.layer, neuron.neuron, neuron.expert)
+            if not target.is_mixture(neuron.layer):
+                channels.setdefault(down_projection(target, neuron.layer), []).append(neuron.neuron)
+        linear = linear_modules(target)
+        self._check_layers(target, [site.name for site in linear])
+        sites: list[tuple[Site, int]] = []
+        for site in linear:
+            if self.activations is not None and site.layer not in self.layers and site.name not in self.layers:
+                sites.append((site, self.activations))
         for layer in target.attending:
             if self.kv is not None and layer not in self.layers:
-                for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
-                    assert site.module is not None  # only attention rows have none
-                    of = _Rounded(layer, site.name, site.cut, self.kv, [])
-                    places.append((Place(site.module, "post"), of))
+                sites += [(site, self.kv) for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"])]
+        places: list[tuple[Place, Any]] = []
+        for site, bits in sites:
+            assert site.module is not None  # only attention rows have none
+            of = _Rounded(site.layer, site, bits, channels.get(site.module, []))
+            places.append((Place(site.module, site.when), of))
         return places
 
     def _check_layers(self, target: Target, names: Sequence[str]) -> None:
@@ -173,13 +166,13 @@ class Quantize(PlacedEdit):
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
         """The values rounded, except those that are to stay exact."""
         index, of = values.index, values.of
-        old = of.heads(values.old)
+        old = of.site.cut(values.old)
         exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
         exact[..., of.exact] = True
         largest = self._largest(old.masked_fill(exact, 0), values.memory)
-        values.log_rows(self.KIND, of.name, "numbers", (~exact).flatten(1).sum(1), index.amax(1))
+        values.log_rows(self.KIND, of.site.name, "numbers", (~exact).flatten(1).sum(1), index.amax(1))
         new = values.old.clone()
-        of.heads(new).copy_(torch.where(exact, old, rounded(old, largest, of.bits)))
+        of.site.cut(new).copy_(torch.where(exact, old, rounded(old, largest, of.bits)))
         return new
 
     def _exact_tokens(self, index: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:

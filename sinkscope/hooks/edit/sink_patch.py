@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -89,7 +89,7 @@ class SinkPatch(NeuronEdit):
     calibrated: Mapping[Any, float] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
-    KIND: ClassVar[str] = "patched"
+    KIND = "patched"
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         super().__post_init__(layer, neurons)

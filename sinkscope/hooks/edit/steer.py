@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -56,7 +56,7 @@ class Add(PlacedEdit):
         Add(site='blocks.3.hook_resid_post', scale=2.0, positions=None)
     """
 
-    KIND: ClassVar[str] = "added"
+    KIND = "added"
 
     vector: Any = field(repr=False)
     site: str

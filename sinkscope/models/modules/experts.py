@@ -170,8 +170,8 @@ class Experts:
 class UngatedExperts(Experts):
     """Experts with one input projection, `up_proj` (Nemotron-H)."""
 
-    PARTS: ClassVar[tuple[str, ...]] = ("up_proj", "down_proj", "act_fn")
-    GATED: ClassVar[bool] = False
+    PARTS = ("up_proj", "down_proj", "act_fn")
+    GATED = False
 
     def inputs(self, expert: int) -> list[InputRows]:
         """Weights of the input projection."""
@@ -185,9 +185,9 @@ class UngatedExperts(Experts):
 class ScaledInputExperts(Experts):
     """Experts that read hidden states times the router's score, beside a shared expert (Llama 4); the whole mixture."""
 
-    PARTS: ClassVar[tuple[str, ...]] = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
-    TRANSPOSED: ClassVar[bool] = True
-    ACTIVATION: ClassVar[str] = "experts.act_fn"
+    PARTS = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
+    TRANSPOSED = True
+    ACTIVATION = "experts.act_fn"
 
     @property
     def _down(self) -> Any:  # [expert neuron d_model]
@@ -211,9 +211,9 @@ class ScaledInputExperts(Experts):
 class StackedExperts(Experts):
     """Experts below each other in weights of two dimensions, `mlp.w1` (gate), `mlp.v1` (up) and `mlp.w2` (DBRX)."""
 
-    PARTS: ClassVar[tuple[str, ...]] = ("mlp.w1", "mlp.v1", "mlp.w2", "num_experts")
-    TRANSPOSED: ClassVar[bool] = True
-    ACTIVATION: ClassVar[str] = "mlp.activation_fn"
+    PARTS = ("mlp.w1", "mlp.v1", "mlp.w2", "num_experts")
+    TRANSPOSED = True
+    ACTIVATION = "mlp.activation_fn"
 
     @property
     def _down(self) -> Any:  # [expert neuron d_model]
@@ -227,8 +227,8 @@ class StackedExperts(Experts):
 class SortedExperts(Experts):
     """Experts that read tokens sorted by expert, `input_linear` and `output_linear` (JetMoE); the whole mixture."""
 
-    PARTS: ClassVar[tuple[str, ...]] = ("input_linear.weight", "output_linear.weight", "router", "bias")
-    ACTIVATION: ClassVar[str] = "activation"
+    PARTS = ("input_linear.weight", "output_linear.weight", "router", "bias")
+    ACTIVATION = "activation"
 
     @property
     def _down(self) -> Any:  # [expert d_model neuron]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import PATHS, Found
+from sinkscope.models.adapters import Found
 from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
@@ -128,11 +128,6 @@ class Parts:
             return int(self.config.num_kv_heads)
         return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
 
-    @property
-    def head_width(self) -> int:
-        """Width of one head at the input of the output projection."""
-        return int(getattr(self.config, "head_dim", None) or self.d_model // self.n_heads)
-
     def head_columns(self, layer: int, head: int) -> list[int]:
         """The inputs of the output projection that hold a head; layers may have heads of different widths."""
         width = input_width(self.output_projection(layer)) // self.n_heads
@@ -153,11 +148,9 @@ class Parts:
     @cached_property
     def d_mlp(self) -> int:
         """Neurons of one MLP (of one expert in a mixture)."""
-        layers = [layer for layer in range(len(self.layers)) if self.has_neurons(layer)]
-        mixtures = [layer for layer in layers if self.is_mixture(layer)]
-        if mixtures:
-            return self.width(mixtures[0], 0)
-        return self.width(layers[0])
+        for layer in filter(self.is_mixture, range(self.n_layers)):
+            return self.width(layer, 0)
+        return self.width(next(filter(self.has_neurons, range(self.n_layers))))
 
     @property
     def max_positions(self) -> int | None:
@@ -207,18 +200,6 @@ class Parts:
     def has_part(self, layer: int, *parts: str) -> bool:
         """Whether a layer has one of some parts; layers of a model may be of several kinds."""
         return self.path(layer, *parts) is not None
-
-    def check_paths(self) -> None:
-        """Refuse an adapter that names a part that no layer has.
-
-        Raises:
-            UnsupportedError: It does.
-        """
-        for name in PATHS:
-            path = getattr(self.adapter, name)
-            is_optional = path is None or (self.adapter.experts is not None and name in ("down", "up", "gate"))
-            if not is_optional and not any(self.has_part(layer, name) for layer in range(len(self.layers))):
-                raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
@@ -281,13 +262,6 @@ class Parts:
         """Whether the layer's dense MLP has a gate, and so an up factor."""
         return self.adapter.fused_gate_up or self.has_part(layer, "gate")
 
-    def mlp_writers(self, layer: int) -> list[nn.Module]:
-        """The modules whose sum is what the MLP gives: one, or a mixture and a shared expert that stands beside it."""
-        writers = [self.sub(layer, "mlp")]
-        if self.has_shared(layer) and not f"{self.path(layer, 'down')}.".startswith(f"{self.path(layer, 'mlp')}."):
-            writers.append(self.sub(layer, "down"))
-        return writers
-
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
 
@@ -296,8 +270,3 @@ class Parts:
         if self.store is not None:
             return self.store.pinned(layer)
         return brought(self.layers[layer])
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether weights that are not read layer by layer are on the meta device."""
-        return self.resident and any(parameter.is_meta for parameter in self.hf.parameters())

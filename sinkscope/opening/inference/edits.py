@@ -30,12 +30,15 @@ class Passing:
     """What passed a module, by row of the batch and position, in float32.
 
     Attributes:
-        ran: Whether the module ran.
         rows: What passed it; no numbers before it ran.
     """
 
-    ran: bool = False
     rows: Float[Tensor, "row pos width"] = field(default_factory=lambda: torch.empty(0, 0, 0))
+
+    @property
+    def ran(self) -> bool:
+        """Whether the module ran."""
+        return self.rows.numel() > 0
 
     def by_row(self, tensor: Tensor) -> Float[Tensor, "row pos width"]:
         """A tensor by row and position, which OPT and experts run together."""
@@ -46,7 +49,17 @@ class Passing:
     def keep(self, output: Any) -> None:
         """Keep a copy of what passes; some models add to it in place."""
         self.rows = self.by_row(first_tensor(output).detach()).float().clone()
-        self.ran = True
+
+    def edited(self, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
+        """A function that keeps what passes, after `edit` has changed its rows."""
+
+        def keep_edited(tensor: Tensor) -> Tensor:
+            rows = self.by_row(tensor).clone()
+            edit(rows)
+            self.keep(rows)
+            return rows.reshape(tensor.shape)
+
+        return keep_edited
 
     def change(self, row: int) -> Float[Tensor, "pos width"]:
         """What an edit of a row changed, beside the first row."""
@@ -94,12 +107,12 @@ class MlpEdits:
         if self.is_silent:
             return []
         on_part = partial(target.part_hooks, layer)
-        hooks = on_part("down", "pre", on_input(self._edit(self.post, self._move)))
+        hooks = on_part("down", "pre", on_input(self.post.edited(self._move)))
         if self.is_mixture:
-            turned = on_hidden(self._edit(self.experts, self._turn))
+            turned = on_hidden(self.experts.edited(self._turn))
             hooks += on_part("experts", "post", self._recompute, turned)
         else:
-            hooks += on_part("up", "post", on_hidden(self._edit(self.up, self._scale_up)))
+            hooks += on_part("up", "post", on_hidden(self.up.edited(self._scale_up)))
         hooks += on_part("shared_gate", "post", on_output(self.shared_gate.keep))
         return hooks + target.on_mlp(layer, self.mlp.keep)
 
@@ -156,17 +169,6 @@ class MlpEdits:
             else:
                 if given.any():
                     self.errors.append(relative_error(given, computed, given))
-
-    def _edit(self, passing: Passing, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
-        """A function that keeps what passes a module, of which `edit` has changed a row."""
-
-        def edited(tensor: Tensor) -> Tensor:
-            rows = passing.by_row(tensor).clone()
-            edit(rows)
-            passing.keep(rows)
-            return rows.reshape(tensor.shape)
-
-        return edited
 
     def _move(self, post: Float[Tensor, "row pos neuron"]) -> None:
         # By the norm of the whole vector, so that rounding does not hide the move.

@@ -42,8 +42,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     key, row = _key(hf), row_of(hf.config.model_type)
     if key in _KNOWN:
         return _KNOWN[key]
-    is_split = target.shards.size > 1
-    if is_split or target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
+    if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
     with evaluating(target.hf):
@@ -62,6 +61,12 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         adapter = replace(adapter, unproved=(("*", report.problem),))
     _KNOWN[key] = adapter
     return adapter
+
+
+def _is_elsewhere(target: Target) -> bool:
+    """Whether weights are in other processes, or are brought for each call, but not read layer by layer."""
+    has_meta = target.resident and any(parameter.is_meta for parameter in target.hf.parameters())
+    return has_meta or target.shards.size > 1
 
 
 @contextmanager
@@ -87,7 +92,7 @@ def prove(target: Target) -> None:
     Raises:
         UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    if target.is_elsewhere or target.shards.size > 1:
+    if _is_elsewhere(target):
         return
     report = probe(target)
     if report.problem is not None:

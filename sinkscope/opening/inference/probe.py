@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import PATHS
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
 from sinkscope.models.passes.positions import check_positions
@@ -63,7 +64,7 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
         tolerance = max(tolerance, 0.2)
     report = ProbeReport(tolerance)
     try:
-        target.check_paths()
+        _check_paths(target)
         if every_layer:
             _measure_edits(report, target, list(range(target.n_layers)))
             middle, last = target.n_layers // 2, target.n_layers - 1
@@ -89,6 +90,16 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     except Exception as error:
         report.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
     return report
+
+
+def _check_paths(target: Target) -> None:
+    """Refuse an adapter that names a part that no layer has."""
+    adapter = target.adapter
+    for name in PATHS:
+        path = getattr(adapter, name)
+        is_optional = path is None or (adapter.experts is not None and name in ("down", "up", "gate"))
+        if not is_optional and not any(target.has_part(layer, name) for layer in range(target.n_layers)):
+            raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
 
 def _measure_edits(report: ProbeReport, target: Target, layers: list[int]) -> None:

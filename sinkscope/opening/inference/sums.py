@@ -89,7 +89,7 @@ class LayerSums:
         """Hooks that replace, record, and compare at the end of the layer."""
         target, layer, adapter = self.target, self.layer, self.target.adapter
         on_part = partial(target.part_hooks, layer)
-        hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(self._replace, self.pre, same=True)))]
+        hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self.pre.edited(self._replace_entering)))]
         for which in _TURNED:
             part = which
             if adapter.qkv_layout is not None and not target.has_part(layer, which):
@@ -98,30 +98,31 @@ class LayerSums:
                 hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
         hooks += on_part("o", "pre", on_input(self.heads.keep))
         hooks += on_part("o", "post", on_output(self.projected.keep))
-        replaced = on_hidden(partial(self._replace, self.attn, same=True))
+        replaced = on_hidden(self.attn.edited(partial(self._replace, rows=1)))
         writer = "attn_out" if target.has_part(layer, "attn_out") else "attn"
         hooks += on_part(writer, "post", on_output(self.own_attn.keep), replaced)
         hooks += self.edits.hooks()
-        replaced = on_hidden(partial(self._replace, self.mlp, same=False))
+        replaced = on_hidden(self._replace_mlp)
         behind = on_part("post_mlp_norm", "post", replaced)
         if target.has_neurons(layer):
             hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
         hooks += on_part("mid", "pre", on_input(self.mid.keep))
         return [*hooks, (target.layers[layer], "post", on_output(self._finish))]
 
-    def _replace(self, passing: Passing, tensor: Tensor, same: bool) -> Tensor:
-        """Put random numbers in the place of what passes; the same ones in both rows, or not."""
-        rows = passing.by_row(tensor).clone()
-        count = 1 if same else ROWS
-        noise = torch.randn(count, *rows.shape[1:], generator=self._generator)
-        if passing is self.pre:
-            noise[:, -1] *= _LARGE
-        rows[:] = noise.to(rows)
-        before = passing.rows
-        passing.keep(rows)
-        if passing is self.mlp and before.shape == passing.rows.shape:  # a shared expert stands beside a mixture
-            passing.rows += before
-        return rows.reshape(tensor.shape)
+    def _replace(self, given: Rows, rows: int) -> None:
+        """Put random numbers in the place of what passes, of each row or the same ones of all."""
+        given[:] = torch.randn(rows, *given.shape[1:], generator=self._generator).to(given)
+
+    def _replace_entering(self, given: Rows) -> None:
+        self._replace(given, 1)
+        given[:, -1] *= _LARGE
+
+    def _replace_mlp(self, given: Tensor) -> Tensor:
+        before = self.mlp.rows
+        replaced = self.mlp.edited(partial(self._replace, rows=ROWS))(given)
+        if before.shape == self.mlp.rows.shape:  # a shared expert stands beside a mixture
+            self.mlp.rows += before
+        return replaced
 
     # -- heads ---------------------------------------------------------------------------------------------------------
 
@@ -262,14 +263,10 @@ class LayerSums:
         """Largest distance from a sum, relative to the largest number in it, of any row, without the last token."""
         if any(part.shape != total.shape for part in parts):
             return float("inf")
-        worst = 0.0
-        for row in range(len(total)):
-            error = total[row, :-1]
-            size = error.abs().max()
-            for part in parts:
-                size = torch.maximum(size, part[row, :-1].abs().max())
-                error = error - part[row, :-1]
-            if not size > 0:
-                continue
-            worst = max(worst, float((error.abs().max() / size).nan_to_num(torch.inf)))
-        return worst
+        error = total[:, :-1]
+        size = error.abs().amax((1, 2))
+        for part in parts:
+            size = torch.maximum(size, part[:, :-1].abs().amax((1, 2)))
+            error = error - part[:, :-1]
+        off = (error.abs().amax((1, 2)) / size).nan_to_num(torch.inf)
+        return float(off.where(size > 0, 0).max())
