@@ -149,7 +149,7 @@ def read_probabilities(
         edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
     probability = torch.zeros(len(edits), len(rows), len(sweep.counts))
     left = np.full(probability.shape[:2], np.nan)
-    answers = []
+    answers: list[RepeatAnswer] = []
     uniform = 1 / int(target.config.vocab_size)
     for condition, (name, act) in enumerate(edits.items()):
         for token, word in enumerate(sweep.ids):
@@ -160,9 +160,7 @@ def read_probabilities(
         for count in after if name != RANDOM else ():
             prompts = torch.tensor([[*before, *[word] * count] for word in sweep.ids])
             for token, ids in enumerate(greedy(target, prompts, new_tokens, act)):
-                kept = next((place for place, other in enumerate(ids) if other != sweep.ids[token]), len(ids))
-                follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
-                answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
+                answers.append(_answer(setup, sweep, token, name == PATCHED, count, ids))
             setup.progress(f"answers, {name}", count, max(after))
     last = []
     for texts in beside_copies(setup, rows, len(before)):
@@ -186,6 +184,13 @@ def read_probabilities(
         answers=tuple(answers),
         claims=tuple(claims),
     )
+
+
+def _answer(setup: Setup, sweep: Sweep, token: int, patched: bool, repeats: int, ids: Sequence[int]) -> RepeatAnswer:
+    """What was generated behind the repetitions of a token of a sweep."""
+    kept = next((place for place, other in enumerate(ids) if other != sweep.ids[token]), len(ids))
+    follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
+    return RepeatAnswer(sweep.tokens[token], patched, repeats, kept, len(ids), follows)
 
 
 def stopped_after(is_token: Bool[Tensor, " n"]) -> float:
