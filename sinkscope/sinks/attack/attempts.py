@@ -18,6 +18,7 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
+from sinkscope.models.checks import check_length
 from sinkscope.models.text.chat import chat_text
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens
@@ -38,6 +39,7 @@ TAIL = 16  # tokens of text after an attack, whose attention is read
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 MARK = "\u2021"  # stands for what the user says
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
+Cells = Float[np.ndarray, "patch context length source"]
 
 
 def attack_patches(setup: Setup) -> Patches:
@@ -79,8 +81,10 @@ class Attempts:
     drawn: Sequence[Sequence[TokenRows]]
     shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
 
-    def fill(self, table: Float[np.ndarray, "column patch context length source"]) -> None:
-        """Attack, and write what happens into a table."""
+    def cells(self) -> dict[str, Cells]:
+        """Attack, and say what happens, by the name of each column."""
+        columns = no_cells(len(self.patches), len(self.leads), len(self.drawn))
+        table = np.stack([*columns.values()])
         whole = len(self.leads) * sum(rows.shape[1] for rows in chain(*self.drawn))
         done = 0
         for number, sources in enumerate(self.drawn):
@@ -89,6 +93,7 @@ class Attempts:
                     self.shares[place, number, source] = self.show(lead, rows, table[:, :, place, number, source])
                     done += rows.shape[1]
                     self.setup.progress("attacks", done, whole)
+        return dict(zip(columns, table, strict=True))
 
     def show(self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"]) -> list[Tensor]:
         """What sequences do without a patch, and the first of them under each; and the shares of their positions."""
@@ -153,17 +158,26 @@ class Attempts:
         return tuple(claims)
 
 
+def no_cells(patches: int, contexts: int, lengths: int) -> dict[str, Cells]:
+    """Columns in which nothing was tried."""
+    return {column: np.full((patches, contexts, lengths, len(SOURCES)), np.nan) for column in COLUMNS}
+
+
 def after(lead: Sequence[int], rows: TokenRows) -> Tensor:
     """Sequences with the same tokens before each."""
     return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
 
 
-def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
+def attack_contexts(setup: Setup, prefix: str | None, length: int) -> dict[str, tuple[int, ...]]:
     """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty.
 
     Args:
         setup: The model and its tokenizer.
         prefix: Text before what a user says. None: what the chat template writes, or `CHAT`.
+        length: Tokens of the longest attack.
+
+    Raises:
+        SinkscopeError: They do not fit the context.
     """
     tokenizer, start = setup.tokenizer, ()
     contexts: dict[str, tuple[int, ...]] = {}
@@ -177,7 +191,20 @@ def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ..
             prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
     if prefix:
         contexts["chat"] = (*start, *encode(setup, prefix))
+    before = max(map(len, contexts.values()))
+    what = f"--length {length} behind {before} tokens"
+    check_length(setup.target, what, length + before, remedy="give a smaller --length")
     return contexts
+
+
+def check_pools(pools: Sequence[Tensor], length: int) -> None:
+    """Refuse sequences that are longer than the largest cluster, because no token is repeated."""
+    largest = max(map(len, pools))
+    if largest < length:
+        raise SinkscopeError(
+            f"--length {length} is more than the {largest} tokens of the largest cluster, and no token is repeated; "
+            "give at most that"
+        )
 
 
 def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> list[Tensor]:

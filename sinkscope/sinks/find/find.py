@@ -54,19 +54,17 @@ def find_sinks(
     width = setup.target.d_mlp
     if top_k > width:
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    words = pick_tokens(setup, tokens)
-    limit = repetition_limit(setup.target, max_repeats)
+    words, limit = pick_tokens(setup, tokens), repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
     survey, made = _makers(setup, all_layers or setup.target.resident, top_k)
-    depth = len(survey.first.layers)
     scan, found = (made[0].scan, made[0].found) if made else (survey.first, FoundSet())
     # Other measurements on the same setup ask for the same again.
     sinks = setup.once((attention_sinks, survey, top_k), lambda: attention_sinks(setup, survey, made))
     repeats, repetition = setup.once(
         (repetition_spike, survey, top_k, *words, limit), lambda: _repetition(setup, made, words, limit)
     )
-    unread = [None] * (setup.n_layers - depth)
+    unread = [None] * (setup.n_layers - len(survey.first.layers))
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
@@ -86,7 +84,7 @@ def find_sinks(
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),
-        layers_read=depth,
+        layers_read=len(survey.first.layers),
         repeats=repeats,
         sink_rate=survey.rate,
         published=_published(setup.target.name, scan, found),
