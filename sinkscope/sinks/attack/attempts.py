@@ -25,7 +25,7 @@ from sinkscope.results.parts import Tokens
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
+from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink, one_copy
 from sinkscope.sinks.tokens import TokenRows, encode
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
@@ -145,7 +145,7 @@ class Attempts:
         rows, others, _ = self.drawn[best[1]]
         length = rows.shape[1]
         place = f"{WHERE[where]}, {length} tokens"
-        single = self.spikes(after(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1)), len(lead))[:, -1].float()
+        single = self.spikes(after(lead, one_copy(others, rows)), len(lead))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
         claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
