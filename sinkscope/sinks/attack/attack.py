@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from pydantic import Field
 
-from sinkscope.errors import SinkscopeWarning
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
 from sinkscope.results.claims import Claims
 from sinkscope.results.result import Number, numbers_of
@@ -26,10 +26,8 @@ from sinkscope.sinks.attack.attempts import (
     SOURCES,
     WHERE,
     Attempts,
-    Cells,
     attack_contexts,
     attack_patches,
-    check_pools,
     drawn_sources,
     make_pools,
     no_cells,
@@ -38,6 +36,8 @@ from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
+
+Cells = Float[np.ndarray, "patch context length source"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +217,14 @@ def attack(
     size = int(setup.target.config.vocab_size)
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
     pools, everyone = (make_pools(each, size, left_out) for each in (clusters, {-1: ordinary}))
-    if pools and sequences:
-        check_pools(pools, lengths[0])
     if made is None or result.absence or not pools or not sequences:
         return replace(result, sequences=0)
     drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
+    if not drawn[0]:
+        raise SinkscopeError(
+            f"--length {lengths[0]} is more than the {max(map(len, pools))} tokens of the largest cluster, and no "
+            "token is repeated; give at most that"
+        )
     return _attacked(result, Attempts(setup, made.scan, contexts, attack_patches(setup), drawn))
 
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,6 @@ TAIL = 16  # tokens of text after an attack, whose attention is read
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 MARK = "\u2021"  # stands for what the user says
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
-Cells = Float[np.ndarray, "patch context length source"]
 
 
 def attack_patches(setup: Setup) -> Patches:
@@ -81,7 +81,7 @@ class Attempts:
     drawn: Sequence[Sequence[TokenRows]]
     shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
 
-    def cells(self) -> dict[str, Cells]:
+    def cells(self) -> dict[str, Any]:
         """Attack, and say what happens, by the name of each column."""
         columns = no_cells(len(self.patches), len(self.leads), len(self.drawn))
         table = np.stack([*columns.values()])
@@ -158,7 +158,7 @@ class Attempts:
         return tuple(claims)
 
 
-def no_cells(patches: int, contexts: int, lengths: int) -> dict[str, Cells]:
+def no_cells(patches: int, contexts: int, lengths: int) -> dict[str, Any]:
     """Columns in which nothing was tried."""
     return {column: np.full((patches, contexts, lengths, len(SOURCES)), np.nan) for column in COLUMNS}
 
@@ -195,16 +195,6 @@ def attack_contexts(setup: Setup, prefix: str | None, length: int) -> dict[str, 
     what = f"--length {length} behind {before} tokens"
     check_length(setup.target, what, length + before, remedy="give a smaller --length")
     return contexts
-
-
-def check_pools(pools: Sequence[Tensor], length: int) -> None:
-    """Refuse sequences that are longer than the largest cluster, because no token is repeated."""
-    largest = max(map(len, pools))
-    if largest < length:
-        raise SinkscopeError(
-            f"--length {length} is more than the {largest} tokens of the largest cluster, and no token is repeated; "
-            "give at most that"
-        )
 
 
 def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> list[Tensor]:
