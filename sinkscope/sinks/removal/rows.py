@@ -108,7 +108,7 @@ class Rows:
         self._places = torch.nn.functional.one_hot(self._at, length).bool()
         if trial.places is not None:
             self._places = trial.places
-        self._next = trial.entering.part(slice(None), length).at(self._layer)
+        self._next = trial.entering.at(self._layer)
         depth = target.n_layers
         if trial.upto is not None:
             depth = trial.upto + 1
