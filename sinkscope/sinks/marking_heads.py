@@ -33,7 +33,8 @@ from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.spikes import sink_spike, without_spike
+from sinkscope.sinks.find.records import Candidates
+from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, tokens_of_text, vocabulary
 
@@ -283,20 +284,11 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
-    if tokens:
-        words = vocabulary(setup.target, tokens)
-    else:
-        words = sample_tokens(tokens_of_text(setup), count, setup.seed)
-    if setup.bos is not None:
-        words = [setup.bos, *(word for word in words if word != setup.bos)]
-    made = sink_spike(setup)
+    words, made = _first_tokens(setup, tokens, count), sink_spike(setup)
     if made is None:
         return MarkingHeads(sink_layer=None, absence=without_spike(setup, "a mark cannot be read"))
     scan, place = made.scan, made.spike.place
-    most = max([neuron.contribution_norm for neuron in made.neurons], default=0.0)
-    large = [neuron for neuron in made.neurons if neuron.contribution_norm >= NEEDED * most]
-    layer = min([neuron.layer for neuron in large], default=scan.layer)
-    neurons = [neuron for neuron in made.neurons if neuron.layer == layer]
+    layer, neurons = _read_at(made)
     bench = Replacement.of(setup, layer, neurons, place)
     spiking = scan.ids[:, : scan.up_to_place]
     typical = bench.written(spiking, scan.at)
@@ -316,19 +308,26 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     )
     if not bool(fires.any()):
         return result
-    marks = _Marks(bench, ids[fires], at[fires], fires, intact[fires])
-    shape = n_layers, n_heads = layer + 1, setup.n_heads
-    every_layer = torch.eye(n_layers)[..., None].expand(-1, *shape)
-    every_head = torch.eye(n_layers * n_heads).unflatten(1, shape)
-    lost = 1 - marks.kept(torch.cat([torch.ones(1, *shape), every_layer, every_head]).bool())
-    layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, shape)
-    drops = {"layer_drop": marks.of_all(layer_drop), "drop": marks.of_all(drop)}
-    result = replace(result, all_drop=float(lost[:, 0].median()), **drops)
-    medians = _medians(layer_drop.numpy())
-    if float(medians.max()) < NEEDED:
-        return result
-    marking = int(medians.argmax())
-    return replace(result, marking_layer=marking, **marks.sets(marking, drop[:, marking], setup.seed))
+    return replace(result, **_Marks(bench, ids[fires], at[fires], fires, intact[fires]).found())
+
+
+def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> list[int]:
+    """The tokens that are put first, with BOS before the others if there is one."""
+    if tokens:
+        words = vocabulary(setup.target, tokens)
+    else:
+        words = sample_tokens(tokens_of_text(setup), count, setup.seed)
+    if setup.bos is None:
+        return words
+    return [setup.bos, *(word for word in words if word != setup.bos)]
+
+
+def _read_at(made: MadeSpike) -> tuple[int, Candidates]:
+    """The first layer with a neuron of the spike that writes at least half as much as the largest, and its neurons."""
+    most = max([neuron.contribution_norm for neuron in made.neurons], default=0.0)
+    large = [neuron.layer for neuron in made.neurons if neuron.contribution_norm >= NEEDED * most]
+    layer = min(large, default=made.scan.layer)
+    return layer, tuple(neuron for neuron in made.neurons if neuron.layer == layer)
 
 
 @dataclass(frozen=True)
@@ -358,6 +357,20 @@ class _Marks:
         edits = self.bench.none_of(*heads.shape[:-1])
         edits[..., layer, :] = heads
         return self.kept(edits)
+
+    def found(self) -> dict[str, Any]:
+        """What is lost without all heads, those of a layer and each; and the heads of each token, if a layer marks."""
+        shape = n_layers, n_heads = self.bench.sink_layer + 1, self.bench.setup.n_heads
+        every_layer = torch.eye(n_layers)[..., None].expand(-1, *shape)
+        every_head = torch.eye(n_layers * n_heads).unflatten(1, shape)
+        lost = 1 - self.kept(torch.cat([torch.ones(1, *shape), every_layer, every_head]).bool())
+        layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, shape)
+        found = {"layer_drop": self.of_all(layer_drop), "drop": self.of_all(drop)}
+        medians = _medians(layer_drop.numpy())
+        marking = int(medians.argmax())
+        if medians[marking] >= NEEDED:
+            found |= {"marking_layer": marking, **self.sets(marking, drop[:, marking], self.bench.setup.seed)}
+        return {"all_drop": float(lost[:, 0].median()), **found}
 
     def of_all(self, values: Float[Tensor, "firing ..."]) -> Float[np.ndarray, "token ..."]:
         """Values of the tokens that fire, with NaN for the others."""

@@ -26,7 +26,7 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.removal.search import Removal, smallest_set
+from sinkscope.sinks.removal.search import smallest_set
 
 WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
@@ -182,7 +182,7 @@ def test_the_smallest_set_is_found(needed):
     candidates = range(50 if 40 in needed else 12)
 
     def remove(sets):
-        return [Removal(needed <= {*members}, len(needed & {*members}) / len(needed)) for members in sets]
+        return [1.0 if needed <= {*members} else None for members in sets]
 
     smallest = smallest_set(candidates, remove)
     assert {*smallest} == needed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.models.hooks import first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import first_tensor, on_hidden, on_output
 from sinkscope.models.target import LayerInput, Target
 
 _TOKENS = 3
@@ -31,20 +33,20 @@ def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = No
 
 
 def begins_at(target: Target, layer: int, last: int) -> bool:
-    """Whether a pass that begins at a layer, with what entered it in a whole pass, gives the same in a later one."""
+    """Whether a pass that begins at a layer, with what left the one before in a whole pass, gives the same later on."""
     ids = token_ids(target, _TOKENS)
-    entering = list[Tensor]()
-    wrapped = list[bool]()
+    starts = list[LayerInput]()
     ends = list[Tensor]()
-    entered = on_input(lambda hidden: entering.append(hidden.clone()))
-    passed = on_output(lambda output: wrapped.append(isinstance(output, tuple)))
+
+    def take(output: Any) -> None:
+        starts.append(LayerInput(layer, first_tensor(output).clone(), isinstance(output, tuple)))
+
     ending = target.layers[last], "post", on_output(lambda output: ends.append(first_tensor(output).clone()))
-    with target.hooks((target.layers[layer], "pre", entered), (target.layers[layer - 1], "post", passed), ending):
+    with target.hooks((target.layers[layer - 1], "post", on_output(take)), ending):
         target.forward(ids, upto=last)
     try:
-        start = LayerInput(layer, entering[0], wrapped[0])
         with target.hooks(ending):
-            target.forward(ids, upto=last, start=start)
+            target.forward(ids, upto=last, start=starts[0])
     except (IndexError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
         return False
     return relative_error(ends[1], ends[0]) < _SAME

@@ -17,15 +17,12 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
-from sinkscope.models.checks import check_length
 from sinkscope.results.claims import Claims
 from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import (
-    COLUMNS,
     NONE,
-    PATCHES,
     SOURCES,
     WHERE,
     Attempts,
@@ -33,11 +30,11 @@ from sinkscope.sinks.attack.attempts import (
     attack_patches,
     drawn_sources,
     make_pools,
+    no_cells,
 )
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
-from sinkscope.sinks.find.spikes import sink_spike, without_spike
-from sinkscope.sinks.patch.patches import Patches
+from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
 
 Cells = Float[np.ndarray, "patch context length source"]
@@ -86,7 +83,7 @@ class ClusterAttack(Result):
     sink_layer: int | None
     clusters: TokenClusters | None = None
     absence: str | None = None
-    patches: tuple[str, ...] = PATCHES
+    patches: tuple[str, ...] = (NONE,)
     contexts: tuple[str, ...]
     sources: tuple[str, ...] = SOURCES
     lengths: Int[np.ndarray, " length"]
@@ -201,55 +198,51 @@ def attack(
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    target = setup.target
     lengths = sorted(set(lengths))
     setup.record(lengths=lengths, clusters="found" if clusters is None else "given")
-    contexts = attack_contexts(setup, prefix)
-    before = max(map(len, contexts.values()))
-    remedy = "give a smaller --length"
-    check_length(target, f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
-    made = sink_spike(setup)
-    absence = None
-    if made is None:
-        absence = without_spike(setup, "there are no sink neurons to attack")
-    elif not made.spike.place.is_first:
-        absence = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
-    ordinary = vocabulary(target, tokens)
-    found = find_clusters(setup, made, ordinary, resume) if clusters is None else None
-    if found is not None:
-        clusters = {head: found.tokens_of(head) for head in found.heads}
-    left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
-    size = int(target.config.vocab_size)
-    pools = make_pools(clusters or {}, size, left_out)
-    largest = max(map(len, pools), default=0)
-    if 0 < largest < lengths[0] and sequences:
-        raise SinkscopeError(
-            f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
-            "repeated; give at most that"
-        )
-    if absence or not pools:
-        sequences = 0
-    patches: Patches = attack_patches(setup) if sequences else {NONE: None}
-    table = np.full((len(COLUMNS), len(patches), len(contexts), len(lengths), len(SOURCES)), np.nan)
-    attempts = None
-    if sequences and made is not None:
-        hold_layers(target, made.scan.layer)
-        everyone = make_pools({-1: ordinary}, size, left_out)
-        drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
-        attempts = Attempts(setup, made.scan, contexts, patches, drawn)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
-            attempts.fill(table)
+    contexts = attack_contexts(setup, prefix, lengths[-1])
+    made, ordinary, found = sink_spike(setup), vocabulary(setup.target, tokens), None
+    if clusters is None:
+        found = find_clusters(setup, made, ordinary, resume)
+        clusters = {} if found is None else {head: found.tokens_of(head) for head in found.heads}
     result = ClusterAttack(
         sink_layer=None if made is None else made.scan.layer,
         clusters=found,
-        absence=absence,
-        patches=tuple(patches),
+        absence=_absence(setup, made),
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
-        **dict(zip(COLUMNS, table, strict=True)),
+        **no_cells(1, len(contexts), len(lengths)),
     )
-    if attempts is None or result.best is None:
+    size = int(setup.target.config.vocab_size)
+    left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
+    pools, everyone = (make_pools(each, size, left_out) for each in (clusters, {-1: ordinary}))
+    if made is None or result.absence or not pools or not sequences:
+        return replace(result, sequences=0)
+    drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
+    if not drawn[0]:
+        raise SinkscopeError(
+            f"--length {lengths[0]} is more than the {max(map(len, pools))} tokens of the largest cluster, and no "
+            "token is repeated; give at most that"
+        )
+    return _attacked(result, Attempts(setup, made.scan, contexts, attack_patches(setup), drawn))
+
+
+def _absence(setup: Setup, made: MadeSpike | None) -> str | None:
+    """What there is instead of a spike that can be attacked; None if there is one."""
+    if made is None:
+        return without_spike(setup, "there are no sink neurons to attack")
+    if not made.spike.place.is_first:
+        return f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
+    return None
+
+
+def _attacked(result: ClusterAttack, attempts: Attempts) -> ClusterAttack:
+    """What the attempts show."""
+    hold_layers(attempts.setup.target, attempts.scan.layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
+        result = replace(result, patches=tuple(attempts.patches), **attempts.cells())
+    if result.best is None:
         return result
     return replace(result, attacked=attempts.claims(result.best))

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,14 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
+from sinkscope.models.checks import check_length
 from sinkscope.models.text.chat import chat_text
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink
+from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink, one_copy
 from sinkscope.sinks.tokens import TokenRows, encode
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
@@ -79,8 +81,10 @@ class Attempts:
     drawn: Sequence[Sequence[TokenRows]]
     shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
 
-    def fill(self, table: Float[np.ndarray, "column patch context length source"]) -> None:
-        """Attack, and write what happens into a table."""
+    def cells(self) -> dict[str, Any]:
+        """Attack, and say what happens, by the name of each column."""
+        columns = no_cells(len(self.patches), len(self.leads), len(self.drawn))
+        table = np.stack([*columns.values()])
         whole = len(self.leads) * sum(rows.shape[1] for rows in chain(*self.drawn))
         done = 0
         for number, sources in enumerate(self.drawn):
@@ -89,6 +93,7 @@ class Attempts:
                     self.shares[place, number, source] = self.show(lead, rows, table[:, :, place, number, source])
                     done += rows.shape[1]
                     self.setup.progress("attacks", done, whole)
+        return dict(zip(columns, table, strict=True))
 
     def show(self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"]) -> list[Tensor]:
         """What sequences do without a patch, and the first of them under each; and the shares of their positions."""
@@ -140,7 +145,7 @@ class Attempts:
         rows, others, _ = self.drawn[best[1]]
         length = rows.shape[1]
         place = f"{WHERE[where]}, {length} tokens"
-        single = self.spikes(after(lead, torch.cat([others[:, :-1], rows[:, -1:]], 1)), len(lead))[:, -1].float()
+        single = self.spikes(after(lead, one_copy(others, rows)), len(lead))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
         claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
@@ -153,17 +158,26 @@ class Attempts:
         return tuple(claims)
 
 
+def no_cells(patches: int, contexts: int, lengths: int) -> dict[str, Any]:
+    """Columns in which nothing was tried."""
+    return {column: np.full((patches, contexts, lengths, len(SOURCES)), np.nan) for column in COLUMNS}
+
+
 def after(lead: Sequence[int], rows: TokenRows) -> Tensor:
     """Sequences with the same tokens before each."""
     return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
 
 
-def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ...]]:
+def attack_contexts(setup: Setup, prefix: str | None, length: int) -> dict[str, tuple[int, ...]]:
     """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty.
 
     Args:
         setup: The model and its tokenizer.
         prefix: Text before what a user says. None: what the chat template writes, or `CHAT`.
+        length: Tokens of the longest attack.
+
+    Raises:
+        SinkscopeError: They do not fit the context.
     """
     tokenizer, start = setup.tokenizer, ()
     contexts: dict[str, tuple[int, ...]] = {}
@@ -177,6 +191,9 @@ def attack_contexts(setup: Setup, prefix: str | None) -> dict[str, tuple[int, ..
             prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
     if prefix:
         contexts["chat"] = (*start, *encode(setup, prefix))
+    before = max(map(len, contexts.values()))
+    what = f"--length {length} behind {before} tokens"
+    check_length(setup.target, what, length + before, remedy="give a smaller --length")
     return contexts
 
 

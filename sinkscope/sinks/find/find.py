@@ -16,7 +16,7 @@ from sinkscope.models.checkpoints.names import published_for
 from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, RepetitionSpike, Stage
-from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
+from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
@@ -54,19 +54,17 @@ def find_sinks(
     width = setup.target.d_mlp
     if top_k > width:
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    words = pick_tokens(setup, tokens)
-    limit = repetition_limit(setup.target, max_repeats)
+    words, limit = pick_tokens(setup, tokens), repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
     survey, made = _makers(setup, all_layers or setup.target.resident, top_k)
-    depth = len(survey.first.layers)
     scan, found = (made[0].scan, made[0].found) if made else (survey.first, FoundSet())
     # Other measurements on the same setup ask for the same again.
     sinks = setup.once((attention_sinks, survey, top_k), lambda: attention_sinks(setup, survey, made))
     repeats, repetition = setup.once(
         (repetition_spike, survey, top_k, *words, limit), lambda: _repetition(setup, made, words, limit)
     )
-    unread = [None] * (setup.n_layers - depth)
+    unread = [None] * (setup.n_layers - len(survey.first.layers))
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
     return FindSinks(
@@ -86,7 +84,7 @@ def find_sinks(
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),
-        layers_read=depth,
+        layers_read=len(survey.first.layers),
         repeats=repeats,
         sink_rate=survey.rate,
         published=_published(setup.target.name, scan, found),
@@ -118,9 +116,8 @@ def _repetition(
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, 0, limit), None
     scan, neurons, before = made[0].scan, made[0].found.set, prefixes(setup, words)
-    entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
-    repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
-    return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)
+    repeats = repeat_until_half(scan, words, before, limit, setup.progress)
+    return repeats, repetition_spike(setup, scan, repeats, before, neurons)
 
 
 def _published(name: str, scan: LayerScan, found: FoundSet) -> PublishedSink | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_output
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.norms import norm_of, norms_of
 from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
@@ -56,7 +56,7 @@ class LayerReading:
         hidden: Median of the absolute residual stream at some later positions.
         written: What the MLP adds at the place, mean over rows.
         sample: What the MLP adds at some later positions.
-        entering: What entered the layer.
+        next_input: What enters the next layer; None if it is not kept.
     """
 
     norms: Float[Tensor, "row pos"]
@@ -67,7 +67,7 @@ class LayerReading:
     hidden: float
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
-    entering: LayerInput | None = None
+    next_input: LayerInput | None = None
 
 
 def ordinary_position(norms: Float[Tensor, "text pos"], barred: Mask) -> Int[Tensor, " text"]:
@@ -237,8 +237,9 @@ class LayerScan:
 
     @cached_property
     def entering(self) -> Entering:
-        """What entered each layer; nothing if passes over this model cannot begin at a layer."""
-        return Entering({layer.entering.layer: layer.entering for layer in self.layers if layer.entering is not None})
+        """What entered each layer but the first; nothing if passes over this model cannot begin at a layer."""
+        inputs = [layer.next_input for layer in self.layers if layer.next_input is not None]
+        return Entering({one.layer: one for one in inputs})
 
     @property
     def norm_before(self) -> float:
@@ -396,8 +397,7 @@ class _Passing:
         self.read = read
         self.keeps = target.skips_layers and ids.numel() <= KEPT_POSITIONS
         self._rows, self._at = torch.arange(len(ids)), at
-        self._entering: Tensor | None = None  # the layer that runs
-        self._written: Tensor | None = None
+        self._written: Tensor | None = None  # by the layer that runs
         self._calls: list[Any] = []
 
     def hooks(self) -> list[Hook]:
@@ -409,8 +409,6 @@ class _Passing:
             elif self.target.has_neurons(number):
                 hooks += self.target.on_mlp(number, self._added)
                 hooks += self.target.part_hooks(number, "post_mlp_norm", "post", on_hidden(self._added))
-            if self.keeps:
-                hooks.append((layer, "pre", on_input(self._begun)))
             hooks.append((layer, "post", on_output(partial(self._done, number))))
         return hooks
 
@@ -418,23 +416,19 @@ class _Passing:
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(self._rows))
 
-    def _begun(self, hidden: Tensor) -> None:
-        self._entering = hidden.detach().clone()  # some layers add to it in place
-
     def _added(self, given: Tensor) -> None:
         self._written = self._by_row(given).float() * self.target.adapter.write_factor
 
     def _done(self, layer: int, output: Any) -> None:
         resid = self._by_row(first_tensor(output))
-        written = self._written
+        written, self._written = self._written, None
         if self._calls:
             written = self._by_row(self._calls.pop().added(first_tensor(output))).float()
         elif written is None:
             written = torch.zeros_like(resid, dtype=torch.float32)  # it has no MLP
-        entering = None
-        if self._entering is not None:
-            entering = LayerInput(layer, self._entering, isinstance(output, tuple))
-        self._entering, self._written = None, None
+        next_input = None
+        if self.keeps and layer + 1 < self.target.n_layers:  # a copy, because some layers add to it in place
+            next_input = LayerInput(layer + 1, first_tensor(output).detach().clone(), isinstance(output, tuple))
         norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
@@ -453,6 +447,6 @@ class _Passing:
             hidden=float(sample.abs().median()),
             written=written[self._rows, self._at].mean(0).cpu(),
             sample=_sample(written).cpu().clone(),
-            entering=entering,
+            next_input=next_input,
         )
         self.read(reading)

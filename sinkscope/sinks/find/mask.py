@@ -17,7 +17,7 @@ from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
-from sinkscope.sinks.find.attention_received import LATER_QUERIES, AttentionReceived
+from sinkscope.sinks.find.attention_received import LATER_QUERIES, attention_received
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.places import spike_places, stands_out
 from sinkscope.sinks.find.survey import Survey
@@ -96,9 +96,7 @@ def dims_of(scan: LayerScan) -> list[int]:
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:
     """The sinks of a row without padding."""
-    received = AttentionReceived.unread(target, ids)
-    with received.listening(target, slice(None)):
-        target.forward(ids, upto=target.n_layers - 1)
+    received = attention_received(target, ids)
     if not bool(received.norms.isfinite().all()):
         raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
     there = spike_places(received.norms)

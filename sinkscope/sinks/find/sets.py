@@ -26,7 +26,7 @@ from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Reade
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
-from sinkscope.sinks.removal.search import Removal, random_sets, smallest_set, without_unneeded
+from sinkscope.sinks.removal.search import random_sets, smallest_set, without_unneeded
 
 CANDIDATES = 8  # default number of candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
@@ -125,8 +125,8 @@ class _SpikeSearch:
         self.ask(sets)
         return torch.stack([self.asked[neurons] for neurons in sets], 1)
 
-    def removals(self, sets: Sequence[Neurons], *layers: int) -> list[Removal]:
-        """Whether each set takes the spike away at these layers.
+    def removals(self, sets: Sequence[Neurons], *layers: int) -> list[float | None]:
+        """The share of the norm that each set takes at the last of these layers; None: the spike is not gone.
 
         The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most
         of the rise is gone.
@@ -141,7 +141,7 @@ class _SpikeSearch:
         gone = ((norms <= lowest) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
         share = gone.float().mean(1) / stood_out.any(1).float().mean().clamp(min=1e-9)
         drops = (1 - norms / intact)[..., -1].mean(1)
-        return list(map(Removal, (share >= NEARLY_ALL).tolist(), drops.tolist()))
+        return [drop if enough else None for drop, enough in zip(drops.tolist(), share >= NEARLY_ALL, strict=True)]
 
     def smallest(self, neurons: Neurons, *layers: int) -> Neurons | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -150,9 +150,9 @@ class _SpikeSearch:
     def grown(self, chosen: Neurons, others: Neurons) -> Neurons:
         """The set and those of the other candidates that attention needs as well."""
 
-        def remove(sets: list[Neurons]) -> list[Removal]:
+        def remove(sets: list[Neurons]) -> list[float | None]:
             (edited,) = side_by_side(self.scan.target, [self.attention_trial([chosen + some for some in sets])])
-            return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
+            return [lost if lost >= NEEDED else None for lost in heads_lost(edited.attention_drops(self.heads))]
 
         return chosen + without_unneeded(others, remove)
 

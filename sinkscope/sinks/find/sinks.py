@@ -140,12 +140,6 @@ class HeadByHead:
         """The attention in the few texts in which components are replaced one by one."""
         return self.effect.in_texts(max(COMPONENT_TEXTS, self.turn))
 
-    def edit(self, parts: Parts) -> Parts:
-        """What removes all of these parts."""
-        if POSITION in parts:
-            return tuple(self.effect.written)
-        return parts
-
     @property
     def made(self) -> set[Part]:
         """What makes the spike of the place; with a head, its layer's attention does."""
@@ -162,7 +156,7 @@ class HeadByHead:
             sets: list[Parts] = [spike]
             if len(self.neurons) > 1:
                 sets += one_by_one(self.neurons)
-            lost = self.effect.lost([self.edit(parts) for parts in sets]) >= NEEDED
+            lost = self.effect.lost(sets) >= NEEDED
             for head in lost[0].nonzero().flatten().tolist():
                 alone = lost[1:, head].nonzero().flatten().tolist()
                 needs[head] = sets[1 + alone[0]] if len(alone) == 1 else spike
@@ -175,7 +169,7 @@ class HeadByHead:
     def _needs_of_components(self, heads: Sequence[int]) -> list[Parts]:
         """What each of some heads needs that do not need the spike: components, or the position."""
         effect, components = self.short.only(heads), self.effect.components
-        lost = effect.lost([*one_by_one(components), self.edit((POSITION,))])
+        lost = effect.lost([*one_by_one(components), tuple(self.effect.written)])
         needs: list[Parts] = []
         for needed, all_lost in zip(effect.needed(components, lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
             found = tuple(compress(components, needed))
@@ -201,7 +195,7 @@ class HeadByHead:
         others, name = [], ""
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
-        edits = [self.edit(parts)]
+        edits = [tuple(self.effect.written) if POSITION in parts else parts]
         trials = [effect.trial(edits)]
         if others:
             trials.append(effect.in_texts(max(RANDOM_TEXTS, self.turn)).trial(others))

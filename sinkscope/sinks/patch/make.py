@@ -32,7 +32,7 @@ from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Sites
 from sinkscope.sinks.repetition.attention import attention_to_first
-from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at
+from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
 from sinkscope.sinks.tokens import prefixes, repeated, repetition_limit
 
 HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
@@ -330,7 +330,6 @@ def proof_of(
     rows = repeated(prefixes(setup, ids), ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
-    one_copy = torch.cat([others[:, :-1], rows[:, -1:]], 1)
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     before = norms_at(scan, [f"blocks.{min(scan.stages)}.hook_resid_pre"], rows)[:, 1:].amax(1)
@@ -342,7 +341,7 @@ def proof_of(
             norms.append(norms_at(scan, after, rows)[:, 1:].amax(1))
             attention.append(attention_to_first(target, rows, SEQUENCES)[layers[1:]])
         setup.progress("patches", len(norms), 3)
-    once = [norms_at(scan, after, ids)[:, -1] for ids in (one_copy, others)]
+    once = [norms_at(scan, after, ids)[:, -1] for ids in (one_copy(others, rows), others)]
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,

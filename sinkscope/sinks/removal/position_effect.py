@@ -22,7 +22,7 @@ from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import KEY_BIAS, At, Trial
-from sinkscope.sinks.removal.search import Removal, smallest_set
+from sinkscope.sinks.removal.search import smallest_set
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
@@ -184,8 +184,8 @@ class PositionEffect:
         order = sorted(range(len(candidates)), key=lambda index: -alone[index])
         promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
-        def remove(sets: list[Parts]) -> list[Removal]:
+        def remove(sets: list[Parts]) -> list[float | None]:
             lost = self.necessity([(*removed_too, *members) for members in sets])
-            return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
+            return [share if share >= NEEDED else None for share in lost]
 
         return smallest_set(promising, remove) or ()

@@ -87,7 +87,7 @@ class Rows:
     begin at a layer. What is written by an edit is taken from the rows of the intact texts.
 
     Attributes:
-        edits: No edit, and the edits in the order in which they join.
+        edits: No edit, and the edits.
         norms: Norm of the position after each layer; NaN where nothing was run.
         along: Its projection on the directions, if there are any.
         received: Attention to the position, summed over later queries that see it.
@@ -98,21 +98,17 @@ class Rows:
         self.target = target
         self.trial = trial
         self._layer = trial.begin  # the next to run
-        joins = [self._layer] * len(edits)
+        self.edits: list[Parts] = [(), *edits]
+        self._joins = [self._layer] * len(self.edits)
         if target.skips_layers:
-            joins = [trial.first_layer(edit) for edit in edits]
-        self._order = sorted(range(len(edits)), key=joins.__getitem__)
-        self._joins = sorted(joins)
-        self.edits = [(), *(edits[number] for number in self._order)]
-        self._joined = 1  # the intact texts, and edits
+            self._joins[1:] = map(trial.first_layer, edits)
+        self._joined = [0]  # the intact texts, and edits
         self.texts, length = trial.ids.shape
         self._at, self._source = ((torch.as_tensor(at) % length).expand(self.texts) for at in (trial.at, trial.source))
         self._places = torch.nn.functional.one_hot(self._at, length).bool()
         if trial.places is not None:
             self._places = trial.places
-        self._next: LayerInput | None = None
-        if self._layer:
-            self._next = trial.entering.part(slice(None), length).at(self._layer)
+        self._next = trial.entering.at(self._layer)
         depth = target.n_layers
         if trial.upto is not None:
             depth = trial.upto + 1
@@ -128,8 +124,7 @@ class Rows:
     def read(self) -> list[Float[Tensor, "edit text layer *head"]]:
         """Norms and projections after each layer, and mean attention from later queries."""
         attention = self.received / self.seeing.clamp(min=1)[..., None]
-        given = torch.tensor([0, *(1 + number for number in self._order)]).argsort()
-        return [read[given] for read in (self.norms, self.along, attention)]
+        return [self.norms, self.along, attention]
 
     def run(self, upto: int) -> None:
         """Go on to the end of a layer, or to the last layer that is wanted; nothing to do if it has been passed."""
@@ -139,10 +134,12 @@ class Rows:
 
     def _pass(self, last: int) -> None:
         """Run layers in which no edit joins but at the first."""
-        joining = 1 + sum(join <= self._layer for join in self._joins) - self._joined
+        ready = [number for number, join in enumerate(self._joins) if join <= self._layer]
+        joining = [number for number in ready if number not in self._joined]
         start = self._next
         if start is not None and joining:
-            start = replace(start, hidden=torch.cat([start.hidden, start.hidden[: self.texts].repeat(joining, 1, 1)]))
+            more = start.hidden[: self.texts].repeat(len(joining), 1, 1)
+            start = replace(start, hidden=torch.cat([start.hidden, more]))
         self._joined += joining
         layers = range(self._layer, last + 1)
         hooks = self._hooks(layers)
@@ -164,7 +161,7 @@ class Rows:
             return self.target.part_hooks(layer, "attn", "post", lambda *_: self.target.stop())
         if any(Component("mlp", layer) in edit for edit in self.edits):
             return []
-        rows, length = self._joined * self.texts, self.trial.ids.shape[1]
+        rows, length = len(self._joined) * self.texts, self.trial.ids.shape[1]
 
         def here(_module: object, args: Args, kwargs: Kwargs) -> Any:
             entering = hidden_of(args, kwargs)
@@ -186,13 +183,14 @@ class Rows:
 
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
         """The same values for each edit that has joined."""
-        return values.repeat(self._joined, *[1] * (values.dim() - 1))
+        return values.repeat(len(self._joined), *[1] * (values.dim() - 1))
 
     def _take(self, into: Tensor, layer: int, values: Shaped[Tensor, "row ..."]) -> None:
         """Add what some queries of a layer show; edits that are still to join have what the intact texts have."""
         of_edits = values.cpu().unflatten(0, (-1, self.texts))
-        into[: self._joined, :, layer] += of_edits
-        into[self._joined :, :, layer] += of_edits[0]
+        every = of_edits[:1].repeat_interleave(len(self.edits), 0)
+        every[self._joined] = of_edits
+        into[:, :, layer] += every
 
     def _layer_done(self, layer: int, output: Any) -> None:
         hidden = first_tensor(output)
@@ -228,7 +226,7 @@ class Rows:
 
     def _hooks(self, layers: range) -> list[Hook]:
         """The hooks that carry out the edits in some layers."""
-        parts = dict.fromkeys(chain.from_iterable(self.edits[: self._joined]))
+        parts = dict.fromkeys(chain.from_iterable(self.edits[number] for number in self._joined))
         silenced = [part for part in parts if isinstance(part, Neuron)]
         hooks: list[Hook] = []
         for group in groups_of(silenced):
@@ -246,7 +244,7 @@ class Rows:
 
     def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
         """The rows whose edit has this part."""
-        having = torch.tensor([part in edit for edit in self.edits[: self._joined]])
+        having = torch.tensor([part in self.edits[number] for number in self._joined])
         return repeat(having, "edit -> (edit text) 1 1", text=self.texts)
 
     def _swap(self, component: Component | Head) -> list[Hook]:

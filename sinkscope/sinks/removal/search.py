@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import comb
 from typing import Any
@@ -19,18 +18,10 @@ CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SETS_AT_ONCE = 128  # largest number of sets that are asked about together
 
 
-@dataclass(frozen=True)
-class Removal:
-    """What removing one set of components does: whether the effect is gone, and the share of it that is lost."""
-
-    gone: bool
-    drop: float
-
-
 Members = tuple[Any, ...]
 """A set of components, neurons or parts of a model."""
-Remove = Callable[[list[Members]], list[Removal]]
-"""Removes each of several sets and says what that does."""
+Remove = Callable[[list[Members]], list[float | None]]
+"""Removes each of several sets and says which share of the effect is lost; None: it is not gone."""
 
 
 def smallest_set(candidates: Sequence[Any], remove: Remove) -> Members | None:
@@ -72,13 +63,10 @@ def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
     """Of the smallest sets that end the effect, the one that takes most of it; None if none does."""
     if not sets:
         return None
-    best = None
-    best_rank = (0, 0.0)
-    for members, removal in zip(sets, remove(sets), strict=True):
-        rank = (-len(members), removal.drop)
-        if removal.gone and (best is None or rank > best_rank):
-            best = members
-            best_rank = rank
+    best, best_rank = None, (0, 0.0)
+    for members, lost in zip(sets, remove(sets), strict=True):
+        if lost is not None and (best is None or (-len(members), lost) > best_rank):
+            best, best_rank = members, (-len(members), lost)
     return best
 
 

@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
+from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.opening.open import open_target
-from sinkscope.results.claims import Outcome
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import sites_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
@@ -136,10 +137,8 @@ def read_probabilities(
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
-    target = setup.target
-    before = rows[0, : len(sweep.before)].tolist()
-    new_tokens = new_tokens or NEW_TOKENS
-    after = list(answer_after or ANSWER_AFTER)
+    target, before = setup.target, rows[0, : len(sweep.before)].tolist()
+    after, new_tokens = list(answer_after or ANSWER_AFTER), new_tokens or NEW_TOKENS
     setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
     check_length(target, around, len(before) + max(after), new_tokens, "give smaller --answer-after or --new-tokens")
@@ -149,7 +148,7 @@ def read_probabilities(
         edits |= {PATCHED: edit, RANDOM: random_patch(setup, edit)}
     probability = torch.zeros(len(edits), len(rows), len(sweep.counts))
     left = np.full(probability.shape[:2], np.nan)
-    answers = []
+    answers: list[RepeatAnswer] = []
     uniform = 1 / int(target.config.vocab_size)
     for condition, (name, act) in enumerate(edits.items()):
         for token, word in enumerate(sweep.ids):
@@ -158,23 +157,14 @@ def read_probabilities(
             left[condition, token] = stopped_after((likeliest == word) & (curve > CLEARLY * uniform))
             setup.progress(f"repetitions, {name}", token + 1, len(rows))
         for count in after if name != RANDOM else ():
-            prompts = torch.tensor([[*before, *[word] * count] for word in sweep.ids])
-            for token, ids in enumerate(greedy(target, prompts, new_tokens, act)):
-                kept = next((place for place, other in enumerate(ids) if other != sweep.ids[token]), len(ids))
-                follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
-                answers.append(RepeatAnswer(sweep.tokens[token], name == PATCHED, count, kept, len(ids), follows))
+            answers += _answers(setup, sweep, before, count, new_tokens, patched=act)
             setup.progress(f"answers, {name}", count, max(after))
-    last = []
-    for texts in beside_copies(setup, rows, len(before)):
-        follows = trace(target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
-        last.append(follows["logits"][range(len(rows)), sweep.ids])
-    copies = claim_of_copies(sweep.max_repeats, Outcome("probability of the token", unit="cases"), torch.stack(last))
-    claims = [copies]
+    claims = [_of_copies(setup, sweep, rows)]
     neurons: Sites = ()
     if edit is not None:
         neurons = sites_of(edit.checked_sites)
         patched = probability[[1, 0, 2], :, -1]
-        claims.append(claim_of_cases(edit.checked_sites, copies.place, copies.outcome, patched))
+        claims.append(claim_of_cases(edit.checked_sites, claims[0].place, claims[0].outcome, patched))
     setup.record(patch=neurons, max_repeats=sweep.max_repeats)  # the search for neurons recorded its own
     return ProbabilityReading(
         sweep=sweep,
@@ -186,6 +176,29 @@ def read_probabilities(
         answers=tuple(answers),
         claims=tuple(claims),
     )
+
+
+def _of_copies(setup: Setup, sweep: Sweep, rows: TokenRows) -> Claim:
+    """How probable the token is after the last copy, beside one copy and other tokens there."""
+    last = []
+    for texts in beside_copies(setup, rows, len(sweep.before)):
+        follows = trace(setup.target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
+        last.append(follows["logits"][range(len(rows)), sweep.ids])
+    outcome = Outcome("probability of the token", unit="cases")
+    return claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))
+
+
+def _answers(
+    setup: Setup, sweep: Sweep, before: list[int], count: int, new_tokens: int, patched: SinkPatch | None
+) -> list[RepeatAnswer]:
+    """What the model writes after so many repetitions of each token, under a patch if there is one."""
+    prompts = torch.tensor([[*before, *[word] * count] for word in sweep.ids])
+    answers: list[RepeatAnswer] = []
+    for number, ids in enumerate(greedy(setup.target, prompts, new_tokens, patched)):
+        kept = next((place for place, other in enumerate(ids) if other != sweep.ids[number]), len(ids))
+        follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
+        answers.append(RepeatAnswer(sweep.tokens[number], patched is not None, count, kept, len(ids), follows))
+    return answers
 
 
 def stopped_after(is_token: Bool[Tensor, " n"]) -> float:

@@ -170,8 +170,12 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
     for row in others:
         ordinary = ids[ids != row[-1]]
         row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
-    single = torch.cat([others[:, :-1], rows[:, -1:]], 1)
-    return rows, single, others
+    return rows, one_copy(others, rows), others
+
+
+def one_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
+    """Other tokens, with one copy where the last copy of each row stands."""
+    return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
 def claim_of_cases(
