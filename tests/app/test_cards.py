@@ -155,9 +155,6 @@ def test_a_change_counts_beyond_both_margins(folder, by, moved):
     assert changes["y"].changed is None
     assert f"{int(moved)} of 1 judged" in compared.conclusion()
     assert "; 1 more differs and was not judged." in compared.conclusion()
-    tile = replace(after, topic="A", headline=after.numbers[0])
-    assert f"<b>10 \u2192 {10 + by:g}</b> X" in replace(compared, parts=(tile,)).first_screen()
-    assert "\u2192" not in replace(card, parts=(tile,)).first_screen()
 
 
 def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):

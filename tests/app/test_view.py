@@ -180,8 +180,6 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
-    assert "application/vnd.jupyter.widget-view+json" in shown._repr_mimebundle_()[0]
-    assert shown.widget.view["result"]["texts"][0]["tokens"][1:3] == list(shown.result.texts[0].tokens[1:3])
     page = shown.save_html(tmp_path / "view.html")
     assert "connect-src 'none'" in page.read_text(encoding="utf-8")
     monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed

@@ -155,18 +155,6 @@ def test_the_prompt_of_the_page_is_sparse_in_some_heads_and_reads_less_than_all(
     assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
 
 
-def test_the_python_of_the_readme_runs_on_the_model_in_the_package(monkeypatch, run):
-    """Its model is on a hub; here the one in the package stands in for it."""
-    import sinkscope as ss
-    from sinkscope.kv.registry import policies
-
-    real_load = ss.load
-    monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
-    names = run("README.md", {'ss.find_sinks("llama-2-7b")': "ss.find_sinks()"})
-    assert "large-values" in policies()
-    assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
-
-
 _MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)
 _WITH = re.compile(r'<!-- test: with "(.+?)" for "(.+?)", because (.+?) -->')
 _SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")

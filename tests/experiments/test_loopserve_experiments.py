@@ -12,7 +12,7 @@ from bench_kit import MODEL, SETTINGS, made_record, tiny
 from bench_kit import dialogues as prompts
 
 from experiments.drawn import put_table
-from experiments.loopserve import dialogues, halves, longeval, runs, table1
+from experiments.loopserve import dialogues, longeval, runs, table1
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.run import run_bench
@@ -66,11 +66,6 @@ def test_every_method_of_the_experiments_can_be_made():
             for spec in panel.methods.values():
                 method = read_method(spec)
                 assert method.spec == spec and (method.make() is not None or spec == "full")
-
-
-def test_the_lines_of_a_half_are_drawn_within_it():
-    x, y = halves.strokes({"start": 4, "vertical": [5], "slash": [1]}, 7)
-    assert (x, y) == ([5, 5, None, 4, 6, None], [5, 7, None, 5, 7, None])
 
 
 def test_the_page_shows_the_committed_numbers(tmp_path):

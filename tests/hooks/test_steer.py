@@ -110,8 +110,6 @@ def test_in_generation_and_nothing_stays(kind):
         assert positions == (set(range(5, 13)) if isinstance(edit, Add) else set(range(13))) or edit is cases[2][0]
         if isinstance(edit, Ablate):
             assert {(e.layer, e.head, e.kind) for e in run.events} == {(*head, "ablated") for head in heads}
-            assert all(e.data.keys() == {"old", "new"} and e.data["new"] == 0 < e.data["old"] for e in run.events)
-        assert repr(run).startswith("<Run on ") and type(edit).__name__ in run.summary()
         with edit.on(other):
             assert torch.equal(generated(other, ids, max_new_tokens=8), want)
             if kind == "hf":

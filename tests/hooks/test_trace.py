@@ -55,13 +55,12 @@ def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_names_are_chosen_by_a_function_and_shown_with_their_shapes():
+def test_names_are_chosen_by_a_function():
     model, _ = tiny_model("llama")
     traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
     assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
     whole = trace(model, IDS, ["blocks.2.attn.hook_z"])["blocks.2.attn.hook_z"]
     assert torch.equal(traced["blocks.2.attn.hook_z"], whole[:, -1])
-    assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
 
 
 def test_bad_names_say_what_there_is():

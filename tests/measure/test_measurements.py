@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import inspect
 import json
-import pydoc
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -17,7 +16,7 @@ import pytest
 import stranger
 import torch
 from conclusion_kit import check_size
-from organisms import Organism, organism
+from organisms import organism
 from same_kit import differences
 from torch.testing import assert_close
 
@@ -30,7 +29,6 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.measure import Measurement, Setup
 from sinkscope.opening.load import load
-from sinkscope.results.options import descriptions_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import PLAIN, SCREEN, WIDTH
 
@@ -81,11 +79,6 @@ def bundled(backend: str | None):
     if backend is None:
         return None
     return load(backend=backend)
-
-
-@cache
-def without_a_sink() -> Organism:
-    return organism("llama", 3, kind="none")
 
 
 @EVERY
@@ -141,18 +134,6 @@ def test_every_kind_concludes_and_has_a_page(kind):
     assert cls.conclusion is not Result.conclusion
 
 
-@pytest.mark.slow  # the tests of each measurement say what its answer is
-@EVERY
-def test_a_model_without_a_sink_is_an_answer(command):
-    model = without_a_sink()
-    try:
-        result = command.load()(model.model, tokenizer=model.tokenizer, **arguments(command))
-    except SinkscopeError as error:  # a token of its arguments may be unknown to this tokenizer
-        assert "\n" not in str(error)
-    else:
-        assert result.conclusion()
-
-
 PLAIN_ONLY = {"lines", "barcode"}
 """A bridge computes its own attention, of which they see nothing."""
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
@@ -198,17 +179,6 @@ def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return printed.err
 
 
-@EVERY
-def test_bad_input_is_one_line(command, tmp_path, capsys):
-    bad = [["--model", str(tmp_path / "nowhere")], ["--seed", "-1"], ["--text", "nowhere.txt"], ["--nonsense"]]
-    for one in command.load().parameters:
-        for part in (part for limit in one.limits for part in getattr(limit, "metadata", ())):
-            if hasattr(part, "ge") and not one.option.hidden:
-                bad.append([one.flag, str(part.ge - 1)])
-    for words in bad:
-        _refused([*_required(command, str(tmp_path / "x")), *words], capsys)
-
-
 @pytest.fixture(scope="module")
 def wordy(tmp_path_factory):
     """A model whose tokenizer knows few words."""
@@ -233,30 +203,11 @@ def test_the_public_name_and_the_signature(command):
     assert inspect.signature(public) == inspect.signature(command.load()) and command.name in dir(ss)
     names = list(inspect.signature(public).parameters)
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
-    lines = pydoc.render_doc(public, renderer=pydoc.plaintext).splitlines()
-    assert lines[2].startswith(f"{command.name}(model") and lines[3].strip() == inspect.getdoc(public).splitlines()[0]
-
-
-@pytest.mark.slow
-@EVERY
-def test_help_documents_every_parameter_and_the_result(command):
-    function = command.load()
-    described = descriptions_of(inspect.getdoc(function), "Args")
-    assert set(described) == {*inspect.signature(function).parameters}
-    assert all(described.values()) and f"sinkscope.{command.name}(model)" in inspect.getdoc(function)
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():
     with pytest.raises(AttributeError, match=r"'find_sink'; did you mean find_sinks\?"):
         _ = ss.find_sink
-
-
-@EVERY
-def test_a_result_completes_to_its_fields_and_what_one_does_with_it(command, measured):
-    result = measured(command)
-    names = {*dir(result)}
-    assert {"conclusion", "figure", "rows", "save", "to_frame"} <= names and names.isdisjoint({"grids", "headings"})
-    assert all(hasattr(result, name) for name in names)
 
 
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):

@@ -294,18 +294,17 @@ def test_a_model_that_is_split_over_processes_is_not_measured(split, tmp_path):
     assert not recorder.rows
 
 
-@pytest.mark.parametrize("every", [0, -1, "x", 2.0, True, None])
-def test_an_interval_that_is_none_is_refused(every):
-    with pytest.raises(SinkscopeError, match=r"every=.*expected a whole number from 1") as refused:
-        ss.SinkCallback(every=every)
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"bos": "yes"}, "bos="), ({"seed": -1}, "seed="), ({"seed": 0.5}, "seed="), ({"text": "no/such.txt"}, "such")],
+    [
+        ({"every": 0}, "every=0: expected a whole number from 1"),
+        ({"every": 2.0}, "every=2.0: expected a whole number from 1"),
+        ({"bos": "yes"}, "bos="),
+        ({"seed": -1}, "seed="),
+        ({"text": "no/such.txt"}, "such"),
+    ],
 )
-def test_other_arguments_are_checked_before_training(options, words):
+def test_arguments_are_checked_before_training(options, words):
     with pytest.raises(SinkscopeError, match=words):
         ss.SinkCallback(**options)
 
