@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, made_report, read_report, spoil
-from sample_results import sample_find_sinks
 
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
@@ -63,14 +62,6 @@ def test_nothing_is_fetched(seen):
     assert policy.startswith("default-src 'none'; ")
     addresses = [value or "" for name, value in seen.attributes if name in ("src", "href", "action", "srcset")]
     assert all(address.startswith("#") for address in addresses)
-
-
-def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path):
-    data = sample_find_sinks().to_dict()
-    data["settings"] = {"text": "bell\x07 null\x00 half \ud83d"}
-    (tmp_path / "sinks.json").write_text(json.dumps(data))
-    text = read_report(made_report(tmp_path)).text
-    assert "bell\\x07 null\\x00 half \\ud83d" in text
 
 
 REASONS = {

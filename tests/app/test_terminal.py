@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import sys
@@ -19,7 +18,6 @@ from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
 from sinkscope.app.scan import Part, card_part
 from sinkscope.loops.text.streams import Watch
-from sinkscope.results.console import ProgressBar
 from sinkscope.sinks.find.find import find_sinks
 
 pyte = pytest.importorskip("pyte")
@@ -131,30 +129,6 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
         assert (
             "\x1b[2K" in shown and seen(shown).split()[:9] == piped.out.split()[:9]
         )  # there was a bar, and it is gone
-
-
-def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with ProgressBar() as progress:
-        assert terminal.getvalue() == ""  # nothing is known yet: a dead 0/100 says nothing
-        progress("layers", 1, 2)
-        progress.end()
-        before = terminal.getvalue()
-        progress("layers", 2, 2)
-    assert "1/2" in before and terminal.getvalue() == before
-
-
-def test_the_seconds_of_waiting_are_counted(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    with ProgressBar() as progress:
-        progress.wait("Loading it ...")
-        time.sleep(1.5)
-        assert terminal.getvalue() == "Loading it ...\rLoading it ... 1 s\r"
 
 
 def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):

@@ -51,10 +51,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert (np.abs(intact.activation[:, 0]) > 5 * np.abs(intact.activation[:, 1:]).max(1)).all()
     if family != "mixtral":  # values of experts are those before an edit
         assert not zeroed.activation.any() and (patched.activation[:, 0] == intact.activation[:, 0]).all()
-    assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g}" in zeroed.sentence
-    assert f"(random control: {at_sink[3]:.4g})" in zeroed.sentence
-    assert control.name == found.control == "random neurons zeroed"
-    assert all(len(one.sentence.split()) <= 30 for one in text.variants)
+    assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g} (random control: {at_sink[3]:.4g})" in zeroed.sentence
+    assert control.name == found.control
 
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):

@@ -156,24 +156,6 @@ def test_a_conclusion(task: str, answers: list[str], said: str):
     assert not said.startswith(("h2o:8 in", "LoopGuard in", "h2o:4 is")) or said == conclusion
 
 
-def test_a_tile_shows_a_share_and_its_control_even_where_methods_are_ranked_by_another_number():
-    records = [
-        *scored("text", "random:8 9 agree=0.5"),
-        *scored("text", "h2o:8 1 agree=0.9"),
-        *scored("text", "tova:8 2"),
-    ]
-    tile = table(*records).headline()
-    assert tile is not None and tile.share
-    assert (tile.label, tile.value) == ("of next tokens are those of full attention, h2o:8", 0.9)
-    assert (tile.contrast, tile.control) == ("random:8", 0.5)
-    assert tile.key not in {number.key for number in table(*records).numbers()}
-    looped = table(*scored("loops", "full 1*3 0"), *scored("loops", "loopguard:64 0*4"))
-    tile = looped.headline()
-    assert tile is not None and (tile.label, tile.value) == ("of 4 answers loop, loopguard:64", 0.0)
-    assert (tile.contrast, tile.control) == ("full", 0.75)
-    assert [number.value for number in looped.numbers() if number.key == tile.key] == [0.0]  # the same on the card
-
-
 def test_folders_are_joined(tmp_path: Path):
     for name, records in (("a", FULL), ("b", H2O)):
         with open_run(tmp_path / name, SETTINGS, []) as folder:

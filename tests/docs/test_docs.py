@@ -259,13 +259,3 @@ def test_a_conclusion_that_a_page_quotes_is_that_of_a_figure_that_it_shows(page)
     results = [file for file in files if json.loads(file.read_text(encoding="utf-8"))["kind"] in known_kinds()]
     assert quoted or not results  # figures of scripts are no results and have no conclusion
     assert {*quoted} <= {f"Conclusion: {Result.load(file).conclusion()}" for file in results}
-
-
-def test_the_pages_of_the_api_name_what_stands_in_its_module():
-    """The site reads sources without running them, so a name that a module hands on lazily is not found."""
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md")]
-    names = re.findall(r"^::: (\S+)$", "\n".join(pages), re.M)
-    assert len(names) > 40
-    for name in names:
-        owner, _, last = name.rpartition(".")
-        assert last in vars(importlib.import_module(owner)), name

@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from experiments.gpu import all as script
-
-
-def run(monkeypatch: pytest.MonkeyPatch, sources: dict[str, str], out: Path, total: float = 1.0) -> int:
-    """The exit status of a call whose parts are these programs."""
-    monkeypatch.setattr(script, "REHEARSALS", sources)
-    monkeypatch.setattr(
-        script, "command_of", lambda part, out, *_: [sys.executable, "-c", sources[part], str(out / part)]
-    )
-    try:
-        script.main(out=out, total=total, dry=True)
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
-
-
-def test_a_failure_says_why_and_the_next_part_begins(tmp_path, monkeypatch, capsys):
-    parts = {"bad": "raise SystemExit('error: no such shape')", "good": "print('here')"}
-    assert run(monkeypatch, parts, tmp_path) == 1
-    assert capsys.readouterr().out == "bad: exit code 1: error: no such shape\ngood: done\n"
-    assert (tmp_path / "good.log").read_text() == "here\n"
 
 
 def test_every_script_of_the_folder_is_a_part():

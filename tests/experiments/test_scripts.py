@@ -176,12 +176,6 @@ CASES = {
         "loopserve_table1.json",
         {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
     ),
-    "loopserve.dialogues, turns": Case(
-        "turns --work {out}/w --out {out}",
-        lambda made: [row["at"] for row in made["result"]["rows"]] == ["all", 1, "all", 1],
-        "loopserve_turns.json",
-        {"FIGURES": {"turns": (small("nine", runs.NineTurns(**SHORT), {"a": "full", "b": "loopserve"}, "turn"),)}},
-    ),
     "loopserve.dialogues, text": Case(
         "fidelity --work {out}/w --out {out}",
         lambda made: made["result"]["rows"][0]["kl"] > made["result"]["rows"][1]["kl"] == 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -160,20 +159,3 @@ def test_a_short_turn_is_read_by_the_model_itself(model):
     assert torch.equal(ours, alone)
     first, turn = (event.data for event in run.events if event.layer == 0)
     assert turn["dense"] == "6 new tokens are too few to pay for a choice of lines" and "attended" in first
-
-
-def test_where_no_lines_were_found_a_turn_does_not_look_again_unless_that_is_cheap():
-    """A search by two queries costs 8 / 30 of the attention of a turn of thirty tokens, and 8 / 90 for ninety."""
-    model = deepcopy(model_of("llama"))
-    ids, _ = prompts([180], 0)
-    serve = LoopServe(shortest=1, alpha=0.9, dense_rows=0, sample=2, checked=0, dense_above=0.9, decode=False)
-    for flat in (False, True):
-        if flat:
-            for block in model.model.layers:
-                block.self_attn.q_proj.weight.data.zero_()
-        cache = DynamicCache(config=model.config)
-        with serve.on(model) as run, torch.no_grad():
-            for part in (slice(0, 60), slice(60, 90), slice(90, 180)):
-                model(input_ids=ids[:, part], past_key_values=cache)
-        read = ["attended" in event.data for event in run.events if event.layer == 0]
-        assert read == [True, not flat, True]

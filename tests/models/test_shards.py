@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from organisms import organism
 from organisms.decoders import byte_tokenizer
 from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sinkscope.models.shards import ALONE, Shards, check_divides
+from sinkscope.models.shards import ALONE, check_divides
 
 ROOT = Path(__file__).parents[2]
 READINGS = "repeat,barcode,lines,trace"
@@ -124,20 +122,6 @@ def test_heads_must_divide():
     check_divides(config, "m", 2)
     with refused(r"4 processes cannot share the 6 heads \(num_attention_heads\) of m"):
         check_divides(config, "m", 4)
-
-
-@given(size=st.integers(1, 50), count=st.integers(1, 8))
-def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
-    chunks = torch.arange(size).chunk(count)
-    for rank in range(count):
-        shards = Shards()
-        shards.size, shards.rank = count, rank
-        low, high = shards.axis(size)
-        expected = chunks[rank].tolist() if rank < len(chunks) else []
-        assert list(range(low, high)) == expected
-        numbers = list(range(0, size, 3))
-        places, local = shards.axis(size).here(numbers)
-        assert [numbers[place] for place in places] == [low + one for one in local]
 
 
 def test_alone_all_is_whole():

@@ -179,8 +179,5 @@ def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():
     brief = grid.brief()
     assert brief.columns == {"neuron": ["b"], "drop": ["99.0%"], "control_drop": ["0.2%"]}
     assert brief.text(80).splitlines()[-2:] == ["2 others: drop at most 1.0%", "Seen."] and brief.brief() == brief
-    assert grid.text(80).count("\n") == 5 and "others" not in grid.text(80) + grid.html()  # --explain and pages
-    assert (
-        replace(grid, matters=[False] * 3).brief().columns == cells == replace(grid, matters=[True] * 3).brief().columns
-    )
-    assert grid.heading(80) == ["               control", "neuron   drop     drop"] == grid.text(80).splitlines()[:2]
+    for matters in ([False] * 3, [True] * 3):
+        assert replace(grid, matters=matters).brief().columns == cells

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -170,9 +168,6 @@ def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
     (claim,) = result.claims
     values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
     assert values == pytest.approx(together, abs=1e-4)
-    elsewhere = found.received.copy()
-    elsewhere[1, 0] = np.nan
-    assert "first token" in found.details()[0] and "first" not in replace(found, received=elsewhere).details()[0]
 
 
 @pytest.mark.parametrize("first", [True, slow(False)])

@@ -158,7 +158,7 @@ def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, 
     ids = text_of(m, tmp_path / "text.txt")
     before = by_hand(m, ids)
     callback = ss.SinkCallback(STEPS, text=tmp_path / "text.txt")
-    trainer, recorder, _, _ = run(m, tmp_path, callback, learning_rate=1e-5)
+    _, recorder, _, _ = run(m, tmp_path, callback, learning_rate=1e-5)
     after = by_hand(m, ids)
     logged = [row for _, row in recorder.rows if "sink_rate" in row]
     assert before != pytest.approx(after, rel=1e-3)
@@ -168,9 +168,6 @@ def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, 
         assert (row["spike_layer"], row["spike_neuron"]) == (layer, neuron)
     assert logged[0]["spike_dim"] in m.truth.residual_dims
     assert logged[0]["spike_dims"] <= len(m.truth.residual_dims)
-    in_history = [row for row in trainer.state.log_history if "sink_rate" in row]
-    assert in_history == [{**row, "step": step} for row, step in zip(logged, (0, STEPS), strict=True)]
-    assert trainer.state.log_history.index(in_history[1]) < len(trainer.state.log_history) - 1  # and not instead of one
 
 
 def at_the_start(m, folder, **options):
