@@ -20,7 +20,6 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application
 from sinkscope.errors import SinkscopeError
@@ -88,13 +87,6 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
     assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
-
-
-def test_values_are_packed_in_eight_bits():
-    values = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) ** 4
-    packed = Packed.of(codes_of(values))
-    assert np.abs(packed.array() - values.numpy()).max() <= 1 / 255 and packed.shape == (3, 5)
-    assert Packed.of(codes_of(torch.tensor([-1.0, torch.nan, 9.0]))).array().tolist() == [0, 0, 1]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tables recomputed by hand, and what a table says, keeps and draws."""
+"""Tables recomputed by hand, and what a table says and keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that measures everything on a GPU: limits, failures, going on; and a rehearsal of all parts on a CPU."""
+"""The command that measures everything on a GPU: all of its parts are there, and a rehearsal of each on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in several places, as `device_map="auto"` makes them: layers on disk stand for those on another device."""
+"""Models on several devices, as `device_map="auto"` spreads them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from organisms import tiny_model
 from transformers import DynamicCache
 
 import sinkscope as ss
-
-IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
-
 
 EDITS = {
     "full": ss.kv.Full(),

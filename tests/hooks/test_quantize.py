@@ -1,4 +1,4 @@
-"""Rounding, against plain hooks and by its own laws."""
+"""Rounding, against plain hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads switched off, vectors added: against edited weights and other libraries."""
+"""Heads switched off, vectors added: against edited weights and edits by hand."""
 
 from __future__ import annotations
 

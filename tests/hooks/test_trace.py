@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from organisms.tiny import tiny_model
-from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -76,9 +75,3 @@ def test_bad_names_say_what_there_is():
     with pytest.raises(UnsupportedError, match="per expert"):
         trace(moe, IDS, ["blocks.0.mlp.hook_post"])
     assert len(site_names(3)) == 1 + 3 * 13 + 2
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.5])
-def test_a_batch_of_no_rows_is_refused(size):
-    with refused(f"batch_size={size}: expected a"):
-        trace(tiny_model("llama")[0], IDS, ["logits"], batch_size=size)

@@ -1,4 +1,4 @@
-"""SpareBuffer after long caches: the same numbers as copying, and nobody's tokens in another's cache."""
+"""SpareBuffer after long caches: the same numbers as copying, with gradients and in inference mode."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ from jaxtyping import Float
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Grid, glossary, strings
-from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.repetition.repeat import Repeat
+from sinkscope.results.tables import Grid, strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,17 +158,6 @@ def test_what_is_no_neuron_is_refused(text):
 def test_names_are_counted_where_there_are_many():
     assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
     assert strings([{"layer": 0, "head": 4, "x": 1}]) == {"head": ["L0.H4"], "x": ["1"]}
-
-
-def test_a_column_means_what_the_class_says_that_describes_most_of_the_table():
-    """Two classes have a column of one name; an answer lies two levels below the result."""
-    neurons = ["contribution_norm", "share", "ablation_drop", "control_drop", "causal"]
-    assert glossary(FindSinks, neurons, {})["share"].startswith("Contribution norm divided by")
-    assert (
-        glossary(Repeat, ["token", "patched", "repeats", "kept", "tokens"], {})["repeats"]
-        == "Repetitions in the prompt."
-    )
-    assert "half of the reference" in glossary(Repeat, ["repeated", "repeats", "reference"], {})["repeats"]
 
 
 def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():

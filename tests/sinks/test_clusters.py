@@ -1,4 +1,4 @@
-"""The clusters of `attack` against planted groups, and its batch of single heads against ablation head by head."""
+"""The clusters of `attack` against planted groups, and a run that is broken off."""
 
 from __future__ import annotations
 
