@@ -17,6 +17,7 @@ import stranger
 import torch
 from conclusion_kit import check_size
 from organisms import organism
+from refusals import refused
 from same_kit import differences
 from torch.testing import assert_close
 
@@ -155,19 +156,6 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
-def _required(command: Command, value: str) -> list[str]:
-    """The words of a command with all options that it requires."""
-    measure = command.load()
-    words = command.words.split()
-    for output in measure.outputs:
-        if output.required:
-            words += [f"--{output.name}", value + ".out"]
-    for one in measure.parameters:
-        if one.required:
-            words += [one.flag, value]
-    return words
-
-
 def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on standard error of a command that is refused."""
     assert cli.main(words) == 2, words
@@ -183,15 +171,13 @@ def wordy(tmp_path_factory):
 
 
 @EVERY
-def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path, capsys):
+def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
     """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
     word = "Straßenbahn" if ALL.index(command) % 2 else "dog"
     (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
-    SinkPatch(layer=0, neurons=[1]).save(tmp_path / "patch.json")
-    words = _required(command, str(tmp_path / "patch.json"))
-    refusal = _refused([*words, "--model", str(wordy), "--text", str(tmp_path / "alike.txt")], capsys)
-    assert "the one token '" in refusal and "--text" in refusal
-    assert not (tmp_path / "patch.json.out").exists()
+    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if command.name == "patch_eval" else {}
+    with refused("the one token '.*--text"):
+        command.load()(wordy, text=tmp_path / "alike.txt", **patch)
 
 
 @EVERY

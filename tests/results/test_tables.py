@@ -80,9 +80,7 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     assert "In every row shown: column m same." in text and "column a, column c" in text and "--csv FILE" in text
     plain = Grid(columns).narrow(80)
     assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l" in plain.note
-    assert list(Grid(columns).narrow(200).columns) == WORDS[:12]  # the constant column stands in the note
-    wide = grid.narrow(None)
-    assert wide.columns == columns and len(wide.text(None).splitlines()) == 5
+    assert grid.narrow(None).columns == columns
 
 
 @given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))

@@ -238,24 +238,22 @@ class Broken(torch.nn.Module):
         return self.layer(*args, **options)
 
 
-def stopped(m, folder, words, **changes):
-    """Train where nothing can be measured: one warning says why, and all steps are made as without the callback."""
-    _, _, losses, _ = run(m(), folder)
-    model = m()
-    with pytest.warns(SinkscopeWarning, match=words) as warned:
-        trainer, recorder, watched, _ = run(model, folder, ss.SinkCallback(every=2), **changes)
-    assert len([one for one in warned if one.category is SinkscopeWarning]) == 1
-    assert watched == losses and not any("sink_rate" in row for _, row in recorder.rows)
-    assert all(module.training and not module._forward_hooks for module in trainer.model.modules())
-
-
 def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
+    """One warning says why, and all steps are made as without the callback."""
+
     def breaking():
         m = with_dropout("gpt2")
         m.model.transformer.h[1].mlp = Broken(m.model.transformer.h[1].mlp)
         return m
 
-    stopped(breaking, tmp_path, "stopped at step 0, and the training goes on without: .*it broke")
+    _, _, losses, _ = run(breaking(), tmp_path)
+    with pytest.warns(
+        SinkscopeWarning, match="stopped at step 0, and the training goes on without: .*it broke"
+    ) as warned:
+        trainer, recorder, watched, _ = run(breaking(), tmp_path, ss.SinkCallback(every=2))
+    assert len([one for one in warned if one.category is SinkscopeWarning]) == 1
+    assert watched == losses and not any("sink_rate" in row for _, row in recorder.rows)
+    assert all(module.training and not module._forward_hooks for module in trainer.model.modules())
 
 
 def test_a_model_without_a_head_for_tokens_is_trained_without(tmp_path):
