@@ -3,9 +3,8 @@
     python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--stories FILE] [--dry]
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(sparse prompts), `scale` (line sums, barcode, atlas, attack), `adapters` (models of true widths), `train_bundled` (the
-bundled model, with and without its circuit; only with `--stories`), and `exactness` (rounding, and the checks of
-caches).
+(sparse prompts), `adapters` (models of true widths), `exactness` (rounding, and the checks of caches), and
+`train_bundled` (the bundled model, with and without its circuit; only with `--stories`).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
@@ -44,11 +43,9 @@ REHEARSALS = {  # part -> what makes it small
     "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
     "loopserve": "--shape lines-128 --lengths 128 256 --prompts 256 --lone-lengths 256 --contexts 128 192 --new 8 "
     "--rounds 1 --budget 80 --shortest 0",
-    "scale": "--shape tiny --lengths 256 --prompt 64 --steps 8 --max-repeats 64 --attack 24 --sequences 16",
     "adapters": "--types gpt2 opt --layers 2",
     "exactness": "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive",
 }
-PLANTED = ("users", "scale")  # these need the same checkpoint, which is made once
 TRAINING = "train_bundled"
 PARTS = (*REHEARSALS, TRAINING)
 
@@ -59,7 +56,7 @@ def command_of(part: str, out: Path, dry: bool, stories: Path | None = None) -> 
         given = ["--out", str(out / part), "--stories", str(stories)]
         return [sys.executable, "-m", f"experiments.gpu.{part}", *given]
     words = [sys.executable, "-m", f"experiments.gpu.{part}", "--out", str(out / f"{part}.json")]
-    if part in PLANTED:
+    if part == "users":
         words += ["--folder", str(out / "shapes")]
     if dry:
         words += f"{REHEARSALS[part]} {TINY}".split()

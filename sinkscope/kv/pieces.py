@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sinkscope.hooks.edit.base import Run
+from sinkscope.kv.cache_state import CurrentCall
 from sinkscope.models.call_cache import cache_argument
 
 
@@ -47,6 +48,18 @@ class Rewinder(StoppingCriteria):
         self.full_at = []
         for count, has_ended in zip(written, self.ended, strict=True):
             self.full_at.append(0 if has_ended else most - count)
+
+    def continued(
+        self, ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"]
+    ) -> tuple[Int[Tensor, "row next"], Int[Tensor, "row next"]]:
+        """What the cache holds, with the token with which each row goes on, and which tokens are real."""
+        assert self.read is not None
+        read, self.read = self.read.to(mask), None
+        seen = read.shape[1]
+        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that in `again`
+        for row, token in self.again.items():
+            newest[row] = token
+        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(read, (0, 1), value=1)
 
 
 def generate_in_pieces(
@@ -90,49 +103,52 @@ def generate_in_pieces(
         cache = DynamicCache(config=model.config)
         options.update(cache_argument(model, cache))
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
-    least: int = options.pop("min_new_tokens", None) or 0
-    width, mask = ids.shape[1], attention_mask
-    output: Any = ids
     rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
     rewinder.ended = [False] * len(ids)
     try:
-        while True:
-            written: list[int] = mask[:, width:].sum(1).tolist()
-            rewinder.limit(written, ids.shape[1] + max_new_tokens)
-            left = max(rewinder.full_at) - ids.shape[1]
-            if left <= 0:
-                break
-            if least:
-                options["min_new_tokens"] = max(0, least - max(written))
-            output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=left, **options)
-            ids = getattr(output, "sequences", output)
-            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-            if rewinder.read is None:
-                break
-            read = rewinder.read.to(mask)
-            ids = _continued(ids, read.shape[1], rewinder.again)
-            mask = torch.nn.functional.pad(read, (0, 1), value=1)
-            for layer in cache.layers:
-                layer.crop(read.shape[1] - layer.seen)  # a call that ran before the piece ended
-            rewinder.read = None
-            session.now.resuming = True  # what comes next reads a generated token and no prompt
+        return _pieces(session.now, rewinder, model, ids, attention_mask, max_new_tokens, cache, options)
     finally:
         rewinder.allowance = None
         rewinder.full_at = []
         session.now.resuming = False
+
+
+def _pieces(
+    now: CurrentCall,
+    rewinder: Rewinder,
+    model: Any,
+    ids: Int[Tensor, "row pos"],
+    mask: Int[Tensor, "row pos"],
+    max_new_tokens: int,
+    cache: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Generate one piece after the other; the output of the last, with the ids of the whole answers."""
+    least: int = options.pop("min_new_tokens", None) or 0
+    width = ids.shape[1]
+    output: Any = ids
+    while True:
+        written: list[int] = mask[:, width:].sum(1).tolist()
+        rewinder.limit(written, ids.shape[1] + max_new_tokens)
+        left = max(rewinder.full_at) - ids.shape[1]
+        if left <= 0:
+            break
+        if least:
+            options["min_new_tokens"] = max(0, least - max(written))
+        output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=left, **options)
+        ids = getattr(output, "sequences", output)
+        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+        if rewinder.read is None:
+            break
+        ids, mask = rewinder.continued(ids, mask)
+        for layer in cache.layers:
+            layer.crop(mask.shape[1] - 1 - layer.seen)  # a call that ran before the piece ended
+        now.resuming = True  # what comes next reads a generated token and no prompt
     whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
     if isinstance(output, Tensor):
         return whole
     output.sequences = whole
     return output
-
-
-def _continued(ids: Int[Tensor, "row pos"], seen: int, again: dict[int, int]) -> Int[Tensor, "row next"]:
-    """What the cache holds, and the token with which each row goes on: the next one, or that in `again`."""
-    newest = ids[:, min(seen, ids.shape[1] - 1)].clone()
-    for row, token in again.items():
-        newest[row] = token
-    return torch.cat([ids[:, :seen], newest[:, None]], 1)
 
 
 def _closed(

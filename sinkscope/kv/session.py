@@ -24,12 +24,11 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.latest_queries import unseen_queries
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.kv.windows import check_generation, check_servable
+from sinkscope.kv.windows import check_attention, check_generation, check_servable
 from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.tap.call import Attention
-from sinkscope.tap.internals import attention_name, following_generate
+from sinkscope.tap.internals import following_generate
 from sinkscope.tap.listeners import Handler, leave, listen
-from sinkscope.tap.stock import NAME
 from sinkscope.tap.tap import tapped
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -50,7 +49,6 @@ class Session:
         check_servable(target)
         self.run = run
         self.target = target
-        self._config = target.config
         self.now = CurrentCall()
         self.watching = AttentionWatch(target, self.now)
         self.guests: dict[type, Any] = {}
@@ -209,7 +207,7 @@ class Session:
         what came out (`after_call`); and what the cache holds is counted.
         """
         now = self.now
-        self._check_attention()
+        check_attention(self.target)
         cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
         handler: Handler | None = None
         state: CacheState | None = None
@@ -252,16 +250,6 @@ class Session:
             COLUMNS.set(None)
             if handler is not None:
                 leave(handler)
-
-    def _check_attention(self) -> None:
-        """Refuse an attention that was set inside the `with`."""
-        name = attention_name(self._config)
-        if name != NAME and self.target.adapter.attention_interface:
-            raise UnsupportedError(
-                f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
-                "acts here: set it before the `with`",
-                page="kv-session",
-            )
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.new > 1 or call.past == 0 or self.now.prompting:

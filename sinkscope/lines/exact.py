@@ -52,6 +52,21 @@ class _Search:
         columns = torch.where(offset > 0, at[:, None] - offset, 0).clamp_(min=0)
         self._remove(columns, columns)
 
+    def set_batch(self, most: Float[Tensor, " head"]) -> None:
+        """Set how many lines the next round takes; `most` is the weight of the heaviest line of each head.
+
+        The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of the
+        chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many lines
+        as are chosen.
+        """
+        lines_per_taken = 5
+        if self.left.device.type != "cpu":
+            lines_per_taken = 1
+        share_of_chosen = self.chosen.sum((1, 2)).long() // lines_per_taken
+        lines_missing = (self.missing / most.clamp(min=1e-30)).clamp(0, 2 * self.left.shape[2]).long()
+        batch = torch.maximum(share_of_chosen, lines_missing // 20).clamp(min=1)
+        self.batch = batch.masked_fill(self.done, 1)
+
     def _remove(self, columns: Int[Tensor, "head row taken"], crossed: Int[Tensor, "head row taken"]) -> None:
         """Remove one cell in each row for every line taken, also from the weight of the line that crosses it there."""
         cells = self.left.gather(2, columns)
@@ -112,16 +127,7 @@ def exact_lines(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_
         search.done |= given_up | ~short & (best_ratio < sharp)
         # Line 0, which was chosen first, stands in for lines not taken.
         search.take(index * (taken & ~search.done[:, None]), at)
-        # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of
-        # the chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many
-        # lines as are chosen.
-        lines_per_taken = 5
-        if left.device.type != "cpu":
-            lines_per_taken = 1
-        share_of_chosen = search.chosen.sum((1, 2)).long() // lines_per_taken
-        lines_missing = (search.missing / gain.amax(1).clamp(min=1e-30)).clamp(0, 2 * keys).long()
-        batch = torch.maximum(share_of_chosen, lines_missing // 20).clamp(min=1)
-        search.batch = batch.masked_fill(search.done, 1)
+        search.set_batch(gain.amax(1))
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")
     return result.bool()

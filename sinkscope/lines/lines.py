@@ -263,18 +263,28 @@ def lines(
     with setup.edited(), scores_of(target, see, wanted):
         for ids in rows:
             target.forward(ids[None])
+    tokens = tuple(len(ids) for ids in rows)
+    arrays = _arrays(weights, chosen, random, len(rows))
+    return LineWeights(etas=shares, tokens=tokens, layers=tuple(wanted), **arrays)
+
+
+def _arrays(
+    weights: dict[str, list[Float[Tensor, "eta head"]]], chosen: list[HeadLines], random: list[HeadLines], texts: int
+) -> dict[str, Any]:
+    """The arrays of `LineWeights` from what was measured of one text after the other, layer by layer."""
     by_text: dict[str, Float[Tensor, "layer text eta head"]] = {}
     for name, values in weights.items():
-        by_text[name] = rearrange(torch.stack(values), "(text layer) eta head -> layer text eta head", text=len(rows))
-    if len(rows) > 1:
+        by_text[name] = rearrange(torch.stack(values), "(text layer) eta head -> layer text eta head", text=texts)
+    if texts > 1:
+        count = len(chosen) // texts
         for name, lines in (("inputs", chosen), ("inputs_random", random)):
-            by_text[name] = torch.stack([agreement(lines[i :: len(wanted)]) for i in range(len(wanted))])
+            by_text[name] = torch.stack([agreement(lines[layer::count]) for layer in range(count)])
     arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
     for name, values in by_text.items():
         arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
     for name in by_text.keys() & {"mass", "inputs"}:
         arrays[f"text_{name}"] = reduce(by_text[name], "layer text eta head -> eta text", "mean").numpy()
-    return LineWeights(etas=shares, tokens=tuple(len(ids) for ids in rows), layers=tuple(wanted), **arrays)
+    return arrays
 
 
 def segments(scores: Scores, etas: Sequence[float], seed: int, purpose: str) -> dict[str, Float[Tensor, "eta head"]]:

@@ -168,6 +168,20 @@ def test_on_a_gpu_no_prompt_is_read_along_lines_where_that_was_measured_to_be_sl
         assert LoopServe(shortest=0).pays(query, row["n"])  # whatever that costs
 
 
+def test_on_a_gpu_decoding_reads_everything_where_a_choice_was_measured_to_be_slower():
+    """Layers of 8k and 32k tokens, and of 16 rows of 4k, in the shape of Llama-2-7B."""
+    chosen: list[bool] = []
+    for rows, tokens in ((1, 8192), (1, 32768), (16, 4128)):
+        with FakeTensorMode():
+            keys = torch.empty(rows, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
+        layer: Any = SimpleNamespace(keys=keys, values=keys)
+        chosen.append(LoopServe().decoding.pays(layer))
+        assert LoopServe(shortest=0).decoding.pays(layer)
+    assert chosen == [False, False, True]
+    layer = SimpleNamespace(keys=torch.empty(1, 1, 8, 4), values=torch.empty(1, 1, 8, 4))
+    assert LoopServe().decoding.pays(layer)  # on a CPU
+
+
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")

@@ -7,7 +7,7 @@ queries: `answers="recompute"`. The keys and values that decoding put into the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -238,12 +238,7 @@ class Conversation:
         whole = [*self.ids, *new]
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
-        for name, value in generation.items():
-            if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
-                raise SinkscopeError(
-                    f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
-                    f"token; leave it out, or give {name}=None"
-                )
+        _check_generation(generation)
         cache: Any = DynamicCache()
         if self._layers:
             cache.layers = [layer.copy() for layer in self._layers]
@@ -272,13 +267,7 @@ class Conversation:
         answer = gold or sequences[0, len(whole) :].tolist()
         text = None
         if self.tokenizer is not None:
-            ends = generation.get("eos_token_id")
-            if ends is None:
-                ends = end_ids(target)
-            said = answer
-            if answer and answer[-1] in torch.tensor(ends):  # not every tokenizer knows that this token is special
-                said = answer[:-1]
-            text = str(self.tokenizer.decode(said, skip_special_tokens=True))
+            text = self._text_of(answer, generation.get("eos_token_id"))
         assert recorder.state is not None
         read = recorder.state.meter.usage().mean_read
         self._keep(cache, len(whole), recorder)
@@ -298,6 +287,15 @@ class Conversation:
         self.turns = [*self.turns, turn]
         return turn
 
+    def _text_of(self, answer: list[int], ends: Any) -> str:
+        """An answer without the token that ends it: one of `ends`, or by default of the model's."""
+        if ends is None:
+            ends = end_ids(self.target)
+        said = answer
+        if answer and answer[-1] in torch.tensor(ends):  # not every tokenizer knows that this token is special
+            said = answer[:-1]
+        return str(self.tokenizer.decode(said, skip_special_tokens=True))
+
     def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
         """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
         refuse_states(cache, "a conversation")
@@ -312,3 +310,13 @@ class Conversation:
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
         return read_row(target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)
+
+
+def _check_generation(generation: Mapping[str, Any]) -> None:
+    """Refuse settings of `generate` that a conversation has to choose itself."""
+    for name, value in generation.items():
+        if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
+            raise SinkscopeError(
+                f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
+                f"token; leave it out, or give {name}=None"
+            )

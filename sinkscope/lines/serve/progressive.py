@@ -76,6 +76,10 @@ class Progressive(Policy):
         votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
         return self.group(votes, at.kv.pos.shape[1])
 
+    def pays(self, layer: CacheLayer) -> bool:
+        """Whether to select from a layer that holds more than the budget."""
+        return True
+
     def _act(self, moment: Moment, session: Session) -> None:
         moment.check_order(self.shown_name)
         state = moment.state
@@ -91,7 +95,7 @@ class Progressive(Policy):
         state.memory["copied"] = False
         for kv in moment.layers:
             kv.settle()
-            if kv.slots <= min(rows.total):
+            if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
             at = LayerMoment(kv.number, kv, moment, session, rows)
             keep = self.chosen(at)

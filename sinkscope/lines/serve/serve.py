@@ -14,6 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.hooks.edit.base import Run
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.choice import Variant, select_lines
 from sinkscope.lines.head_lines import HeadLines
@@ -26,8 +27,26 @@ FLAT_COST = 0.15
 time if it finds none again, 5 % of dense attention."""
 
 
+GPU_LAYER_BYTES = 1 << 30
+"""Keys and values of a layer on a GPU below which a token takes longer if it reads a part of them. On an H100 it took
+1.26 and 1.07 times as long as with stock attention at 134 and 537 MB a layer, and 0.7 times at 1,082 MB
+(`experiments.gpu.loopserve` and `experiments.gpu.overhead`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopServeDecoding(Progressive):
-    """The decoding half of LoopServe, under the name that the user wrote."""
+    """The decoding half of LoopServe, under the name that the user wrote.
+
+    Attributes:
+        everywhere: Whether to select even where that takes longer.
+    """
+
+    everywhere: bool = False
+
+    def pays(self, layer: CacheLayer) -> bool:
+        """Whether reading less can save more than the choice costs."""
+        keys, values = layer.keys, layer.values
+        return self.everywhere or not keys.is_cuda or keys.nbytes + values.nbytes >= GPU_LAYER_BYTES
 
     @property
     def shown_name(self) -> str:
@@ -75,7 +94,8 @@ class LoopServe(SparsePrompts):
             in which an earlier turn on the same cache found no lines, unless the turn is so long that looking again
             costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
             whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 96,000 keys
-            on, because dense attention is as fast as the choice before that.
+            on, because dense attention is as fast as the choice before that, and decoding selects in layers whose keys
+            and values take 1 GB or more: 65,536 tokens of all rows together in a model such as Llama-2-7B.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and on CUDA up to 0.6, less for short prompts. Other devices then read densely, because a
             loop over blocks does not pay there.
@@ -143,7 +163,8 @@ class LoopServe(SparsePrompts):
     @property
     def decoding(self) -> Progressive:
         """The policy of the decoding half."""
-        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first)
+        everywhere = self.shortest == 0
+        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first, everywhere=everywhere)
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget of the decoding half that is too small for the prompt."""
