@@ -264,7 +264,7 @@ ELSEWHERE = {  # name -> the test that runs it
     "loopguard.figure4": "test_loopguard_experiments.py",
     "loopguard.outcome": "test_loopguard_remedies.py",
     "bench_shards": "test_shards.py",
-    "cluster.killed": "",  # these need a cluster; test_scan_many.py has executors, shards and killed workers
+    "cluster.killed": "",  # started by hand on a cluster; test_scan_many.py has executors, shards, killed workers
     "cluster.on_ray": "",
     "cluster.on_submitit": "",
     "make_two_hops": "test_needle.py",

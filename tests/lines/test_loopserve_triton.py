@@ -83,6 +83,41 @@ def test_interpreted_it_equals_attention_under_the_mask(name, found):
     assert all(full or done > cells for full, done, cells in numbers)
 
 
+LISTS = "heads kv_heads block_count block_index column_count column_index lone_count lone_offset".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 256)])
+def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype, width):
+    """No GPU is needed to compile. Without tensor cores a float32 kernel has no registers left for its products."""
+    pytest.importorskip("triton")
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sinkscope.lines import triton as kernel
+
+    kind = getattr(torch, dtype)
+    size = kernel.queries_at_once(kind)
+    fixed = {"width": width, "values": width, "SIZE": size, "KEYS": kernel.KEYS}
+    names = kernel._attend.arg_names
+    types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
+    types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
+    types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
+    # Addresses are multiples of 16, as those of a model's tensors are.
+    even = [i for i, name in enumerate(names) if types[name][0] == "*"]
+    source = ASTSource(
+        kernel._attend,
+        types,
+        {(names.index(name),): number for name, number in fixed.items()},
+        {(i,): [["tt.divisibility", 16]] for i in even},
+    )
+    options = {"num_warps": kernel._warps(width, size), "num_stages": 1}
+    made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 1024
+    assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
+
+
 def test_what_compilers_raise_leaves_lines_to_pytorch_and_errors_of_cuda_do_not(found):
     failures = found["failures"]
     said = "lines are not computed by Triton, which could not compile them: "
