@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sinkscope.models.call_cache import CACHE_NAMES
 
-KIND = "ipu"  # a type of device that torch knows and does not try to start
 MOVES = ("_to_copy", "copy_", "_copy_from")
 INDEXED = ("index", "index_put", "index_put_")  # an index on the CPU is allowed
 

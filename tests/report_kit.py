@@ -117,19 +117,14 @@ def files_shown(path: Path) -> list[str]:
 def spoil(folder: Path):
     (folder / "cut.json").write_text((folder / "atlas.json").read_text()[:200])
     (folder / "foreign.json").write_text('{"a": 1}')
-    (folder / "list.json").write_text("[1, 2]")
-    (folder / "deep.json").write_text("[" * 5000)
     newer = json.loads((folder / "atlas.json").read_text())
     (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
     (folder / "unknown.json").write_text(json.dumps({**newer, "kind": BAD}))
     atlas = {**newer["result"]["reading"], "tokens": ["a"]}
     uneven = {**newer, "result": {**newer["result"], "reading": atlas}}
     (folder / "uneven.json").write_text(json.dumps(uneven))
-    (folder / "half.json").write_text('{"schema": 1, "kind": "find-sinks"}')
     (folder / "notes.txt").write_text("not JSON")
     (folder / f"{BAD}\n\x1b[2J.json").write_text("{")
     (folder / "gone.json").symlink_to("nowhere")
     (folder / ".hidden.json").write_text("{")
-    (folder / ".git").mkdir()
-    (folder / ".git/x.json").write_text("{")
     (folder / "atlas.html").write_text("beside a result")

@@ -76,22 +76,3 @@ def sample_find_sinks(**changes) -> FindSinks:
         published=PublishedSink("a paper", True),
     )
     return replace(made, **changes)
-
-
-def sample_without_sink() -> FindSinks:
-    """The same model, had it no sink."""
-    return sample_find_sinks(
-        spikes=(),
-        sinks=(),
-        shared_dims=(),
-        sink_layer=None,
-        neurons=(),
-        stages=(),
-        residual_dims=(),
-        spike_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
-        typical_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
-        typical_low=(1.5, 2.5, 3.5, 4.5, 5.0, 6.0),
-        typical_high=(2.5, 3.5, 4.5, 5.5, 7.0, 8.0),
-        layers_read=6,
-        repeats=RepeatsNeeded((), None, 0, 1024),
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +50,18 @@ def few_parts(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def plant(folder: Path, model: Path, order: str) -> None:
     """Let the process that scans a model do this when one part of two is finished."""
     (folder / f"{model.name}.planted").write_text(order)
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """What every part found, without the time that it took."""
+    found: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.json")):
+        content = json.loads(file.read_text())
+        content.pop("provenance", None)
+        for group in content.get("result", {}).get("groups", ()):
+            del group["metrics"]["time"]
+        found[file.name] = content
+        if file.name == "card.json":
+            for part in content["result"]["parts"]:
+                del part["seconds"], part["peak_memory_bytes"]
+    return found

@@ -40,6 +40,7 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     _agrees(result, deep)
     read = {int(name.split("layers.")[1].split(".")[0]) for name in target.store.source.read if "layers." in name}
     assert read == set(range(result.layers_read))
+    assert max(target.store.reads.values()) <= 6  # one walk scans, three repeat, two search from the sink layer on
     whole = find_sinks(tmp_path / "m", max_repeats=16, text=text, all_layers=True)
     assert whole.layers_read == LAYERS and whole.sink_rate is not None
     assert whole.sink_layer == result.sink_layer and whole.neurons == result.neurons

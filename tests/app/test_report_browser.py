@@ -49,16 +49,6 @@ def test_in_a_browser(tmp_path, chrome):
     assert chrome.run("document.querySelectorAll('svg .gtitle').length") == 0  # the page says it
     assert chrome.run("document.querySelectorAll('[onerror], img:not([src^=data])').length") == 0
 
-    x, y = chrome.run(  # the first four bars are layers
-        "{document.querySelector('.plot').scrollIntoView();"
-        "const at = document.querySelectorAll('.plot .bars .point')[4].getBoundingClientRect();"
-        "[at.x + at.width / 2, at.y + at.height / 2]}"
-    )
-    chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
-    chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    chrome.run("new Promise((done) => setTimeout(done, 300))")
-    assert "412" in chrome.run("document.querySelector('.hoverlayer').textContent")
-
     chrome.open(path, 360, phone=True)
     assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
     chrome.open(save_html(sample_find_sinks(), tmp_path / "single.html"), 1400)

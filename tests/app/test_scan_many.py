@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from organisms import organism
-from scan_kit import DIES_ONCE, HANGS, few_parts, plant
-from test_resumed_scan import results
+from scan_kit import DIES_ONCE, HANGS, few_parts, plant, results
 
 import sinkscope as ss
 from sinkscope.app import scan as scanning

@@ -20,7 +20,6 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application
 from sinkscope.errors import SinkscopeError
@@ -51,10 +50,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert (np.abs(intact.activation[:, 0]) > 5 * np.abs(intact.activation[:, 1:]).max(1)).all()
     if family != "mixtral":  # values of experts are those before an edit
         assert not zeroed.activation.any() and (patched.activation[:, 0] == intact.activation[:, 0]).all()
-    assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g}" in zeroed.sentence
-    assert f"(random control: {at_sink[3]:.4g})" in zeroed.sentence
-    assert control.name == found.control == "random neurons zeroed"
-    assert all(len(one.sentence.split()) <= 30 for one in text.variants)
+    assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g} (random control: {at_sink[3]:.4g})" in zeroed.sentence
+    assert control.name == found.control
 
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
@@ -90,13 +87,6 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
     assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
-
-
-def test_values_are_packed_in_eight_bits():
-    values = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) ** 4
-    packed = Packed.of(codes_of(values))
-    assert np.abs(packed.array() - values.numpy()).max() <= 1 / 255 and packed.shape == (3, 5)
-    assert Packed.of(codes_of(torch.tensor([-1.0, torch.nan, 9.0]))).array().tolist() == [0, 0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +170,6 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
-    assert "application/vnd.jupyter.widget-view+json" in shown._repr_mimebundle_()[0]
-    assert shown.widget.view["result"]["texts"][0]["tokens"][1:3] == list(shown.result.texts[0].tokens[1:3])
     page = shown.save_html(tmp_path / "view.html")
     assert "connect-src 'none'" in page.read_text(encoding="utf-8")
     monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed

@@ -97,12 +97,6 @@ def test_the_page_in_a_browser(view, opened):
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
-
-    chrome.run("document.querySelector('#token-0').focus()")  # the keys reach everything
-    for key, there in (("ArrowRight", "token-1"), ("End", f"token-{len(text.tokens) - 1}"), ("Home", "token-0")):
-        chrome.press(key)
-        assert chrome.run("document.activeElement.id") == there
-    assert len(chrome.texts('.token[tabindex="0"]')) == 1
     chrome.click("#tab-generation")
     assert len(chrome.texts(".written")) == 2
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
@@ -137,41 +131,21 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     chrome.wait(f"document.querySelector('#headline').textContent === {json.dumps(said)}")
     assert chrome.text("#rows-title") == f"Rows of L{layer}.H{head}"
     assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
-    frame = "document.querySelector('#rows-before .frame')"
-    chrome.run(f"{frame}.scrollIntoView()")
-    x, y = chrome.run(f"{{const at = {frame}.getBoundingClientRect();[at.left + 1, at.bottom - 2]}}")
-    chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    chrome.run("new Promise((done) => setTimeout(done, 50))")
     rows, last = intact.rows[-1].array()[:, 0], len(text.tokens) - 1
-    first = json.dumps(text.tokens[0])
-    assert (
-        chrome.text("#cell") == f"token {last}, {json.dumps(text.tokens[-1])}, gives {rows[-1]:.0%} to token 0, {first}"
-    )
-    chrome.run("document.querySelector('#rows-before').focus()")  # and so do the keys
+    chrome.run("document.querySelector('#rows-before').focus()")  # the keys read cells
     chrome.press("ArrowUp")
     cell = chrome.text("#cell")
     assert cell.startswith(f"token {last - 1}, ") and f"gives {rows[-2]:.0%} to token 0" in cell
-    chrome.press("Enter")
-    assert chrome.run("document.querySelector('#colour').value") == "row"
-    assert chrome.run(f"document.querySelector('#token-{last - 1}').classList.contains('chosen')")
-
-    chrome.run("HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }")
-    saved = {}
-    for kind, begins in (("svg", "data:image/svg+xml,"), ("png", "data:image/png;base64,")):
-        chrome.run("window.saved = null")
-        chrome.click(f"#save-{kind}")
-        chrome.wait("window.saved")
-        name, data = chrome.run("window.saved")
-        assert name == f"L{layer}.H{head}.{kind}" and data.startswith(begins) and len(data) > 500
-        saved[kind] = data.removeprefix(begins)
-    picture = ElementTree.fromstring(unquote(saved["svg"]))
-    words = [one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"intact", zeroed.name} <= {*words} and words.count("token that is read") == 2
-    assert "var(" not in saved["svg"] and len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) > 1
+    chrome.run("HTMLAnchorElement.prototype.click = function () { window.saved = this.href; }")
+    chrome.click("#save-svg")
+    chrome.wait("window.saved")
+    picture = ElementTree.fromstring(unquote(chrome.run("window.saved").removeprefix("data:image/svg+xml,")))
+    words = {one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"intact", zeroed.name} <= words and len(list(picture.iter("{http://www.w3.org/2000/svg}path"))) > 1
 
 
-def test_the_rows_are_drawn_cell_by_cell_on_axes_of_tokens(view, opened):
-    """The shade of every cell of the drawing is that of the attention, and ticks stand at their tokens."""
+def test_the_rows_are_drawn_cell_by_cell(view, opened):
+    """The shade of every cell of the drawing is that of the attention."""
     chrome = opened()
     chrome.click("#head-1-7")
     text = view.texts[0]
@@ -182,9 +156,6 @@ def test_the_rows_are_drawn_cell_by_cell_on_axes_of_tokens(view, opened):
         for column, row, run in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
             drawn[int(row), int(column) : int(column) + int(run)] = float(shade)
     assert np.abs(drawn - np.sqrt(rows)).max() <= 0.5 / 24 + 1e-6 and drawn.any()
-    ticks = "[...document.querySelectorAll('#rows text[y=\"221\"]')]"
-    for number, x in chrome.run(f"{ticks}.map((one) => [one.textContent, one.getAttribute('x')])"):
-        assert float(x) == pytest.approx(44 + 200 * (int(number) + 0.5) / len(rows))
 
 
 @pytest.mark.slow
@@ -225,7 +196,7 @@ def headed(title: str) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def test_the_first_visit_begins_with_a_tour_that_presses_the_switches_or_ends(view, opened):
+def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, opened):
     chrome = opened(390)
     chrome.run("localStorage.clear()")
     opened(390)
@@ -234,20 +205,13 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches_or_ends(vi
     readers = []
     for number, name in enumerate(pressed, 1):
         chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 5')")
-        assert chrome.run("document.activeElement.closest('.tour') !== null")
         assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
         readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))
         chrome.run("document.activeElement.click()")
     chrome.wait("!document.querySelector('.tour')")
     assert readers[0] == readers[3] == 20 and readers[2] < 10  # what the tour says of the squares
-    assert chrome.run("document.activeElement.id") == "tour"
     opened(390)
     assert chrome.texts(".tour p") == []  # once
-    chrome.click("#tour")
-    chrome.wait("document.querySelector('.tour')")
-    assert chrome.text(".tour p").startswith("1 of 5")
-    chrome.press("Escape")
-    chrome.wait("!document.querySelector('.tour')")
 
 
 def test_the_live_page_in_a_browser(bundled, chrome):

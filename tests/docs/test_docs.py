@@ -155,18 +155,6 @@ def test_the_prompt_of_the_page_is_sparse_in_some_heads_and_reads_less_than_all(
     assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
 
 
-def test_the_python_of_the_readme_runs_on_the_model_in_the_package(monkeypatch, run):
-    """Its model is on a hub; here the one in the package stands in for it."""
-    import sinkscope as ss
-    from sinkscope.kv.registry import policies
-
-    real_load = ss.load
-    monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
-    names = run("README.md", {'ss.find_sinks("llama-2-7b")': "ss.find_sinks()"})
-    assert "large-values" in policies()
-    assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
-
-
 _MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)
 _WITH = re.compile(r'<!-- test: with "(.+?)" for "(.+?)", because (.+?) -->')
 _SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")
@@ -271,13 +259,3 @@ def test_a_conclusion_that_a_page_quotes_is_that_of_a_figure_that_it_shows(page)
     results = [file for file in files if json.loads(file.read_text(encoding="utf-8"))["kind"] in known_kinds()]
     assert quoted or not results  # figures of scripts are no results and have no conclusion
     assert {*quoted} <= {f"Conclusion: {Result.load(file).conclusion()}" for file in results}
-
-
-def test_the_pages_of_the_api_name_what_stands_in_its_module():
-    """The site reads sources without running them, so a name that a module hands on lazily is not found."""
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md")]
-    names = re.findall(r"^::: (\S+)$", "\n".join(pages), re.M)
-    assert len(names) > 40
-    for name in names:
-        owner, _, last = name.rpartition(".")
-        assert last in vars(importlib.import_module(owner)), name

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +12,6 @@ from experiments.script import run
 from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [
-    ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    for file in sorted((ROOT / "experiments").rglob("*.py"))
-    if re.search(r"^    run\(main\)$", file.read_text(), re.M)
-]
 
 
 def test_words_become_parameters_and_what_is_not_given_keeps_its_default():
@@ -52,14 +45,3 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as left:
         run(main, [])
     assert left.value.code == 2 and capsys.readouterr().err == "error: the file is empty: give another\n"
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_explains_its_own_options(name, capsys):
-    main = import_module(name).main
-    with pytest.raises(SystemExit) as left:
-        run(main, ["--help"])
-    said = capsys.readouterr().out
-    assert left.value.code == 0 and said.startswith(f"usage: python -m {name} ")
-    described = set(re.findall(r"^        (\w+): ", main.__doc__ or "", re.M))
-    assert described <= set(main.__annotations__), "the docstring describes what the function does not take"

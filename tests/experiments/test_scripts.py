@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,9 +52,9 @@ class Case:
     quick: bool = False
 
 
-def small(name: str, task: Recall, methods: dict[str, str], by: Literal["position", "turn"] = "position") -> Panel:
+def small(name: str, task: Recall, methods: dict[str, str]) -> Panel:
     """Dialogues of the recall model, as few and as short as they can be."""
-    return Panel(name, runs.Suite(name, task), "score", alone(methods), by)
+    return Panel(name, runs.Suite(name, task), "score", alone(methods), "position")
 
 
 SHORT: dict[str, Any] = {"count": 1, "turns": 1, "total": 320, "least": 256, "hops": 1}
@@ -175,12 +175,6 @@ CASES = {
         lambda made: rate_of(made, "whole cache") == rate_of(made, "LoopServe") == 1 > rate_of(made, "random part"),
         "loopserve_table1.json",
         {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
-    ),
-    "loopserve.dialogues, turns": Case(
-        "turns --work {out}/w --out {out}",
-        lambda made: [row["at"] for row in made["result"]["rows"]] == ["all", 1, "all", 1],
-        "loopserve_turns.json",
-        {"FIGURES": {"turns": (small("nine", runs.NineTurns(**SHORT), {"a": "full", "b": "loopserve"}, "turn"),)}},
     ),
     "loopserve.dialogues, text": Case(
         "fidelity --work {out}/w --out {out}",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from organisms.decoders import decoder
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_argument, cache_in, with_cache
+from sinkscope.models.call_cache import CACHE_NAMES, cache_argument, cache_in
 
 IDS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(5))
 NEW = 6
@@ -91,15 +91,3 @@ def test_positions_go_on_where_the_first_layer_keeps_a_state():
     with ss.Add(torch.ones(64), "blocks.1.hook_resid_post", positions=IDS.shape[1] + 1).on(model) as run:
         generated(model)
     assert [event.step for event in run.events] == [2]
-
-
-def test_the_argument_is_replaced_where_it_is():
-    model, old, new = stock(), DynamicCache(), DynamicCache()
-    ours = next(iter(cache_argument(model, new)))
-    assert by_name(model, (IDS, None, None, old), {}) == {
-        "input_ids": IDS, "attention_mask": None, "position_ids": None, ours: old
-    }  # fmt: skip
-    assert with_cache(model, {"cache": None}, new) == {"cache": new}
-    assert with_cache(model, {"past_key_values": old, "use_cache": True}, new)["past_key_values"] is new
-    assert with_cache(model, {"use_cache": True}, new) == {"use_cache": True, ours: new}
-    assert cache_in({"cache": old, "past_key_values": new}) is old  # as transformers reads it

@@ -236,7 +236,6 @@ def test_from_result(tmp_path):
     assert patch.sites == up.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
     assert up.calibrated == {}  # not for some neurons alone
-    assert (patch.site, patch.value, up.site) == ("post", "second", "up")
     patch.save(tmp_path / "patch.json")
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
     for nothing in ({"sink_layer": None}, {"neurons": (idle,)}, {"neurons": ()}):

@@ -1,37 +1,22 @@
-"""Heads switched off, vectors added: against edited weights and other libraries."""
+"""Heads switched off, vectors added: against edited weights and edits by hand."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from covering import every_nth
-from intervention_kit import KINDS, bridge_of, count_hooks, generated, greedy, listing_1, logits, loud_model
-from organisms import MODEL_TYPES, tiny_model
+from intervention_kit import KINDS, count_hooks, generated, greedy, listing_1, loud_model
+from organisms import tiny_model
 from refusals import refused
-from torch.testing import assert_close
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit import Ablate, Add, SinkPatch
 from sinkscope.models.modules.linear import is_transposed
 from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
-OLDER = {"falcon": {"new_decoder_architecture": False, "multi_query": True}}  # what a bridge can take apart
-SITES = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
-CLOSE = {"atol": 1e-4, "rtol": 1e-3}
-
-
-@cache
-def bridged(model_type: str) -> tuple[Any, Any]:
-    windows = {"layer_types": ["sliding_attention", "full_attention"]} if model_type == "gemma3_text" else {}
-    model, tokenizer = tiny_model(model_type, num_hidden_layers=2, **windows, **OLDER.get(model_type, {}))
-    return model, bridge_of(model, tokenizer)
 
 
 def without_heads(model, heads: list[tuple[int, int]]):
@@ -65,28 +50,6 @@ def added(model, layer: int, vector: torch.Tensor) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 2))
-def test_a_vector_as_transformer_lens_adds_it(model_type):
-    model, bridge = bridged(model_type)
-    vector, target, plain = vector_of(model), target_of(model), logits(model, IDS)
-    # The two ends of a layer are the same in every family: each meets one of them.
-    for site in SITES[MODEL_TYPES.index(model_type) % 2 :][: len(SITES) - 1]:
-        name = f"blocks.1.{site}"
-        if site == "hook_resid_mid" and (target.adapter.mid is None or getattr(model.config, "parallel_attn", False)):
-            with pytest.raises(UnsupportedError, match="no separate place"), Add(vector, name).on(model):
-                pass
-            continue
-        # Its hook of that name stands before the norm of the MLP, so what it adds there does not stay in the stream.
-        theirs = name.replace("hook_resid_mid", "hook_attn_out")
-        want = bridge.run_with_hooks(IDS, fwd_hooks=[(theirs, lambda tensor, hook: tensor + 2 * vector)])
-        edit = Add(vector, name, scale=2)
-        with edit.on(model):
-            assert_close(logits(model, IDS), want, **CLOSE)
-        with edit.on(bridge):
-            assert_close(bridge(IDS), want, **CLOSE)
-        assert (want - plain).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_generation_and_nothing_stays(kind):
     """Token by token with a cache, against the whole sequence again for every token, edited by hand."""
@@ -110,8 +73,6 @@ def test_in_generation_and_nothing_stays(kind):
         assert positions == (set(range(5, 13)) if isinstance(edit, Add) else set(range(13))) or edit is cases[2][0]
         if isinstance(edit, Ablate):
             assert {(e.layer, e.head, e.kind) for e in run.events} == {(*head, "ablated") for head in heads}
-            assert all(e.data.keys() == {"old", "new"} and e.data["new"] == 0 < e.data["old"] for e in run.events)
-        assert repr(run).startswith("<Run on ") and type(edit).__name__ in run.summary()
         with edit.on(other):
             assert torch.equal(generated(other, ids, max_new_tokens=8), want)
             if kind == "hf":

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from organisms.tiny import tiny_model
-from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -55,13 +54,12 @@ def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_names_are_chosen_by_a_function_and_shown_with_their_shapes():
+def test_names_are_chosen_by_a_function():
     model, _ = tiny_model("llama")
     traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
     assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
     whole = trace(model, IDS, ["blocks.2.attn.hook_z"])["blocks.2.attn.hook_z"]
     assert torch.equal(traced["blocks.2.attn.hook_z"], whole[:, -1])
-    assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
 
 
 def test_bad_names_say_what_there_is():
@@ -77,9 +75,3 @@ def test_bad_names_say_what_there_is():
     with pytest.raises(UnsupportedError, match="per expert"):
         trace(moe, IDS, ["blocks.0.mlp.hook_post"])
     assert len(site_names(3)) == 1 + 3 * 13 + 2
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.5])
-def test_a_batch_of_no_rows_is_refused(size):
-    with refused(f"batch_size={size}: expected a"):
-        trace(tiny_model("llama")[0], IDS, ["logits"], batch_size=size)

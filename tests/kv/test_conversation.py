@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, StreamingLLM
-from sinkscope.lines.serve import LoopServe, Progressive
+from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.conversation import Conversation, Turn
 
 SPARSE = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
@@ -164,13 +164,6 @@ def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answ
     other.say(said(0), [7] * NEW)
     assert other.ids == [*said(0), *[7] * NEW]
     assert not torch.equal(logits(ask(other, 1)), logits(asked.turns[1]))
-
-
-def test_a_turn_prints_what_it_read_kept_and_cost():
-    chat = Conversation(model_of("llama"), H2O(budget=20), answers="keep")
-    assert repr(ask(chat, 0)).startswith("<Turn: 6 tokens; read 40 of 40, kept 21 of 46, a step attends to ")
-    chat = Conversation(model_of("llama"), Progressive(budget=8, every=4, after=0))
-    assert "Progressive read " in repr(ask(chat, 0))
 
 
 def test_the_end_token_is_not_in_the_text():

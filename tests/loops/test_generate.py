@@ -18,8 +18,6 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.models.checks import tokenizer_of
-from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
 SITES = loud_model()[2]
@@ -46,10 +44,6 @@ def test_progress_tells_how_far_a_text_is_also_while_a_guard_takes_tokens_back()
     counts = [done for _, done, _ in told]
     assert min(after - before for before, after in pairwise(counts)) < -13  # more than a copy was taken back
     assert counts[-1] == len(guarded.tokens) and {most for *_, most in told} == {120}
-    tokenizer = tokenizer_of(target_of(model))
-    for step in range(1, 6):  # before the loop
-        words = tokenizer.decode(guarded.tokens[:step]).split()
-        assert told[step - 1][0] == f"writing: {' '.join(words[-4:])[-24:]}"
 
 
 GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})

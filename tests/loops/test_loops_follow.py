@@ -145,12 +145,13 @@ def test_control_characters_do_not_reach_the_terminal():
 
 
 def test_exit_codes_and_the_first_loop(tmp_path, capsys):
-    looping, honest = tmp_path / "a.txt", tmp_path / "b.txt"
-    looping.write_text(f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}")
-    honest.write_text(prose(900))
-    assert main(["loops", "--follow", str(honest)]) == 0 and capsys.readouterr().out == ""
-    assert main(["loops", str(looping), "--follow"]) == 3 and capsys.readouterr().out.count("\n") == 2
-    assert main(["loops", str(looping), "--follow", "--first"]) == 3 and capsys.readouterr().out.count("\n") == 1
+    for text, options, code in (
+        (prose(900), [], 0),
+        (f"{TEXT} {prose(600, 1)} {'round it goes ' * 90}", ["--first"], 3),
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        assert main(["loops", str(tmp_path / "a.txt"), "--follow", *options]) == code
+        assert capsys.readouterr().out.count("\n") == bool(code)
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ TAILED = st.builds(  # a repetition after anything
     st.integers(0, 6),
     st.integers(0, 8),
 )
-LOOP = '{"name":"U.S. Air Force Academy","wikipedia url":"…","type":"Organization"}, '  # appendix D
 
 
 @given(TAILED)
@@ -59,15 +58,6 @@ def test_arrays_and_tensors_are_read_as_numbers():
 def test_what_is_no_id_is_refused(wrong):
     with pytest.raises(SinkscopeError, match=r"token ids .*: expected whole numbers"):
         compression_ratio(wrong)
-
-
-def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids():
-    """77 characters, or 22 tokens of two vocabularies: under 0.12 in a window's worth of either, not in less."""
-    text = (LOOP * 20).encode()
-    assert [round(len(zlib.compress(text[:n], 9)) / n, 2) for n in (600, 1024)] == [0.15, 0.09]
-    small, large = ([(i * 7919) % vocabulary for i in range(22)] for vocabulary in (4096, 151936))
-    assert compression_ratio((small * 20)[:256]) < 0.12 and compression_ratio((large * 20)[:256]) < 0.12
-    assert compression_ratio((small * 20)[:64]) > 0.12
 
 
 def _brute(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail | None:

@@ -312,7 +312,6 @@ def test_the_page_says_what_runs(monkeypatch):
     said = request.output
     assert said.count(151668) == 1 and said[-1] == kit.END
     assert MonitorSettings().tail_shortest == said.index(151668) < len(said) - 1
-    assert f"at least {said.index(151668)} tokens" in page
     sent = names["body"]["sampling_params"]["custom_params"]
     assert ServingSettings.of_request(sent["sinkscope"]) is not None
     serving.SglangLoopProcessor.from_str(names["body"]["custom_logit_processor"])
@@ -322,5 +321,3 @@ def test_the_page_says_what_runs(monkeypatch):
         assert ServingSettings.of_request(text) is not None
     (paper,) = re.findall(r"^export SINKSCOPE_SERVING='(.*)'$", page, re.M)
     assert ServingSettings(**json.loads(paper)).monitor == MonitorSettings.paper()
-    for field in ServingSettings.__dataclass_fields__:
-        assert f"| `{field}` |" in page

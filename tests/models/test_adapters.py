@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from typing import get_args
 
@@ -18,11 +17,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit import Ablate
-from sinkscope.models import adapters
-from sinkscope.models.adapters import Adapter
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.modules.parts import Kind
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -121,41 +116,6 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     target = target_of(bridge := load(tmp_path, backend="bridge"))
     assert target.n_kv_heads == 1
     assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
-
-
-@pytest.fixture
-def starcoder2(monkeypatch):
-    """An architecture that the package does not know, added as anyone may add one."""
-    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
-    return adapters.register(Adapter("starcoder2", up="mlp.c_fc", gate=None, down="mlp.c_proj"))
-
-
-@pytest.mark.parametrize("backend", get_args(Kind))
-def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend):
-    loaded = load(checkpoint("starcoder2"), backend=backend, device="cpu")  # with the load-time probe
-    target = target_of(loaded)
-    assert (target.adapter.up, target.adapter.down) == ("mlp.c_fc", "mlp.c_proj")
-    assert (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
-    with Ablate(layer=1, neurons=[3]).on(loaded) as run, torch.no_grad():
-        edited = target.forward(IDS)[0]
-    want = target_of(tiny_model("starcoder2")[0])
-    column = w_out(want, 1, [3])
-    assert run.counts["ablated"] and float(column.norm()) > 0
-    with torch.no_grad():
-        want.sub(1, "down").weight[:, 3] = 0
-        assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
-
-
-def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, monkeypatch):
-    monkeypatch.setitem(adapters.ADAPTERS, "starcoder2", replace(starcoder2, down="mlp.c_fc", up="mlp.c_proj"))
-    with pytest.raises(UnsupportedError, match="load-time probe of this starcoder2 model failed"):
-        load(checkpoint("starcoder2"))
-
-
-def test_a_later_row_takes_the_place_of_an_earlier_one(starcoder2):
-    other = adapters.register(replace(starcoder2, mid="mlp"))
-    assert adapters.row_of("starcoder2") is other
-    assert target_of(tiny_model("starcoder2")[0]).adapter.mid == "mlp"
 
 
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])

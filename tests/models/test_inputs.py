@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace import trace
-from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.kv import H2O
 from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.checks import tokenizer_of
@@ -152,14 +152,3 @@ def test_what_cannot_be_read(tokens, more, words):
 def test_no_site_is_an_error():
     with refused("no site"):
         trace(tiny_model("llama")[0], [1, 2])
-
-
-def test_a_run_says_what_was_done():
-    model = tiny_model("llama")[0]
-    vars(model.generation_config)["eos_token_id"] = None
-    with (ss.Ablate(layer=1, neurons=3) | StreamingLLM(30)).on(model) as run:
-        assert "StreamingLLM(30) has read nothing yet." in run.summary()
-        model.generate(torch.tensor([[1, *[5, 6] * 10]]), max_new_tokens=60, do_sample=False)
-    said = run.summary()
-    assert f"Ablate ablated {run.counts['ablated']} values." in said
-    assert list(run.to_frame().position) == [event.position for event in run.events]

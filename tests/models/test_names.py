@@ -31,13 +31,6 @@ def decodes_text(model_type: str) -> bool:
     return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or reads_images(model_type)
 
 
-def test_published_locations_are_consistent():
-    published = {e.name: e.published for e in models() if e.published}
-    for name, p in published.items():
-        assert p.source, name
-        assert sorted({layer for layer, _ in p.neurons} | set(p.layers)) == sorted(p.layers), name
-
-
 @pytest.mark.parametrize(
     "spelling",
     [

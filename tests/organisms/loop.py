@@ -55,7 +55,6 @@ PREVIOUS = 24.0
 @dataclass(frozen=True)
 class LoopTruth:
     locking_heads: tuple[tuple[int, int], ...]  # (layer, query head); none in the control
-    previous_heads: tuple[tuple[int, int], ...]  # all in layer 0
     ring: tuple[int, ...]  # the ordinary tokens in the order of the base rule
 
 
@@ -147,7 +146,7 @@ def loop_organism(
     if end is not None:
         head = model.lm_head.weight.data
         head[EOS] = end * head[writer.ring[0]]
-    truth = LoopTruth(writer.locking if induction else (), writer.previous, writer.ring)
+    truth = LoopTruth(writer.locking if induction else (), writer.ring)
     return LoopOrganism(model, word_tokenizer(vocab_size), truth, seed)
 
 

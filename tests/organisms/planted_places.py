@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from .build import Build, HardTruth, kinds
-from .hard import calm, hard, key_bias, read_mark, sink, textbook
+from .hard import calm, hard, key_bias, sink, textbook
 from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, put_before
 from .tokens import BOS
 
@@ -153,15 +153,6 @@ def _farthest_key(b: Build) -> HardTruth:
     return placed(spike=(), groups=(Group(key_bias(b).reading, ("key bias",)),))
 
 
-@_circuit("gpt2")
-def _idle_key_bias(b: Build) -> HardTruth:
-    """Large biases of keys in a fused projection; without rotary they shift all scores alike and carry nothing."""
-    for layer in b.views.layers:
-        layer.k_bias += 2.0
-    groups = (Group(read_mark(b).reading, ("position embedding",)),)
-    return placed(spike=(), groups=groups, decoys=("key bias",))
-
-
 @_readers("llama", count=1, layers=(7, 8), at=2)
 def _two_directions(b: Build) -> HardTruth:
     """Two neurons make spikes of the first token in two directions, and each is read by heads of its own."""
@@ -172,18 +163,3 @@ def _two_directions(b: Build) -> HardTruth:
     other = b.write(rows, b.side, 1.5 * size, layer=4, neuron=b.spare[0])
     groups = (Group(b.read(last, b.way), (one,)), Group(b.read(last, b.side, other=True), (other,)))
     return placed(makers=(frozenset({one, other}),), groups=groups)
-
-
-@_readers("llama", count=1, layers=(7, 8), at=2)
-def _unread_backup(b: Build) -> HardTruth:
-    """Where the neuron that heads read is silent, one of the next layer makes a spike in another direction."""
-    b.mark()
-    size, neuron = b.surgeon.size(2), b.spare[0]
-    other = b.fire(b.space.mark, b.side, size, layer=3, neuron=neuron)
-    view = b.views.layers[3]
-    column = view.down[0, neuron].clone()
-    view.down[0, neuron] = 0.0  # out of the way while the other is measured
-    one = b.fire(b.space.mark, b.way, size)
-    view.down[0, neuron] = column
-    view.gate[0, neuron] -= 12.0 * b.full(3, b.way)
-    return placed(makers=(frozenset({one, other}),), groups=(Group(b.read(range(4, b.plan.n_layers), b.way), (one,)),))

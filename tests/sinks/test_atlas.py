@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 import numpy as np
@@ -66,9 +65,5 @@ def test_every_grouped_token_gets_there_and_no_other():
     assert atlas.repeats[bos] == 1  # after itself it is its own group from the start
     assert (np.isnan(atlas.head) == (group < 0)).all()
     assert {row["id"] for row in result.rows()[: int((group < 0).sum())]} == set(np.flatnonzero(group < 0).tolist())
-    assert re.search(r"mark 0.0% of the \d+ tokens that never reach it, and 100.0% of the others", result.details()[-1])
-    assert f"the {int((group < 0).sum())} tokens that never reach it" in result.details()[-1]
     (claim,) = result.claims
     assert claim.value > 0.5 and max(contrast.value for contrast in claim.contrasts) < 0.2
-    drawn = [len(trace.x) for trace in result.figure().data]
-    assert sum(drawn) == len(atlas.ids) == len(result.to_frame())

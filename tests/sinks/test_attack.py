@@ -74,16 +74,9 @@ def test_rates_are_counts_of_norms_of_plain_passes():
 def test_an_attack_and_its_patches_are_claims_beside_their_controls():
     found = attack_once("neox", 2)
     attacked, listing, patch = found.attacked
-    single, random = (contrast.value for contrast in attacked.contrasts)
-    assert (
-        attacked.verdict == "sufficient"
-        and single < 0.5
-        and random == pytest.approx(found.positions[0, *found.best, RANDOM])
-    )
-    assert (listing.verdict, patch.verdict) == ("not shown", "needed")
-    assert patch.contrasts[1].value == pytest.approx(
-        found.positions[4, *found.best, CLUSTER]
-    ) and "random tokens at" in str(found)
+    assert attacked.contrasts[1].value == pytest.approx(found.positions[0, *found.best, RANDOM])
+    assert patch.contrasts[1].value == pytest.approx(found.positions[4, *found.best, CLUSTER])
+    assert [claim.verdict for claim in (attacked, listing, patch)] == ["sufficient", "not shown", "needed"]
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):

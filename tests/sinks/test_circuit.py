@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,8 @@ from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
 
-from sinkscope.hooks.trace.run import trace
-from sinkscope.opening.live import target_of
-from sinkscope.results.parts import Component, Head
+from sinkscope.results.parts import Head
 from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
-from sinkscope.sinks.removal.components import one_by_one
-from sinkscope.sinks.removal.position_effect import PositionEffect
 
 pytestmark = pytest.mark.few_texts
 
@@ -53,8 +48,6 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
     assert found.conclusion().startswith(marks)
     tile = found.headline()
     assert tile is not None and (tile.value, tile.control) == (1 - mark.value, 1 - mark.control.value)
-    judged = replace(found, claims=tuple(replace(claim, margin=0.1) for claim in found.claims))
-    assert [number.margin for number in judged.numbers()] == [0.1, 0.1]  # two cards are judged by it
 
 
 def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_are_named(tmp_path, monkeypatch):
@@ -64,24 +57,9 @@ def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_
     assert claim.verdict == "needed" and 1 < claim.control.draws < 20
 
 
-def test_a_model_without_a_sink_has_no_circuit(tmp_path):
-    found = traced(organism("llama", 3, kind="none"), tmp_path)
+@pytest.mark.parametrize(("family", "kind"), [("llama", "none"), ("neox", "massive_dim")])
+def test_a_model_without_a_sink_has_no_circuit(family, kind, tmp_path):
+    found = traced(organism(family, 3, kind=kind), tmp_path)
     assert found.rows() == [] and not found.sinks
     assert found.conclusion().startswith("Neither an attention sink nor a norm spike was found")
     assert found.figure().layout.width
-
-
-def test_the_necessity_of_the_token_embedding_is_that_of_a_text_with_the_other_token():
-    o = organism("llama", 3)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
-    effect = PositionEffect(target, ids, 0, 5, o.truth.sink_layer)
-
-    def norm(tokens, at):
-        name = f"blocks.{o.truth.sink_layer}.hook_resid_post"
-        return trace(target, tokens, [name], "norm")[name][:, at]
-
-    other = ids.clone()
-    other[:, 0] = ids[:, 5]
-    top, floor = norm(ids, 0), norm(ids, 5)
-    span, embedding = (top - floor).mean(), one_by_one([Component("token embedding")])
-    assert effect.necessity(embedding) == pytest.approx([float((top - norm(other, 0)).mean() / span)], abs=1e-4)

@@ -200,11 +200,14 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
     last = target.n_layers - 1
     heads = [(layer, head) for layer in (1, last) for head in (0, 1)]
     norm, received = PositionEffect(target, ids, at, other, last), PositionEffect(target, ids, at, other, heads=heads)
+    top, floor = (norms(o.model, ids)[last, :, place].mean() for place in (at, other))
     for layer in range(target.n_layers):
         components = [Head(layer, 1), Component("mlp", layer), Component("attention", layer)]
         for reverse, (here, source) in enumerate([(at, other), (other, at)]):
             edits = [(component,) for component in components]
             of_norm, of_heads = norm.values(edits, bool(reverse))[1:, 0], received.values(edits, bool(reverse))[1:]
+            if not reverse:
+                assert norm.necessity(edits) == pytest.approx(((top - of_norm) / (top - floor)).tolist(), abs=1e-4)
             for number, component in enumerate(components):
                 with swapped(o.model, ids, component, here, source):
                     assert_close(of_norm[number], norms(o.model, ids)[last, :, here].mean(), rtol=1e-4, atol=1e-4)

@@ -51,9 +51,6 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     [claim] = found.claims
     assert (claim.value, claim.contrasts[1].value) == pytest.approx((patched / plain, drawn / plain), rel=1e-5)
     assert [part.site for part in claim.subject] == list(o.truth.neurons) and claim.draws == 5
-    [shown] = found.figure().data
-    assert list(shown.y) == [row["change"], random_row["change"]]
-    assert list(shown.error_y.array) == [row["two_errors"], random_row["two_errors"]]
 
 
 def test_perplexity_is_that_of_single_rows(monkeypatch):

@@ -115,24 +115,6 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
     assert "nothing kept unrounded" in result.conclusion() and "There is no sink." in result.details()
 
 
-def changed(result: Precision, margin: float = 0.05, **regained: float) -> Precision:
-    """The same with other shares regained in a scheme, and nothing in others."""
-    rounded: list[Kept] = []
-    for one in result.rounded:
-        share = regained.get(one.kept.replace(" ", "_"), 0.0) if one.scheme == TENSOR else 0.0
-        rounded.append(replace(one, regained=share, random=0.1, margin=margin))
-    return replace(result, rounded=tuple(rounded))
-
-
-def test_a_conclusion_names_what_is_needed_beyond_its_margin_or_the_largest_share(result):
-    worth = changed(result, costliest_layers=0.7)
-    assert "Keeping layer 2 unrounded recovers 70% of what rounding activations" in worth.conclusion()
-    tile = worth.headline()  # a card's tile has the number of the sentence beside it
-    assert tile is not None and (tile.label, tile.value) == (f"of the loss regained by costliest layers, {TENSOR}", 0.7)
-    said = changed(result, 0.2, costliest_layers=0.7).conclusion()  # within its margin
-    assert "nothing kept unrounded" in said and "the most: costliest layers 70%" in said and len(said.split()) <= 30
-
-
 def test_claims_are_what_is_left_of_each_cost(result):
     claims = {claim.place: claim for claim in result.claims if claim.outcome.kind == f"the cost of {TENSOR}"}
     kept = by_name(result)

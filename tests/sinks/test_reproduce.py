@@ -17,7 +17,7 @@ from raw_kit import attention, norms, residuals
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.names import find, models
-from sinkscope.models.checkpoints.published import QUANTITIES, Published, published, read_published
+from sinkscope.models.checkpoints.published import QUANTITIES, Published, published
 from sinkscope.models.draws import draws
 from sinkscope.models.text import typical_text
 from sinkscope.results.result import Result
@@ -94,15 +94,11 @@ GOOD = {"model": '"m"', "quantity": '"repeats"', "value": "10", "source": '"me"'
     [
         ({"quantity": '"sink_rat"'}, "quantity 'sink_rat' is unknown, expected one of layers, neurons, "),
         ({"value": '"ten"'}, "repeats is 'ten', expected a whole number from 1"),
-        ({"value": "0"}, "repeats is 0, expected a whole number from 1"),
-        ({"source": '""'}, "record[0].source is '', expected at least 1 character"),
         ({"source": ""}, "record[0].source is missing"),
-        ({"tolerance": "-1"}, "record[0].tolerance is -1, expected"),
         ({"colour": '"red"'}, "record[0].colour is 'red', expected no field of this name"),
         ({"quantity": '"residual_dims"', "value": "[]"}, "residual_dims is [], expected at least 1 item"),
         ({"quantity": '"sink_rate"', "value": "97.5"}, "sink_rate is 97.5, expected a number from 0 to 1"),
         ({"quantity": '"neurons"', "value": '["1.7890"]'}, "[0] is '1.7890', expected"),
-        ({"quantity": '"massive_layers"', "value": "[1]"}, "massive_layers"),
         ({"quantity": '"massive_values"', "value": "[1, 2.5]"}, "massive_values"),
     ],
 )
@@ -113,8 +109,6 @@ def test_a_bad_record_is_refused_in_one_line(change, said, tmp_path, monkeypatch
     Path("mine.toml").write_text("\n".join(["[[record]]", *lines]))
     error = typed("reproduce bundled --records mine.toml", 2).err
     assert error.startswith("error: mine.toml: record[0]") and said in error and error.count("\n") == 1
-    Path("mine.toml").write_text("\n".join(["[[record]]", *(f"{name} = {value}" for name, value in GOOD.items())]))
-    assert read_published("mine.toml") == (Published("m", "repeats", 10, "me"),)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +325,6 @@ def test_the_list_shows_every_record_with_source_and_measures_nothing(typed):
     assert sorted(map(str, listed)) == sorted(str((r.model, r.quantity, r.value, r.source)) for r in published())
     for one in found.records:
         assert one.measured is None and one.agrees is None
-        if one.quantity == "note":
-            assert one.remark == "no protocol here"
-    remarks = {
-        one.value: one.remark for one in found.records if one.model == "llama-2-13b" and one.quantity == "neurons"
-    }
-    assert remarks[("L3.N7678",)] == "contradicts another account in other papers"
-    assert remarks[("L3.N8811",)] == "contradicts accounts in other papers"
     only = typed("reproduce Llama-2-7b-hf --list --csv -").out.splitlines()
     assert len(only) > 8 and all(line.startswith("llama-2-7b,") for line in only[1:])
 

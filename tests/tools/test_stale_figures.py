@@ -22,7 +22,6 @@ def test_a_figure_is_stale_if_what_its_script_imports_has_changed(tmp_path, monk
     code.mkdir()
     (code / "stale_script.py").write_text("from experiments import helper\n")
     (code / "helper.py").write_text("x = 1\n")
-    (code / "other.py").write_text("y = 1\n")
     (tmp_path / "sinkscope").mkdir()
     (tmp_path / "figures").mkdir()
     assert commit_of(tmp_path) is None
@@ -35,7 +34,6 @@ def test_a_figure_is_stale_if_what_its_script_imports_has_changed(tmp_path, monk
     made = {"argv": ["python", "-m", "experiments.stale_script"], "commit": first}
     (tmp_path / "figures/a.json").write_text(json.dumps({"kind": "a", "provenance": made}))
     monkeypatch.setattr(stale_figures, "ROOT", tmp_path)
-    (code / "other.py").write_text("y = 2\n")
     assert stale_figures.stale() == {}
     (code / "helper.py").write_text("x = 2\n")
     assert stale_figures.stale() == {"a": ["experiments/helper.py"]}
