@@ -155,7 +155,11 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     h.model.save_pretrained(tmp_path / "model")
     h.tokenizer.save_pretrained(tmp_path / "model")
     text = str(options_of(h, tmp_path)["text"])
-    assert mistakes(h, find_sinks(str(tmp_path / "model"), text=text, max_repeats=8)) == []
+    setup = Setup.open(str(tmp_path / "model"), text=text)
+    found, made = find_sinks.on(setup, max_repeats=8), sink_spike(setup)
+    assert mistakes(h, found) == []
+    assert made is not None and made.scan.sink_layer == found.sink_layer  # what other commands edit
+    assert {neuron.site for neuron in made.neurons} <= {neuron.site for neuron in found.neurons}
 
 
 def test_without_bos(tmp_path):

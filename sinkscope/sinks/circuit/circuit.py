@@ -29,8 +29,7 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.records import Sink, Spike
 from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statements
-from sinkscope.sinks.find.spikes import MadeSpike, made_spikes
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import prefixes, repeated
@@ -209,7 +208,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    target, made = setup.target, made_spikes(setup, Survey.of(setup))
+    target, (survey, made) = setup.target, surveyed(setup)
     claims: list[Claim] = []
     for each in made[:TRACED]:
         ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
@@ -224,7 +223,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         ids = repeated(prefixes(setup, [word.id]), [word.id], repeats)
         place = f"the last of {repeats} copies of {word.token!r}"
         claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
-    values, of_values = values_of(target, Survey.of(setup))
+    values, of_values = values_of(target, survey)
     return Circuit(
         claims=(*claims, *sinks.claims, *of_values),
         spikes=sinks.spikes,

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.checkpoints.names import published_for
-from sinkscope.results.claims import NEEDED
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, RepetitionSpike, Stage
 from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
-from sinkscope.sinks.find.spikes import MadeSpike, made_spikes
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
 
 
@@ -57,7 +55,7 @@ def find_sinks(
     words, limit = pick_tokens(setup, tokens), repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
-    survey, made = _makers(setup, all_layers or setup.target.resident, top_k)
+    survey, made = surveyed(setup, all_layers=all_layers, top_k=top_k)
     scan, found = (made[0].scan, made[0].found) if made else (survey.first, FoundSet())
     # Other measurements on the same setup ask for the same again.
     sinks = setup.once((attention_sinks, survey, top_k), lambda: attention_sinks(setup, survey, made))
@@ -89,24 +87,6 @@ def find_sinks(
         sink_rate=survey.rate,
         published=_published(setup.target.name, scan, found),
     )
-
-
-def _makers(setup: Setup, whole: bool, top_k: int) -> tuple[Survey, list[MadeSpike]]:
-    """Where the sinks and the spikes are, and what makes the spike of each kind of place.
-
-    Args:
-        setup: The model and its text.
-        whole: Read every layer. If not, this is done if the layers read were too few: the neurons do not carry the
-            attention to the first kind of place.
-        top_k: Number of candidate neurons of the sink layer.
-    """
-    survey = Survey.of(setup, whole=whole)
-    made = made_spikes(setup, survey, top_k)
-    minimal = made[0].found.minimal if made else None
-    carried = minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED
-    if whole or carried or len(survey.first.layers) == setup.target.n_layers:
-        return survey, made
-    return _makers(setup, True, top_k)
 
 
 def _repetition(

@@ -76,9 +76,30 @@ def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) 
     return replace(spike, spike=replace(spike.spike, claims=(*spike.spike.claims, *claims)))
 
 
+def surveyed(setup: Setup, *, all_layers: bool = False, top_k: int = CANDIDATES) -> tuple[Survey, list[MadeSpike]]:
+    """Where the sinks and the spikes are, and what makes the spike of each kind of place.
+
+    Of a model that is read layer by layer, only the lower layers are read, unless these are too few: its neurons do not
+    carry the attention to the first kind of place.
+
+    Args:
+        setup: The model and its text.
+        all_layers: Read every layer.
+        top_k: Number of candidate neurons of a sink layer.
+    """
+    whole = all_layers or setup.target.resident
+    survey = Survey.of(setup, whole=whole)
+    made = made_spikes(setup, survey, top_k)
+    minimal = made[0].found.minimal if made else None
+    carried = minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED
+    if whole or carried or len(survey.first.layers) == setup.target.n_layers:
+        return survey, made
+    return surveyed(setup, all_layers=True, top_k=top_k)
+
+
 def sink_spike(setup: Setup) -> MadeSpike | None:
     """The first spike that MLPs make: its neurons are what every measurement edits or reads. None: there is none."""
-    for made in made_spikes(setup, Survey.of(setup)):
+    for made in surveyed(setup)[1]:
         if made.scan.stages:
             return made
     return None
@@ -86,7 +107,7 @@ def sink_spike(setup: Setup) -> MadeSpike | None:
 
 def instead_of_spike(setup: Setup) -> str:
     """What there is if no MLP makes a spike, as a clause."""
-    survey = Survey.of(setup)
+    survey, _ = surveyed(setup)
     if survey.sinks:
         return f"heads attend to {survey.sinks[0].words}, see `circuit`"
     if survey.received.learned_heads:

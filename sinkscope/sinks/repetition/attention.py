@@ -20,8 +20,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.places import Rule
-from sinkscope.sinks.find.spikes import sink_spike
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.find.spikes import sink_spike, surveyed
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
@@ -106,7 +105,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     texts = torch.cat([natural[:, :-TAIL], repeated, single])
     ids = torch.cat([texts, natural[:, -TAIL:].expand(len(texts), -1)], 1)
     made = sink_spike(setup)
-    place = next(iter(Survey.of(setup).sinks), Rule("the first token", position=0))
+    place = next(iter(surveyed(setup)[0].sinks), Rule("the first token", position=0))
     if made is not None:
         place = made.spike.place
     roles = torch.where(place.means(ids), 0, 2)
