@@ -46,7 +46,7 @@ def attention_errors(target: Target) -> tuple[float, float]:
     Raises:
         UnsupportedError: They cannot be compared; the message says why.
     """
-    row_sum_error = attention_error = 0.0
+    sums, errors = [0.0], [0.0]
     adapter, is_bridge = target.adapter, target.kind == "bridge"
     layers = target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
@@ -90,13 +90,13 @@ def attention_errors(target: Target) -> tuple[float, float]:
         if layer in heads:
             value = per_query_head(values[layer], rows.shape[1])
             weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
-            attention_error = max(attention_error, relative_error(weighted, heads[layer]))
+            errors.append(relative_error(weighted, heads[layer]))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
             rows = rows / rows.sum(-1, keepdim=True)
             own = own / own.sum(-1, keepdim=True)
-        row_sum_error = max(row_sum_error, float((rows.sum(-1) - 1).abs().max()))
-        attention_error = max(attention_error, float((rows - own).abs().max()))
-    return row_sum_error, attention_error
+        sums.append(float((rows.sum(-1) - 1).abs().max()))
+        errors.append(float((rows - own).abs().max()))
+    return float(torch.tensor(sums).max()), float(torch.tensor(errors).max())  # NaN if one is
 
 
 @contextmanager

@@ -213,9 +213,9 @@ class HeadByHead:
         elif others:
             left = beside_it[0].mean((1, 2))
             contrasts.append(by_chance(parts, left[1:] / left[0], name))
+        if len(contrasts) < 2:  # too few other parts to compare with, so nothing is shown
+            return readers_of(effect.heads, intact, intact, (), tried)
         readers = readers_of(effect.heads, intact, edited, parts, tried)
-        if len(contrasts) < 2:
-            return readers
         claim = Claim(
             role="carries",
             subject=parts,
