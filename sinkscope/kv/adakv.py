@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -39,7 +38,7 @@ class AdaKV(SnapKV):
 
     floor: Share = 0.2
 
-    KEEPS_BUDGET: ClassVar[bool] = False
+    KEEPS_BUDGET = False
 
     def watch(self, session: Session, key: int) -> None:
         """Ask for the latest queries.

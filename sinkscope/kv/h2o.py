@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -38,8 +37,8 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
-    KEEPS_BUDGET: ClassVar[bool] = True
-    JOINS_LAYERS: ClassVar[bool] = True
+    KEEPS_BUDGET = True
+    JOINS_LAYERS = True
 
     def watch(self, session: Session, key: int) -> None:
         """Watch every query of every layer."""

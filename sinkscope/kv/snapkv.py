@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import reduce
@@ -48,7 +48,7 @@ class SnapKV(Policy):
     pooling: Literal["avg", "max"] = "avg"
     every: Natural | Literal["prefill"] = "prefill"
 
-    KEEPS_BUDGET: ClassVar[bool] = True
+    KEEPS_BUDGET = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
@@ -30,8 +29,8 @@ class StreamingLLM(Policy):
 
     first: int = 4
 
-    KEEPS_BUDGET: ClassVar[bool] = True
-    JOINS_LAYERS: ClassVar[bool] = True
+    KEEPS_BUDGET = True
+    JOINS_LAYERS = True
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """`first` and `last`; half of a budget and `last` if no latest token would be left."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -31,8 +30,8 @@ class TOVA(Policy):
         0
     """
 
-    KEEPS_BUDGET: ClassVar[bool] = True
-    JOINS_LAYERS: ClassVar[bool] = True
+    KEEPS_BUDGET = True
+    JOINS_LAYERS = True
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -64,10 +64,10 @@ class LineWeights(Result):
         text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
     """
 
-    page: ClassVar[str] = "measure/lines"
-    percent: ClassVar[tuple[str, ...]] = ("mass", "random_mass", "cells", *_SHARES)
-    columns: ClassVar[tuple[str, ...]] = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
-    table_rows: ClassVar[int] = 16
+    page = "measure/lines"
+    percent = ("mass", "random_mass", "cells", *_SHARES)
+    columns = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
+    table_rows = 16
 
     etas: tuple[float, ...]
     tokens: tuple[int, ...]

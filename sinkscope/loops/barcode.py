@@ -126,9 +126,9 @@ class Barcode(Result):
         ids: The tokens, the prompt first.
     """
 
-    percent: ClassVar[tuple[str, ...]] = ("score", "control_score", "gain", "mass")
-    columns: ClassVar[tuple[str, ...]] = ("head", "score", "control_score", "gain", "mass")
-    table_rows: ClassVar[int] = 16
+    percent = ("score", "control_score", "gain", "mass")
+    columns = ("head", "score", "control_score", "gain", "mass")
+    table_rows = 16
     glossary: ClassVar[dict[str, str]] = {"gain": "Score minus control score; a head with at least 20 % is locked."}
 
     prompt_tokens: int

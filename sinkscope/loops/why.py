@@ -13,7 +13,7 @@ from itertools import combinations
 from operator import itemgetter
 from random import Random
 from statistics import fmean
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -90,9 +90,9 @@ class Why(Result):
         ids: The tokens, the prompt first.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ("without", "how", "goes_on", "control", "ends")
-    percent: ClassVar[tuple[str, ...]] = ("goes_on", "other_loop", "control")
-    table_of: ClassVar[str] = "tried"
+    columns = ("without", "how", "goes_on", "control", "ends")
+    percent = ("goes_on", "other_loop", "control")
+    table_of = "tried"
 
     prompt_tokens: int
     tokens: int

@@ -77,8 +77,8 @@ class LoopCheck(Result):
         records: Results for each record.
     """
 
-    kind: ClassVar[str] = "loops"
-    columns: ClassVar[tuple[str, ...]] = ("name", "verdict", "tokens", "wasted", "period", "onset")
+    kind = "loops"
+    columns = ("name", "verdict", "tokens", "wasted", "period", "onset")
 
     loops: int
     looped: int

@@ -57,7 +57,7 @@ class FindSinks(Result):
         published: What the literature reports. None if nothing is published for the model.
     """
 
-    kind: ClassVar[str] = "find-sinks"  # read and drawn without the command, which stands in another module
+    kind = "find-sinks"  # read and drawn without the command, which stands in another module
     drawing: ClassVar[Any] = "sinkscope.sinks.find.figure:draw"
 
     percent = ("share", "ablation_drop", "control_drop")
