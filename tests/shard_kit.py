@@ -35,6 +35,11 @@ def use(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 @use
+def find_sinks(model, tokenizer):
+    return ss.find_sinks(model, tokenizer=tokenizer)
+
+
+@use
 def ablate(model, tokenizer):
     last = model.config.intermediate_size - 1
     out = []
@@ -78,8 +83,23 @@ def trace(model, tokenizer):
 
 
 @use
+def heads(model, tokenizer):
+    return ss.heads(model, tokenizer=tokenizer, count=2)
+
+
+@use
+def circuit(model, tokenizer):
+    return ss.circuit(model, tokenizer=tokenizer)
+
+
+@use
 def repeat(model, tokenizer):
     return ss.repeat(model, tokenizer=tokenizer, max_repeats=12, ablate=True)
+
+
+@use
+def attack(model, tokenizer):
+    return ss.attack(model, tokenizer=tokenizer)
 
 
 @use
@@ -136,6 +156,21 @@ def guard(model, tokenizer):
 
 def ids_list():
     return [IDS[0].tolist()]
+
+
+@use
+def patch_make(model, tokenizer):
+    return ss.patch_make(model, tokenizer=tokenizer)
+
+
+@use
+def why(model, tokenizer):
+    return ss.why(model, IDS[0].tolist(), max_new_tokens=60, tokenizer=tokenizer)
+
+
+@use
+def probability(model, tokenizer):
+    return ss.repeat(model, tokenizer=tokenizer, max_repeats=24, read="probability")
 
 
 @use

@@ -12,7 +12,8 @@ from sinkscope.models.modules.experts import Args, Kwargs
 from sinkscope.models.shards import Shards, check_no_gradient, split_of
 
 Hook = tuple[nn.Module, str, Any]
-"""A module, "pre", "post" or "always" (after an error, too), and a function with the signature of torch's hooks."""
+"""A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
+that are "pre"), "post", and "always" (after an error, too)."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

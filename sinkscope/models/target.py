@@ -116,7 +116,7 @@ class Target(Parts):
         skipping: AbstractContextManager[None] = nullcontext()
         if start is not None:
             hidden = start.hidden
-            bounds.append((self.layers[start.layer], "pre", on_input(lambda _: hidden)))
+            bounds.append((self.layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
             skipping = self.skipping(start.layer, start.wrapped)
         if upto is not None:
             bounds.append((self.layers[upto], "post", lambda *_: self.stop()))
@@ -185,8 +185,8 @@ class Target(Parts):
         """Context manager with hooks."""
         with without_compiler(), ExitStack() as stack:
             for module, when, fn in hooks:
-                if when == "pre":
-                    handle = module.register_forward_pre_hook(fn, with_kwargs=True)
+                if when in ("first", "pre"):
+                    handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
                 else:
                     handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
                 stack.callback(handle.remove)

@@ -53,8 +53,9 @@ def load(
     """Load a model.
 
     Args:
-        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the
-            model inside this package. A live Hugging Face, TransformerBridge or nnsight model is returned unchanged.
+        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model.
+            None loads the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model is
+            returned unchanged.
         backend: "hf" (plain Hugging Face, the default), "bridge" (TransformerBridge), or "nnsight". If given
             explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
         revision: Branch, tag or commit of a hub id.
@@ -65,10 +66,12 @@ def load(
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
-        probe: Check on a few tokens that edits and recomputed attention are right. Live models are not probed.
+        probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
+            (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:
-        The model in eval mode. Its Hugging Face module keeps the tokenizer as `tokenizer`, its name `sinkscope_name`.
+        Hugging Face model, TransformerBridge or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
+        Face module as `tokenizer`, its name as `sinkscope_name`.
 
     Raises:
         SinkscopeError: The model cannot be loaded; one line says what is wrong and what to do.

@@ -61,9 +61,6 @@ def test_it_rounds_as_by_hand(family, scale, what):
     assert count_hooks(model) == 0
 
 
-# --- its laws ------------------------------------------------------------------------------------------------------
-
-
 def test_a_scale_for_all_tokens_keeps_the_largest_value_so_far():
     """The first token's own value sets the scale of a token that is read alone after it."""
     o, ids = organism("llama", 1), ids_of("llama")

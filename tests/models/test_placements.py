@@ -152,3 +152,13 @@ def cases() -> Iterator[Any]:
 def test_a_call_gives_the_numbers_of_the_whole_model(name, place):
     call = calls()[name]
     assert outcome(call, model_at(place), call(model_at(WHOLE))) == "equal"
+
+
+def test_the_page_has_the_table_of_what_the_cases_show():
+    """All calls are equal in all places, or a case fails; the page names each of them."""
+    page = (Path(__file__).parents[2] / "docs/scale.md").read_text(encoding="utf-8")
+    head = f"| call | {' | '.join(ACCELERATE)} |"
+    _, _, table = page.partition(head)
+    rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    assert [name for first, *_ in rows for name in first.split("; ")] == list(calls())
+    assert all(cells == ["equal"] * len(ACCELERATE) for _, *cells in rows)

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from organisms import organism
 from organisms.decoders import byte_tokenizer
 from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sinkscope.models.shards import ALONE, check_divides
+from sinkscope.models.shards import ALONE, Shards, check_divides
 
 ROOT = Path(__file__).parents[2]
 READINGS = "repeat,barcode,lines,trace"
@@ -93,6 +95,16 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
 
 
 @pytest.mark.slow
+def test_an_attack_and_larger_models_are_equal_too(tmp_path):
+    calls = f"find_sinks,{READINGS},heads,circuit,{EDITS}"
+    llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
+    report, _ = compared(
+        tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mixtral}:{calls}"
+    )
+    assert [line for uses in report.values() for said in uses.values() for line in said] == []
+
+
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
     folder = random("llama", tmp_path, num_key_value_heads=1, intermediate_size=64)
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
@@ -116,12 +128,42 @@ def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
     assert rows["generate, AdaKV"]["apart"]["two processes"] is None
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_others(tmp_path):
+    """The process is killed before its first word with the other one."""
+    program = tmp_path / "dies.py"
+    program.write_text(
+        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.shards import Shards\n"
+        "if os.environ['RANK'] == '1':\n    Shards.agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    out = tmp_path / "sinks.json"
+    failed = started(str(program), "find-sinks", "--model", planted("qwen3", tmp_path), "--json", str(out))
+    assert failed.returncode != 0 and failed.stdout == "" and not out.exists()
+    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in failed.stderr
+    assert "nobody foresaw" not in failed.stderr
+
+
 def test_heads_must_divide():
     config = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2)
     config.get_text_config = lambda: config
     check_divides(config, "m", 2)
     with refused(r"4 processes cannot share the 6 heads \(num_attention_heads\) of m"):
         check_divides(config, "m", 4)
+
+
+@given(size=st.integers(1, 50), count=st.integers(1, 8))
+def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
+    chunks = torch.arange(size).chunk(count)
+    for rank in range(count):
+        shards = Shards()
+        shards.size, shards.rank = count, rank
+        low, high = shards.axis(size)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(low, high)) == expected
+        numbers = list(range(0, size, 3))
+        places, local = shards.axis(size).here(numbers)
+        assert [numbers[place] for place in places] == [low + one for one in local]
 
 
 def test_alone_all_is_whole():

@@ -17,6 +17,7 @@ from raw_kit import attention, zeroed
 from refusals import refused
 
 from sinkscope.hooks.edit.sites import head_of
+from sinkscope.hooks.edit.steer import Add
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
@@ -210,3 +211,17 @@ def test_a_place_at_the_end_of_a_text_is_not_where_its_attention_is_read(tmp_pat
     assert len(claims) == 2
     for claim in claims:
         assert claim.verdict == "needed", claim
+
+
+def test_an_edit_of_what_enters_a_layer_also_acts_where_passes_begin_there():
+    """The same as an edit of what leaves the layer before; an edit behind the spike changes none of it."""
+    o = organism("llama", 3)
+    layer = o.truth.sink_layer
+    vector = torch.randn(o.model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    found: list[tuple[float, ...]] = []
+    for site in (f"{layer - 1}.hook_resid_post", f"{layer}.hook_resid_pre", f"{layer + 2}.hook_resid_pre"):
+        with Add(vector, f"blocks.{site}").on(o.model):
+            result = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8)
+        found.append(tuple(neuron.contribution_norm for neuron in result.neurons))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] != pytest.approx(found[0], rel=1e-2)

@@ -68,7 +68,7 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
         if every_layer:
             _measure_edits(report, target, list(range(target.n_layers)))
             middle, last = target.n_layers // 2, target.n_layers - 1
-            if target.adapter.from_any_layer and not begins_at(target, middle, last):
+            if middle and target.adapter.from_any_layer and not begins_at(target, middle, last):
                 raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
             if not reaches_logits(target):
                 raise UnsupportedError("what the last layer gives does not change the logits")
