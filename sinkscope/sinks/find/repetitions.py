@@ -74,7 +74,7 @@ class Entered:
         start = self.of.get(token)
         if start is None or start.hidden.shape[1] < length:
             return NOT_READ
-        return Entering({start.layer: start})
+        return Entering({start.layer: start}).part(slice(None), length)
 
 
 NOWHERE = Entered(None)
