@@ -67,7 +67,7 @@ class Entered:
         def take(hidden: Tensor) -> None:
             self.of.setdefault(token, replace(start, hidden=hidden[:1].detach().clone()))
 
-        return [(target.layers[start.layer], "pre", on_input(take))]
+        return [(target.layers[start.layer], "first", on_input(take))]
 
     def before(self, token: int, length: int) -> Entering:
         """Where a pass over so many tokens of a token's sequence may begin."""
