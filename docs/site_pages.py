@@ -14,10 +14,10 @@ from mkdocs.structure.files import File
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
-from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OUTPUTS
+from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OUTPUTS, CommandRun
 from sinkscope.files.catalog import Command, commands
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
-from sinkscope.results.options import Parameter, introduction, parameters_of
+from sinkscope.results.options import Parameter, introduction
 
 PLOTLY = "plotly.min.js"
 COLAB = "https://colab.research.google.com"
@@ -134,7 +134,7 @@ def command_lists() -> str:
             if isinstance(function, Measurement):
                 lines += _options(function.parameters, function.outputs)
             else:
-                lines += _options(getattr(function, "all_parameters", None) or parameters_of(function))
+                lines += _options(CommandRun.of(command).parameters.values())
     lines.append("## Options of every measurement\n")
     lines += _options(SETUP_PARAMETERS.values())
     lines.append("Measurements that can run under interventions also take:\n")

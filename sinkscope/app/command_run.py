@@ -163,10 +163,10 @@ class CommandRun:
         if self.command.measures:
             kinds = click.Choice(["bridge", "hf", "nnsight"])
             params.append(click.Option(["--backend"], type=kinds, help=BACKEND_HELP))
-        for one in sorted(self.files.values(), key=lambda one: one.name not in self.outputs):  # its own first
-            names = [one.name, f"--{one.name.replace('_', '-')}"]
-            params.append(click.Option(names, metavar=one.metavar, required=one.required, help=one.help))
         if self.files:
+            for one in (*self.outputs.values(), *RESULT_OUTPUTS):
+                names = [one.name, f"--{one.name.replace('_', '-')}"]
+                params.append(click.Option(names, metavar=one.metavar, required=one.required, help=one.help))
             params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
@@ -282,7 +282,7 @@ class CommandRun:
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
-        saving = {one.name: one for one in (*RESULT_OUTPUTS, *getattr(self.function, "outputs", ()))}
+        saving = self.files | {one.name: one for one in getattr(self.function, "outputs", ())}
         try:
             if "-" not in (files.get("json"), files.get("csv")):
                 print_result(result, explain=explain)

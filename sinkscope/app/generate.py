@@ -116,10 +116,10 @@ def print_generated(
         end_bar(progress)
         print(line.fitted(piece if raw else visible(piece)), end="", flush=True)  # stays on the screen after Ctrl-C
 
-    answer = answer_of(prompt_file if prompt is None else prompt, show, progress=progress, **options)
+    answer = answer_of(prompt_file if prompt is None else prompt, show, progress=progress or silent, **options)
     end_bar(progress)  # of an answer without text
     print()
-    if "policy" in options and answer.held is not None:
+    if options.get("policy") is not None and answer.held is not None:
         note(_cache_use(options["policy"], answer))
     acts = sum(event.kind == "guard" for event in answer.events)
     if acts:

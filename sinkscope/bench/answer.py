@@ -21,7 +21,6 @@ from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, under
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
-from sinkscope.kv.usage import Meter
 from sinkscope.loops.generate import ends_and_pad, padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
@@ -215,13 +214,13 @@ def answer_rows(
             **decoding(target, do_sample=False, pad_token_id=pad),
         )
         events: list[Event] = [] if run is None else run.events
-    meter: Meter | None = None if run is None else run.session.meters[0]
+    held = None if run is None else run.session.meters[0].by_call()
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
-        read, cached_peak = _cache_use(meter, row, prompt, length)
+        read, cached_peak = _cache_use(held, row, prompt, length)
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
@@ -241,11 +240,13 @@ def answer_rows(
     return answers
 
 
-def _cache_use(meter: Meter | None, row: int, prompt: int, length: int) -> tuple[Sequence[float], float]:
-    """Tokens that each decoding step of a row read, and the most that were cached; without a meter, of a full cache."""
-    if meter is None:  # the first token is the prompt's, and the last one goes through no call
+def _cache_use(
+    by_call: tuple[Tensor, Tensor] | None, row: int, prompt: int, length: int
+) -> tuple[Sequence[float], float]:
+    """Tokens that each decoding step of a row read, and the most that were cached; None: of a full cache."""
+    if by_call is None:  # the first token is the prompt's, and the last one goes through no call
         return range(prompt + 1, prompt + length), prompt + length - 1.0
-    held, read = meter.by_call()
+    held, read = by_call
     return read[1:length, row].tolist(), float(held[:length, row].max())
 
 

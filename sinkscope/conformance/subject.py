@@ -46,8 +46,8 @@ def factory_named(place: str) -> Factory:
     policy = policies().get(without_budget(place))
     if policy is not None:
         return policy
-    factory = imported(place, place, f"; {EXPECTED}")
-    if not callable(factory) or ":" not in place:
+    factory = imported(place, place, f"; {EXPECTED}") if ":" in place else None
+    if not callable(factory):
         raise SinkscopeError(f"{place} is no module:function: {EXPECTED}")
     for name, one in parameters(factory).items():
         if name not in KNOWN and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):

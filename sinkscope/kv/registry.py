@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from pkgutil import iter_modules, resolve_name
+from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
@@ -124,7 +124,8 @@ def imported(path: str, what: str, remedy: str = "") -> Any:
     """
     sys.path.insert(0, "")
     try:
-        return resolve_name(path)
+        module, _, name = path.partition(":")
+        return getattr(import_module(module), name)
     except Exception as error:  # a module that others wrote may fail in any way
         reason = str(error).partition("\n")[0]
         raise SinkscopeError(f"{what} cannot be imported: {type(error).__name__}: {reason}{remedy}") from None

@@ -44,14 +44,13 @@ class ProgressBar:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
-        if self._bar is None and not self._ended and sys.stderr.isatty():
-            self._make()
+        if self._bar is None and not self._ended and is_terminal(sys.stderr):
+            self._make(stage)
         if self._bar is not None:
             count = f"{done}/{total}" if total else ""
             self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
-            self._bar.start()  # the first time
 
-    def _make(self) -> None:
+    def _make(self, stage: str) -> None:
         from rich import progress as rich
         from rich.console import Console
 
@@ -63,7 +62,8 @@ class ProgressBar:
         options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 2}
         self._bar = rich.Progress(*shown, console=console, transient=True, **options)
         ProgressBar.shown = True
-        self._task = self._bar.add_task("", total=None, count="")
+        self._task = self._bar.add_task(visible(stage), total=None, count="")
+        self._bar.start()
 
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""

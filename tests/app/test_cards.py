@@ -74,7 +74,10 @@ def test_every_part_and_the_card_are_in_the_folder(folder):
     assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron()
     assert card.to_dict() == SinkCard.load(folder / "card.json").to_dict()
     page = (folder / "card.html").read_text()
-    assert all(part.conclusion in page.replace("&#x27;", "'") for part in card.parts)
+    for part in card.parts:
+        assert part.conclusion in page.replace("&#x27;", "'")
+        assert part.command in page
+    assert page.count('class="plot"') == len(FEW) + 1  # one is on the first screen
     assert card.provenance.seconds == pytest.approx(sum(part.seconds or 0 for part in card.parts), abs=0.01)
 
 
@@ -152,6 +155,9 @@ def test_a_change_counts_beyond_both_margins(folder, by, moved):
     assert changes["y"].changed is None
     assert f"{int(moved)} of 1 judged" in compared.conclusion()
     assert "; 1 more differs and was not judged." in compared.conclusion()
+    tile = replace(after, topic="A", headline=after.numbers[0])
+    assert f"<b>10 \u2192 {10 + by:g}</b> X" in replace(compared, parts=(tile,)).first_screen()
+    assert "\u2192" not in replace(card, parts=(tile,)).first_screen()
 
 
 def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
@@ -174,6 +180,8 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
         ("b", "lost"): ("70.0%", "70.0%", False),
         ("b", "kept"): ("70.0%", "70.0%", False),
     }
+    first, second = card.first_screen().split("<article>")[1:]
+    assert "<b>10.0% \u2192 30.0%</b> of it lost" in first and "<b>70.0% \u2192 70.0%</b> of it lost" in second
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
 
 

@@ -41,24 +41,27 @@ def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None, mar
 
 
 def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
-    (row,) = csv.DictReader(StringIO(typed(f"scan table {folder} --csv -").out))
-    card = json.loads((folder / "llama/card.json").read_text())["result"]
-    numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
-    for column, label in (
-        ("spike_lost", "spike lost without its neurons"),
-        ("spike_ratio", "norm of the spike over the typical one"),
-        ("heads", "share of heads that attend to the sink"),
-        ("copies", "norm with these tokens"),
-    ):
-        assert float(row[column]) == numbers[label]["value"]
-        assert float(row[f"{column}_margin"]) == numbers[label]["margin"]
-    truth = organism("llama", 2).truth
-    assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
-    assert row["sink_layer"] == str(truth.neurons[0][0]) and row["sink"] == "the first token"
-    sinks = json.loads((folder / "llama/find-sinks.json").read_text())["result"]
-    assert float(row["sink_rate"]) == sinks["sink_rate"]["value"]
-    assert row["repeats"] == str(sinks["repeats"]["median"] or "")
-    assert row["loops"] == "" and row["problem"] == ""  # that part did not run
+    rows = {row["scan"]: row for row in csv.DictReader(StringIO(typed(f"scan table {folder} --csv -").out))}
+    assert list(rows) == ["llama"]
+    for name, row in rows.items():
+        card = json.loads((folder / name / "card.json").read_text())["result"]
+        numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
+        for column, label in (
+            ("spike_lost", "spike lost without its neurons"),
+            ("spike_ratio", "norm of the spike over the typical one"),
+            ("heads", "share of heads that attend to the sink"),
+            ("copies", "norm with these tokens"),
+        ):
+            assert float(row[column]) == numbers[label]["value"]
+            assert float(row[f"{column}_margin"]) == numbers[label]["margin"]
+        truth = organism(name, 2).truth
+        assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
+        assert row["sink_layer"] == str(truth.neurons[0][0]) and row["sink"] == "the first token"
+        sinks = json.loads((folder / name / "find-sinks.json").read_text())["result"]
+        assert float(row["sink_rate"]) == sinks["sink_rate"]["value"]
+        assert row["repeats"] == str(sinks["repeats"]["median"] or "")
+        assert float(row["share"]) == max(one["share"] for one in sinks["neurons"])
+        assert row["loops"] == "" and row["problem"] == ""  # that part did not run
 
 
 def test_the_sink_emerges_where_all_later_checkpoints_have_one(folder, tmp_path):
@@ -73,6 +76,9 @@ def test_the_sink_emerges_where_all_later_checkpoints_have_one(folder, tmp_path)
         "The attention sink is there from run-checkpoint-200 on, where 0.25 of heads attend to it; "
         "run-checkpoint-100 has none."
     )
+    (line,) = table.figure().data
+    assert list(line.x) == [9, 20, 100, 200, 1000] and list(line.y) == [0, 0.1, 0, 0.25, 0.5]
+    assert list(line.error_y.array) == [0, 0.01, 0, 0.01, 0.01]
 
 
 @pytest.mark.parametrize(

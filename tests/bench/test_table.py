@@ -1,4 +1,4 @@
-"""Tables recomputed by hand, and what a table says and keeps."""
+"""Tables recomputed by hand, and what a table says, keeps and draws."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def test_what_a_table_says():
     assert "cached peak" in text and "25.0%" in text
     assert Result.from_dict(json.loads(result.to_json())) == result
     assert list(result.to_frame()["score"]) == [1.0, 0.25]
+    drawn = json.loads(str(result.figure().to_json()))["data"]
+    assert drawn[0]["y"] == [1.0, 0.25] and drawn[1]["x"] == [9.0, 5.5]
 
 
 def scored(task: str, answers: str) -> list[BenchRecord]:
@@ -154,6 +156,24 @@ def test_a_conclusion(task: str, answers: list[str], said: str):
     conclusion = table(*[record for some in answers for record in scored(task, some)]).conclusion()
     assert said in conclusion
     assert not said.startswith(("h2o:8 in", "LoopGuard in", "h2o:4 is")) or said == conclusion
+
+
+def test_a_tile_shows_a_share_and_its_control_even_where_methods_are_ranked_by_another_number():
+    records = [
+        *scored("text", "random:8 9 agree=0.5"),
+        *scored("text", "h2o:8 1 agree=0.9"),
+        *scored("text", "tova:8 2"),
+    ]
+    tile = table(*records).headline()
+    assert tile is not None and tile.share
+    assert (tile.label, tile.value) == ("of next tokens are those of full attention, h2o:8", 0.9)
+    assert (tile.contrast, tile.control) == ("random:8", 0.5)
+    assert tile.key not in {number.key for number in table(*records).numbers()}
+    looped = table(*scored("loops", "full 1*3 0"), *scored("loops", "loopguard:64 0*4"))
+    tile = looped.headline()
+    assert tile is not None and (tile.label, tile.value) == ("of 4 answers loop, loopguard:64", 0.0)
+    assert (tile.contrast, tile.control) == ("full", 0.75)
+    assert [number.value for number in looped.numbers() if number.key == tile.key] == [0.0]  # the same on the card
 
 
 def test_folders_are_joined(tmp_path: Path):

@@ -85,7 +85,7 @@ class WindowNovelty:
         self._reach = window - n  # an n-gram fits window - n times before the last one
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> step at which it ended last, the oldest first
         self._step = 0
-        self._new: deque[bool] = deque(maxlen=span)  # of each of the last tokens: whether its n-gram was new
+        self._new = LastItems(span)  # of each of the last tokens: whether its n-gram was new
 
     def add(self, token: int) -> float:
         """Add a token and return the share including it."""
@@ -96,8 +96,8 @@ class WindowNovelty:
         self._ends[gram] = self._step
         if len(self._ends) > self._reach:
             del self._ends[next(iter(self._ends))]
-        self._new.append(end is None or self._step - end > self._reach)
-        return sum(self._new) / len(self._new)
+        self._new.add(end is None or self._step - end > self._reach)
+        return self._new.counts.get(True, 0) / len(self._new.items)
 
 
 def end_loop(ids: Sequence[int]) -> Tail | None:
