@@ -22,6 +22,7 @@ from sinkscope.hooks.edit.decode import decode, greedy
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv.policy import Policy
 from sinkscope.kv.rounded import Bits, Rounded
+from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
@@ -375,6 +376,7 @@ def why(
     if history is not None:
         turns = prompt_ids(setup, history)
         start = [*turns, *(start[1:] if start[:1] == turns[:1] == [setup.bos] else start)]
+    check_servable(target)
     limit = target.max_positions or len(start) + 2 * NEW_TOKENS
     if answer is None:
         new = max_new_tokens or max(1, min(NEW_TOKENS, limit - len(start) - CONTINUED))

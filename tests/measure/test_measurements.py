@@ -132,8 +132,8 @@ def test_every_kind_concludes_and_has_a_page(kind):
     assert cls.conclusion is not Result.conclusion
 
 
-PLAIN_ONLY = {"lines", "barcode"}
-"""A bridge computes its own attention, of which they see nothing."""
+PLAIN_ONLY = {"lines", "barcode", "why"}
+"""A bridge computes its own attention, of which they see nothing and on which they cannot act."""
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 LOOSER = {"precision": 0.02}
