@@ -366,6 +366,7 @@ def why(
 
     Raises:
         SinkscopeError: The text is longer than the context, an input is empty, or the patch cannot be read.
+        UnsupportedError: The model is a TransformerBridge, on whose cache nothing can act.
 
     Example:
         sinkscope why --max-new-tokens 200
