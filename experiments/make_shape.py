@@ -4,7 +4,7 @@
 
 It has the size of the real thing and costs the disk of the layers that are dense: it shows what a measurement reads,
 how much memory it takes and whether it finds the sink, not what a trained model does. DIR/truth.json holds the answer
-(its norms are nominal: the noise of the dense layers moves them by some percent).
+(its contributions are nominal: the noise of the dense layers moves them by some percent).
 
 The circuit (Yona et al. 2025, section 4.2): each token carries a constant and the one-hot of its group. In layer 0 one
 head per group looks away from its own group with force `beta` and writes the share of attention that stayed there to
@@ -34,8 +34,6 @@ from experiments.script import run
 # hidden size, MLP width, layers, query heads, kv heads, vocabulary, context
 SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 131072),
-    "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
     "24x1024": (1024, 2816, 24, 16, 16, 8000, 2048),
     "tiny": (256, 512, 6, 8, 8, 320, 1024),
 }
@@ -286,23 +284,13 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
     neurons = []
     for n, c in zip(plan.neurons, SINK, strict=True):
         neurons.append({"layer": plan.sink_layer, "neuron": n, "contribution_norm": c})
-    marking_heads = []
-    for kv in plan.marking:
-        marking_heads.append([0, kv * (plan.heads // plan.kv_heads)])
     _dump(
         out / "truth.json",
         {
             "shape": shape,
             "seed": plan.seed,
             "sink_layer": plan.sink_layer,
-            "dense_layers": plan.dense,
             "neurons": neurons,
-            "residual_dims": plan.sink_dims,
-            "first_token_norm": math.hypot(*SINK),
-            "marking_heads": marking_heads,
-            "mark_dim": plan.mark,
-            "constant_dim": plan.const,
-            "group_dims": plan.groups,
         },
     )
 

@@ -9,7 +9,7 @@ of the heads attend to one offset, half to marked tokens, a tenth of the text). 
   lone offsets) by density and length: times faster than
   causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
-  the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
+  the lines fill too many blocks. A slow test compares the kernel with PyTorch under the same mask.
 - `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention; and
   FlexAttention with a block mask of the same lines, which computes every block that a line touches.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
@@ -59,7 +59,6 @@ from sinkscope.tap.call import Attention
 
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
 COLUMNS = 1000  # beside lone lines
-SHORT = 512  # tokens at which lines are compared with a mask
 Ids = Int[Tensor, "1 pos"]
 
 
@@ -110,17 +109,6 @@ def drawn(target: Target, n: int, dtype: str) -> tuple[Scores, Tensor]:
     query = torch.randn(heads, n, width, **made)
     key, value = (torch.randn(target.n_kv_heads, n, width, **made) for _ in range(2))
     return Scores(query, key, width**-0.5), value
-
-
-def same(target: Target, dtype: str) -> Row:
-    """Largest difference from PyTorch's attention under the same mask, over the largest output."""
-    scores, value = drawn(target, SHORT, dtype)
-    query, key = scores.query, scores.key
-    lines = scattered(len(query), SHORT, 0.1, target.device)
-    mask = lines.rows(torch.arange(SHORT, device=target.device))
-    wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask, enable_gqa=True)
-    output, _ = sparse_attention(scores, value, lines, dense_above=torch.inf)
-    return {"same": float((output.float() - wanted).abs().max() / wanted.abs().max())}
 
 
 @torch.no_grad()
@@ -282,7 +270,6 @@ def main(
     target = model_of(model, shape, device, dtype)
     room = (target.max_positions or sys.maxsize) - new
     ids = ids_of(target, min(room, max(*lengths, *prompts, *contexts)) + new, model is None)
-    steps.do("same", partial(same, target, dtype))
     for length in lone_lengths:
         for lone in (0, 8, 64, 200, 1000):
             steps.do(f"lone lines, {lone} of {length}", partial(lone_lines, target, length, lone, rounds, dtype))

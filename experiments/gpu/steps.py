@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from experiments import make_shape
 from experiments.loopserve.latency import SMALL
@@ -23,6 +22,8 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.console import note
+
+SHOWN = 400  # characters of a row that are printed
 
 
 class Steps:
@@ -75,11 +76,7 @@ class Steps:
         row["seconds"] = round(clock(self._device) - began, 3)
         row["peak_device_bytes"] = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
         self.rows[name] = row
-        short = {}
-        for key, value in row.items():
-            if not isinstance(value, list):
-                short[key] = value
-        note(f"{name}: {json.dumps(short)}")
+        note(f"{name}: {json.dumps(row)}"[:SHOWN])
         text = record(
             self._kind, self.rows, self._settings, started=self._started, device=self._device, dtype=self._dtype
         )
@@ -95,10 +92,8 @@ class Steps:
 def kept(shape: str, folder: Path, dtype: str) -> tuple[str, Row]:
     """A checkpoint of this shape with a planted circuit, made where `folder` has none yet, and the answer."""
     checkpoint = folder / f"{shape}-{dtype}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{checkpoint.name}.lock"):  # several parts may want it at once
-        if not (checkpoint / "truth.json").is_file():  # the file that is written last
-            make_shape.main(shape=shape, out=checkpoint, dtype=dtype)
+    if not (checkpoint / "truth.json").is_file():  # the file that is written last
+        make_shape.main(shape=shape, out=checkpoint, dtype=dtype)
     return str(checkpoint), json.loads((checkpoint / "truth.json").read_text())
 
 

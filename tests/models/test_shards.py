@@ -124,8 +124,7 @@ def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
     tokens = result["settings"]["prompt"] + result["settings"]["new"] - 1
     assert rows[edited]["ours"] == 4 * tokens and rows[plain]["ours"] == 0
     assert rows[edited]["model"] == rows[plain]["model"] > 0
-    assert all(value <= 1e-5 for value in [*rows[edited]["apart"].values(), *rows[plain]["apart"].values()])
-    assert rows["generate, AdaKV"]["apart"]["two processes"] is None
+    assert set(rows["generate, AdaKV"]) == {"call"}  # it is refused
 
 
 @pytest.mark.slow
