@@ -2,10 +2,10 @@
 
     python -m experiments.gpu.adapters [--types llama gpt2 ...] [--out figures/gpu_adapters.json] [--device cuda]
 
-Each type is made from the defaults of its configuration, mostly those of a released checkpoint, with few layers and random
-weights. Opening proves its adapter with edits and sums in the model's own precision. `right` says that the
-norms at the end of each layer but the last are those of the hidden states that transformers gives. The docs have a
-table of all types at small widths (docs/models.md). Needs torch, transformers, accelerate, jaxtyping.
+Each type is made from the defaults of its configuration, mostly those of a released checkpoint, with few layers and
+random weights. Opening proves its adapter with edits and sums in the model's own precision. `right` says that the norms
+at the end of each layer but the last are those of the hidden states that transformers gives. The docs have a table of
+all types at small widths (docs/models.md). Needs torch, transformers, accelerate, jaxtyping.
 """
 
 from __future__ import annotations
