@@ -50,6 +50,7 @@ class Session:
         check_servable(target)
         self.run = run
         self.target = target
+        self._config = target.config
         self.now = CurrentCall()
         self.watching = AttentionWatch(target, self.now)
         self.guests: dict[type, Any] = {}
@@ -208,7 +209,7 @@ class Session:
         what came out (`after_call`); and what the cache holds is counted.
         """
         now = self.now
-        check_attention(self.target)
+        check_attention(self.target, self._config)
         cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
         handler: Handler | None = None
         state: CacheState | None = None

@@ -54,13 +54,17 @@ def check_servable(target: Target) -> None:
         )
 
 
-def check_attention(target: Target) -> None:
+def check_attention(target: Target, config: Any) -> None:
     """Refuse an attention that was set after a run was entered.
+
+    Args:
+        target: The model.
+        config: Its configuration, which takes long to look up at every token.
 
     Raises:
         UnsupportedError: It was.
     """
-    name = attention_name(target.config)
+    name = attention_name(config)
     if name != NAME and target.adapter.attention_interface:
         raise UnsupportedError(
             f"the attention of {target.name} was set to {name!r} inside the `with`, which would go past what acts "
