@@ -81,6 +81,11 @@ class Scores:
         return replace(self, query=self.query[heads], key=self.key[kv_head_of(heads, self.heads, len(self.key))])
 
 
+def causal_cells(queries: int, keys: int) -> int:
+    """Number of causal cells if the queries are at the last positions: each sees one key more than the one before."""
+    return queries * (2 * keys - queries + 1) // 2
+
+
 def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor, "head row key"]:
     """Causal attention of some queries, of all heads or each, in float32.
 

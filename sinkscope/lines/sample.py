@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.lines.attention import causal_cells
+
 _SEARCH = 4.0  # rows of dense attention that take as long as the choice does for each sampled or checked query
 _GPU_START = 1.7e12  # products of numbers in dense attention that take as long as 20 ms of launching kernels
 _GPU_ROWS = 24_000  # rows of dense attention that take as long as the choice does for a head besides that
@@ -29,11 +31,11 @@ def choice_cost(query: Float[Tensor, "head query d_head"], keys: int, sample: in
     dense attention is so fast that this pays from about 96,000 keys on. Slower devices gain earlier.
     """
     heads, queries, width = query.shape
-    causal_cells = queries * keys - queries * (queries - 1) / 2
+    cells = causal_cells(queries, keys)
     if query.is_cuda:
-        return (_GPU_START / (heads * width) + _GPU_ROWS * keys) / causal_cells
+        return (_GPU_START / (heads * width) + _GPU_ROWS * keys) / cells
     read = min(sample, queries) + min(checked, queries)
-    return _SEARCH * read * keys / causal_cells
+    return _SEARCH * read * keys / cells
 
 
 def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.lines.attention import Scores
+from sinkscope.lines.attention import Scores, causal_cells
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
@@ -51,7 +51,7 @@ def dense_limit(query: Float[Tensor, "head query d_head"], keys: int) -> float:
     """
     _, queries, width = query.shape
     if query.is_cuda:
-        return max(0.0, CUDA_LIMIT * (1 - CUDA_START / (queries * keys - queries**2 / 2)))
+        return max(0.0, CUDA_LIMIT * (1 - CUDA_START / causal_cells(queries, keys)))
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 

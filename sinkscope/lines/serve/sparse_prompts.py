@@ -17,7 +17,7 @@ from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
-from sinkscope.lines.attention import Scores, recovered
+from sinkscope.lines.attention import Scores, causal_cells, recovered
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import Sparsity, all_dense, dense_attention, dense_limit, lack_of_library, sparse_attention
 from sinkscope.tap.call import Attention
@@ -58,9 +58,8 @@ class PromptRow:
         return replace(self, scores=self.scores.part(self.scores.past, keys), value=self.value[:, :keys])
 
     def cells(self) -> int:
-        """Number of causal cells: each query attends to one key more than the one before."""
-        queries = self.scores.queries
-        return queries * (2 * self.scores.keys - queries + 1) // 2
+        """Number of causal cells."""
+        return causal_cells(self.scores.queries, self.scores.keys)
 
     def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
         """Attention of the last queries to everything."""
