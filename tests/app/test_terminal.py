@@ -134,10 +134,17 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
         )  # there was a bar, and it is gone
 
 
-def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written to standard error, as if that were a terminal that knows more than letters."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    return terminal
+
+
+def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
+    terminal = as_terminal(monkeypatch)
     with ProgressBar() as progress:
         assert terminal.getvalue() == ""  # nothing is known yet: a dead 0/100 says nothing
         progress("layers", 1, 2)
@@ -148,10 +155,7 @@ def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
 
 
 def test_the_seconds_of_waiting_are_counted(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = as_terminal(monkeypatch)
     with ProgressBar() as progress:
         progress("Loading it ...", 0, 0)
         time.sleep(1.5)
@@ -160,10 +164,7 @@ def test_the_seconds_of_waiting_are_counted(monkeypatch):
 
 
 def test_notes_and_the_bar_of_a_download_each_leave_one_line(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = as_terminal(monkeypatch)
     with ProgressBar() as progress:
         progress("Loading it ...", 0, 0)
         note("note: a word")
