@@ -64,7 +64,7 @@ def find_sinks(
     )
     unread = [None] * (setup.n_layers - len(survey.first.layers))
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
-    shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm)).tolist()
+    shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm[scan.since :])).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),
         sinks=sinks,

@@ -31,6 +31,7 @@ STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typi
 # spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
 AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is below minus this
 AS_BEFORE = 1.25  # a norm of at most this many times the norm before is as before
+ALONG = 0.5  # a spike that comes back is the same one if the cosine of the directions is at least this
 STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this share of the largest
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
@@ -90,6 +91,7 @@ class LayerScan:
         at: The place in each.
         layers: The layers that were read.
         beside: The first token of typical text, which gives the typical norms. None: this is it.
+        since: The first layer after which a norm spike counts; what stands out before is another one.
     """
 
     target: Target
@@ -97,6 +99,7 @@ class LayerScan:
     at: PerText
     layers: list[LayerReading]
     beside: LayerScan | None = None
+    since: int = 0
 
     @property
     def typical(self) -> LayerScan:
@@ -154,9 +157,11 @@ class LayerScan:
 
     @cached_property
     def ratios(self) -> Float[Tensor, " layer"]:
-        """The ratio of the place's norm to the typical one after each layer."""
+        """The ratio of the place's norm to the typical one after each layer; 0 before the first that counts."""
         spike, typical = torch.tensor([self.spike_norm, self.typical_norm], dtype=torch.double)
-        return spike / typical.clamp(min=SMALLEST_NORM)
+        ratios = spike / typical.clamp(min=SMALLEST_NORM)
+        ratios[: self.since] = 0
+        return ratios
 
     @cached_property
     def spike_layers(self) -> list[int]:
@@ -174,9 +179,9 @@ class LayerScan:
         """Layers whose MLP builds the place's norm (definition of a stage), in order; may be empty."""
         if not self.spike_layers:
             return []
-        spike = self.spike_after(int(torch.tensor(self.spike_norm).argmax()))
-        direction = spike / spike.norm()
-        least = STAGE_SHARE * max(self.spike_norm)
+        largest = max(self.spike_layers, key=lambda layer: self.spike_norm[layer])
+        direction = self.directions[largest]
+        least = STAGE_SHARE * self.spike_norm[largest]
         along = torch.stack([layer.written for layer in self.layers]) @ direction
         samples = torch.stack([layer.sample for layer in self.typical.layers])
         typically_along = (samples @ direction).abs().median(1).values
@@ -185,6 +190,7 @@ class LayerScan:
         written = self.middle(self.mlp_norms)
         typically = self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
         large = (written >= least) & (written > STAGE_OUTLIER * typically)
+        large[: self.since] = False  # they built another spike
         stages = []
         for layer in (builds | large).nonzero().flatten().tolist():
             if not self._points_against(layer):
@@ -235,6 +241,27 @@ class LayerScan:
                 runs.append((layer, layer))
         return runs
 
+    @property
+    def apart(self) -> list[LayerScan]:
+        """This scan for each spike of the place, the last first: a spike that comes back in another direction is another.
+
+        If there is a single one, or none, it is this scan.
+        """
+        starts: list[int] = []
+        before: Float[Tensor, " d_model"] | None = None
+        for first, last in self.spike_runs:
+            largest = max(range(first, last + 1), key=lambda layer: self.spike_norm[layer])
+            direction = self.directions[largest]
+            if before is None or abs(float(direction @ before)) < ALONG:
+                starts.append(first)
+            before = direction
+        if len(starts) < 2:
+            return [self]
+        scans: list[LayerScan] = []
+        for since, end in zip([0, *starts[1:]], [*starts[1:], len(self.layers)], strict=True):
+            scans.append(replace(self, layers=self.layers[:end], since=since))
+        return scans[::-1]
+
     @cached_property
     def entering(self) -> Entering:
         """What entered each layer but the first; nothing if passes over this model cannot begin at a layer."""
@@ -250,9 +277,11 @@ class LayerScan:
 
     @property
     def growth(self) -> Float[Tensor, " layer"]:
-        """How much each layer raises the place's norm, relative to its largest; 0 at the first layer."""
+        """How much each layer raises the place's norm, relative to its largest; 0 at layers that do not count."""
         norms = torch.tensor(self.spike_norm)
-        return norms.diff(prepend=norms[:1]) / norms.max()
+        growth = norms.diff(prepend=norms[:1]) / norms[self.since :].max()
+        growth[: self.since] = 0
+        return growth
 
     @property
     def is_flat(self) -> bool:

@@ -59,10 +59,10 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
 def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
     made: list[MadeSpike] = []
     for place in survey.spikes:
-        scan = survey.scan(place)
-        if scan.spike_layers:
-            found = causal_set(scan, place.words, setup.seed, survey.readers(place), top_k)
-            made.append(MadeSpike(scan, found, _spike(scan, place, found)))
+        for scan in survey.scan(place).apart:
+            if scan.spike_layers:
+                found = causal_set(scan, place.words, setup.seed, survey.readers(place), top_k)
+                made.append(MadeSpike(scan, found, _spike(scan, place, found)))
     return [_with_dependence(setup, one, made) for one in made]
 
 
