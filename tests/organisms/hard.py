@@ -288,6 +288,17 @@ def _two_classes(b: Build) -> HardTruth:
 
 
 @_alone("llama", count=1, layers=(8, 8), at=1)
+def _another_direction(b: Build) -> HardTruth:
+    """The spike is taken away in layer 3; a neuron of layer 4 makes one in another direction, which heads read."""
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    b.take_away(3)
+    two = b.fire(b.space.mark, b.side, layer=4, neuron=b.spare[1])
+    reading = b.read(range(5, b.plan.n_layers), b.side)
+    return HardTruth(True, True, "spike", 4, (frozenset({two}), frozenset({one})), reading=reading)
+
+
+@_alone("llama", count=1, layers=(8, 8), at=1)
 def _dependent(b: Build) -> HardTruth:
     """Heads of layer 2 that read the first token's spike write at all later tokens, and the neuron that makes the spike
     of a delimiter needs that beside the embedding.

@@ -74,6 +74,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         rule = each.place.rule
         if rule is None or len(rule.tokens) != 1 or each.place.is_first:
             spike = each
+    up = {layer for each in result.spikes if spike and each.place == spike.place for layer in each.step_up}
     sink = result.sink
     places = [str(each.place) for each in (*result.sinks, *result.spikes) if each.place is not None]
     pairs = {
@@ -81,7 +82,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
         "sink layer": (result.sink_layer, truth.sink_layer),
         "places": ([place for place in places if "first token" not in place], []),
         "shared dimensions": (sorted(result.shared_dims), sorted(truth.shared_dims)),
-        "step up": (spike.step_up if spike and truth.step_up else (), truth.step_up),
+        "step up": (tuple(sorted(up)) if truth.step_up else (), truth.step_up),
         "step down": (spike.step_down if spike else (), truth.step_down),
     }
     if sink is not None:
@@ -160,6 +161,17 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     assert mistakes(h, found) == []
     assert made is not None and made.scan.sink_layer == found.sink_layer  # what other commands edit
     assert {neuron.site for neuron in made.neurons} <= {neuron.site for neuron in found.neurons}
+
+
+def test_a_spike_in_another_direction_is_another_spike(tmp_path):
+    h = hard("another_direction")
+    result = look(h, tmp_path)
+    last, first = result.spikes
+    assert [last.layers, first.layers] == [((4, 7),), ((1, 2),)]
+    assert [last.set.edit_sites, first.set.edit_sites] == [tuple(sites) for sites in h.truth.sets]
+    assert all(spike.claims[0].verdict == "needed" and spike.claims[0].value < 0.01 for spike in result.spikes)
+    assert last.step_down == () and first.step_down == (3,)
+    assert "No head attends" not in " ".join(result.details())
 
 
 def test_without_bos(tmp_path):

@@ -167,10 +167,10 @@ class FindSinks(Result):
     def details(self) -> list[str]:
         """The layers, the spikes, the sinks, the repetitions, and what is published."""
         lines = [sentences.layers_read(self.layers_read, self.model.n_layers, self.shared_dims)]
-        read = {sink.spike for sink in self.sinks}
-        for number, spike in enumerate(self.spikes):
+        read = [self.spikes[sink.spike].place for sink in self.sinks if sink.spike is not None]
+        for spike in self.spikes:
             lines.append(sentences.spike_sentences(spike))
-            if number not in read:
+            if spike.place not in read:
                 lines[-1] += " No head attends to most of these positions."
         if self.sink_layer is not None:
             lines[0] += (
