@@ -1,4 +1,4 @@
-"""The command, its table and exit status, the reproduction that it prints, and the plugin of pytest."""
+"""The command, its table and exit status, and the reproduction that it prints."""
 
 from __future__ import annotations
 
@@ -54,17 +54,6 @@ def test_exit_status_and_bad_input(capsys):
     assert "Conclusion: snapkv passes the one check." in capsys.readouterr().out
     with pytest.raises(SinkscopeError, match="check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
-
-
-def test_the_plugin_adds_a_test_for_each_check(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    settings = ["-q", "-p", "sinkscope.conformance.plugin", "-c", str(tmp_path / "pytest.ini"), str(tmp_path)]
-    status = pytest.main([*settings, "--sinkscope-cache", FAULTY, "-k", "trace or length", "-p", "no:cacheprovider"])
-    out = capsys.readouterr().out
-    assert status == 1 and "1 failed, 1 passed" in out
-    assert f"{FAULTY}: {CROP}" in out and "outcome = outcome_of(crop_does_nothing" in out
 
 
 def test_bytes_count_what_a_view_keeps_alive():
