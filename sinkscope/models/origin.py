@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError, warn
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.target import Target
 
@@ -60,7 +61,7 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page:
         return
     where = Path(getattr(config, "_name_or_path", "") or "/dev/null")  # from where transformers says it was loaded
     with contextlib.suppress(SinkscopeError, OSError):
-        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(where) == wanted:
+        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(Files(where)) == wanted:
             return
     warn(
         f"the {what} was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "

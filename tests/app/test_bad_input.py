@@ -87,7 +87,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"model_type": "t5", "is_encoder_decoder": True}, ("m is another kind", "decoder-only")),
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
-    (_cut, ("model.safetensors is damaged: it has ", "download it again")),
+    (_cut, ("model.safetensors is not a whole safetensors file", "download it again")),
     (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
@@ -153,11 +153,9 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
     (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:2000])
     (tmp_path / "none.gguf").write_bytes(b"hello world")
     for backend in ([], ["--backend", "bridge"]):
-        assert "is not a GGUF file: it begins with b'hell'" in error(
-            "find-sinks", "--model", str(tmp_path / "none.gguf"), *backend
-        )
-        message = error("find-sinks", "--model", str(tmp_path / "cut.gguf"), *backend)
-        assert "cut.gguf could not be read" in message and "download it again" in message
+        for name in ("none", "cut"):
+            message = error("find-sinks", "--model", str(tmp_path / f"{name}.gguf"), *backend)
+            assert f"{name}.gguf could not be read" in message and "download it again" in message
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ DAMAGES = {
     "nested": content(b"[" * 100_000),
     "a folder": folder,
     "a pipe": pipe,
-    "a link to nothing": link("nowhere"),
     "a device": link("/dev/zero"),
 }
 FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]

@@ -90,17 +90,13 @@ def hub_folder(repo: str, revision: str | None) -> Path:
     Raises:
         SinkscopeError: There is no config.json, or an adapter.
     """
-    try:
-        folder = hub_file(repo, "config.json", revision).parent
-    except FileNotFoundError:
-        with suppress(FileNotFoundError):
-            raise refuse_adapter(hub_file(repo, ADAPTER_CONFIG, revision), repo, beside=False) from None
-        raise SinkscopeError(
-            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
-        ) from None
-    adapter = optional_file(repo, ADAPTER_CONFIG, folder.name)
-    if adapter is not None:
-        raise refuse_adapter(adapter, repo, beside=True)
+    absent = SinkscopeError(
+        f"{repo} has no config.json, so it is no whole model of transformers; give one that has, and of an adapter the "
+        "model that it was made for"
+    )
+    folder = hub_file(repo, "config.json", revision, absent).parent
+    if optional_file(repo, ADAPTER_CONFIG, folder.name) is not None:
+        raise refuse_adapter(repo)
     return folder
 
 

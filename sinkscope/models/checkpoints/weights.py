@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import Files, weight_files
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
+from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class
 from sinkscope.results.console import note
 
@@ -30,7 +30,6 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
     is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
     if is_pickled:
         options = {**options, "weights_only": True}
-        check_pickled(source.name, config, weight_files(files.folder))
     loaded: Any = causal_class(config).from_pretrained(
         files.folder,
         config=config,

@@ -223,7 +223,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
         check_kind(name, raw)
-        check_beside(folder, ["generation_config.json"], "bad-generation-config")  # else it is ignored
+        check_beside(folder, ["generation_config.json"])  # else it is ignored
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
@@ -261,7 +261,7 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
 
     if gguf is not None:
         return without_cache(AutoTokenizer.from_pretrained(folder, gguf_file=gguf))
-    check_beside(folder, TOKENIZER_FILES, "no-tokenizer")
+    check_beside(folder, TOKENIZER_FILES)
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:
