@@ -23,7 +23,7 @@ from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
 from sinkscope.files.processes import is_first, world_size
-from sinkscope.files.provenance import documentation_address, documented_at
+from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 
 __all__ = ["main"]
@@ -135,10 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SinkscopeError as error:
-        message = str(error)
-        if error.page is not None and documentation_address() is not None:
-            message += f" ({documented_at(f'errors/{error.page}')})"
-        return _print_error(message, error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else program.name

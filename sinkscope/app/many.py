@@ -72,7 +72,7 @@ def scan_one(model: str, folder: str, settings: Mapping[str, Any]) -> Outcome:
     return Outcome()
 
 
-@checks_arguments()
+@checks_arguments
 def scan_many(
     models: Annotated[Sequence[PathName], Wording("names, folders or files; scan takes others")],
     out: PathName,

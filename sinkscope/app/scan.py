@@ -137,7 +137,7 @@ class FinishedPart(Keyed):
     name: str
 
 
-@checks_arguments()
+@checks_arguments
 def scan(
     model: Any = None,
     *,

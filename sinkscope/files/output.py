@@ -203,13 +203,12 @@ def is_file(path: PathName, remedy: str) -> bool:
         raise SinkscopeError(f"cannot read {_shown(path)}: {reason_of(error)}; {remedy}") from None
 
 
-def read_bytes(path: PathName, remedy: str, *, page: str | None = None) -> bytes:
+def read_bytes(path: PathName, remedy: str) -> bytes:
     """The content of a file, or of standard input for "-".
 
     Args:
         path: The file.
         remedy: What to do about a file that cannot be read.
-        page: Documentation page to name in errors.
 
     Raises:
         SinkscopeError: The file cannot be read, or is a device, or a pipe that is not the shell's.
@@ -224,37 +223,37 @@ def read_bytes(path: PathName, remedy: str, *, page: str | None = None) -> bytes
     file = path_of(name, remedy)
     try:
         if is_device(file) and not name.startswith(OF_THE_SHELL):
-            raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}", page=page)
+            raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}")
         return file.read_bytes()
     except OSError as error:
-        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}", page=page) from None
+        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
 
 
-def read_text(path: PathName, remedy: str = "give the path of a text file", *, page: str | None = None) -> str:
+def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:
     """Text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_bytes`, or it is not UTF-8.
     """
-    content = read_bytes(path, remedy, page=page)
+    content = read_bytes(path, remedy)
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError:
-        raise SinkscopeError(f"{_shown(path)} is not UTF-8 text: {remedy}", page=page) from None
+        raise SinkscopeError(f"{_shown(path)} is not UTF-8 text: {remedy}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrote", *, page: str | None = None) -> Any:
+def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrote") -> Any:
     """The content of a JSON file; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_text`, or it is not JSON.
     """
-    text = read_text(path, remedy, page=page)
+    text = read_text(path, remedy)
     try:
         return parse_json(text)
     except ValueError as error:
-        raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}", page=page) from None
+        raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}") from None
 
 
 def _shown(path: PathName) -> str:

@@ -169,7 +169,7 @@ class Remote:
         return dict(zip([stop for stop in stops if stop in reads], read, strict=True))
 
 
-@checks_arguments()
+@checks_arguments
 def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remote:
     """A model of nnsight on a server: `.trace(tokens, sites, edit)` runs it there.
 

@@ -32,7 +32,6 @@ def used_cache(arguments: dict[str, Any], target: Target, *, is_watched: bool) -
         raise UnsupportedError(
             f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
             "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
-            page="kv-cache",
         )
     return cache
 
@@ -81,7 +80,6 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
         kind = "an offloading cache" if offloading else type(cache).__name__
         raise UnsupportedError(
             f"the cache is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
-            page="kv-cache",
         )
     ours = _empty_layers(target)
     if cache.get_seq_length() > 0:
@@ -90,7 +88,6 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
                 raise UnsupportedError(
                     f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
                     "start with an empty cache inside the `with`",
-                    page="kv-cache",
                 )
         _check_shape(layers, target)
         token = COLUMNS.set(columns)
@@ -140,7 +137,6 @@ def refuse_states(cache: Any, what: str) -> None:
             raise UnsupportedError(
                 f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
                 "cannot go back: use another model",
-                page="kv-cache",
             )
 
 
@@ -163,5 +159,4 @@ def _check_shape(layers: list[Any], target: Target) -> None:
         raise SinkscopeError(
             f"the cache has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
             f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one",
-            page="kv-cache",
         )

@@ -162,7 +162,6 @@ def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_he
         raise UnsupportedError(
             "this cache had tokens evicted and is used outside of the `with` that did it: stock masks would be wrong; "
             "go on inside it, or start from a new cache",
-            page="kv-session",
         )
     earlier = layer.columns
     if earlier is None:

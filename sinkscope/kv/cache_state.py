@@ -66,7 +66,6 @@ class Moment:
         if self.layers[0].reordered:
             raise UnsupportedError(
                 f"beam search lets rows change places, and {name} follows each row: use num_beams=1",
-                page="kv-session",
             )
 
 

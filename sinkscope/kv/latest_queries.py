@@ -62,5 +62,4 @@ def unseen_queries() -> UnsupportedError:
     return UnsupportedError(
         "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
         "prompt inside, into the cache to go on with)",
-        page="kv-session",
     )

@@ -204,7 +204,6 @@ class Policy(Anchored):
             raise SinkscopeError(
                 f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
                 "budget or protect fewer",
-                page="kv-budget",
             )
 
     def always_kept(self, budget: int) -> tuple[int, int]:

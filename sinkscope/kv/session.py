@@ -92,7 +92,6 @@ class Session:
         if policy is not None and self._policy_name is not None:
             raise UnsupportedError(
                 f"{self._policy_name} and {policy} would both choose what the cache keeps: enter one of them",
-                page="kv-session",
             )
         self._policy_name = policy or self._policy_name
         if not self.watching.owns_cache:
@@ -176,7 +175,6 @@ class Session:
             raise UnsupportedError(
                 f"{self.target.name} is already inside a `with` that acts on its cache: enter them together, "
                 "`(a | b).on(model)`",
-                page="kv-session",
             )
         self.run.stack.callback(_OWNERS.pop, model, None)
 

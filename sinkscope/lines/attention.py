@@ -69,7 +69,6 @@ class Scores:
             raise UnsupportedError(
                 f"this layer's attention has {' and '.join(there)}, which lines do not have: choose them for layers "
                 "without, or give Scores of query, key and scaling alone",
-                page="kv-session",
             )
 
     def part(self, start: int, stop: int) -> Scores:

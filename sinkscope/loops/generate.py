@@ -66,7 +66,7 @@ class Generated:
     summary: str = ""
 
 
-@checks_arguments("generate")
+@checks_arguments
 def generate(
     model: object,
     prompts: Any = None,
@@ -123,7 +123,6 @@ def generate(
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
-            page="generate",
         )
     target.check_loaded()
     inputs_read = read_inputs(target, prompts, inputs, bos=bos)
@@ -232,7 +231,6 @@ class _FiniteLogits(LogitsProcessor):
             raise SinkscopeError(
                 f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
                 "dtype=bfloat16 or dtype=float32",
-                page="nan-weights",
             )
         return scores
 

@@ -123,7 +123,7 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     try:
         rows = read_inputs(target, given, special=special).rows()
     except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}".removeprefix(": "), page=error.page) from None
+        raise SinkscopeError(f"{what}: {error}".removeprefix(": ")) from None
     name = what or "the input"
     if len(rows) > 1:
         raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")

@@ -27,7 +27,7 @@ def fingerprint_of(target: Target) -> str:
     return here
 
 
-def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page: str | None = None) -> None:
+def check_made_for(target: Target, model: Mapping[str, Any], what: str) -> None:
     """Compare a model with the one that something was made for, as far as that is described.
 
     A fine-tuned version is accepted, and a `SinkscopeWarning` says so.
@@ -36,7 +36,6 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page:
         target: The model.
         model: Name, family, sizes and fingerprint of the other.
         what: What was made for it.
-        page: The page of the error.
 
     Raises:
         SinkscopeError: The model has another shape.
@@ -54,7 +53,6 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page:
             raise SinkscopeError(
                 f"the {what} was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
                 f"give that model, or make a {what} for this one",
-                page=page,
             )
     wanted, config = model.get("fingerprint"), target.hf.config
     if not wanted or wanted in (getattr(config, "_commit_hash", None), fingerprint_of(target)):

@@ -71,9 +71,8 @@ def _named(
         try:
             with quiet(), loading_errors(source):
                 return _stream(source, tokenizer, dtype, device)
-        except UnsupportedError as error:
-            if error.page != "not-streamable":
-                raise
+        except UnsupportedError:
+            pass  # it is loaded whole, or refused there, too
     # The bundled model needs no probe at every start, because the tests check its circuit.
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
     return target_of(load(model, **options, probe=not is_bundled))
@@ -133,7 +132,7 @@ def open_stream(
     config = read_config(name or source.name, source.folder)
     try:
         if is_quantised(config):
-            raise UnsupportedError("it is quantised", page="unsupported-model")
+            raise UnsupportedError("it is quantised")
         # Two layers, while the adapter is proposed and proved.
         store = LayerStore(source, config.get_text_config(), device=device, dtype=dtype, resident=max(resident, 2))
         target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name or source.name, store)
@@ -144,9 +143,8 @@ def open_stream(
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if isinstance(error, SinkscopeError) and error.page not in ("unsupported-model", "missing-tensors"):
+        if isinstance(error, SinkscopeError) and not isinstance(error, UnsupportedError):
             raise
         raise UnsupportedError(  # its layers, or the part around them, may be such that they cannot be made alone
             f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
-            page="not-streamable",
         ) from error

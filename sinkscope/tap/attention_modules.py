@@ -181,7 +181,6 @@ def reading(
             raise UnsupportedError(
                 f"layer {layer} of {name} attends in a way that is not seen from outside: use another model for cache "
                 "policies and attention observers",
-                page="kv-session",
             )
 
     with ExitStack() as stack:

@@ -96,7 +96,6 @@ class OwnAttention(Attention):
             raise UnsupportedError(
                 f"the scores of layer {self.layer} are more than products of queries and keys, so those of earlier "
                 "queries are not known: use a policy that scores by attention received (H2O), or by position",
-                page="kv-session",
             )
         return super().row_function()
 

@@ -130,8 +130,8 @@ def test_models_are_filtered_by_a_word(typed):
     assert "--all shows all" in typed("models").out and "--all" not in typed("models MISTRAL").out
 
 
-def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
-    """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
+def test_help_points_to_the_published_pages(monkeypatch, typed):
+    """What `project.urls` says is where help points to; without it, it names the files of the repository."""
     assert "Documentation: docs/cli.md#sinkscope-find-sinks" in typed("find-sinks --help").out
     package = Message()
     package["Project-URL"] = "Source, https://source.example"
@@ -140,7 +140,6 @@ def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
     documentation_address.cache_clear()
     try:
         assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in typed("find-sinks --help").out
-        assert "(https://pages.example/latest/errors/unknown-dtype.html)" in typed("find-sinks --dtype int3", 2).err
     finally:
         documentation_address.cache_clear()
 

@@ -85,14 +85,12 @@ class EditedModules:
             raise UnsupportedError(
                 f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
                 "add an adapter) before the `with`",
-                page="edit-lost",
             )
         for path in self._paths(self._idle):
             raise UnsupportedError(
                 f"{path} of {name} never ran while the model did, so that the edit there was lost: its work was done "
                 "in another way (a fused kernel, a captured graph, a skipped layer); switch that off, or edit another "
                 "layer",
-                page="edit-lost",
             )
 
     def _paths(self, modules: set[nn.Module]) -> list[str]:
@@ -148,7 +146,6 @@ class Run:
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
                 "known: checkpoint no layer inside the `with`",
-                page="gradient-checkpointing",
             )
         return getattr(self._local, "call", None)
 
@@ -221,7 +218,6 @@ class Run:
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
                 "torch.utils.checkpoint out",
-                page="gradient-checkpointing",
             )
         given = by_name(module, args, kwargs)
         self.call = self.tracker.begin(
@@ -245,7 +241,6 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
     return UnsupportedError(
         f"continuous batching puts several texts into one row of {target.name}, where edits cannot tell their tokens "
         "apart: use model.generate inside the `with`",
-        page="generate",
     )
 
 

@@ -216,7 +216,6 @@ class Tracker:
                 raise UnsupportedError(
                     f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
                     "`DynamicCache()` or nothing",
-                    page="kv-cache",
                 )
             past = tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
@@ -283,5 +282,4 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor,
         f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
         f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
         "tokens, or none",
-        page="attention-mask",
     )

@@ -70,7 +70,7 @@ class Trace(dict[str, Tensor]):
         return "\n".join([f"Trace of {len(self)} sites", *lines])
 
 
-@checks_arguments()
+@checks_arguments
 def trace(
     model: object,
     tokens: Any = None,

@@ -36,7 +36,6 @@ def open_weights(file: Path) -> Any:
         raise SinkscopeError(
             f"{file.name} is not a whole safetensors file ({error}); download it again, or run `git lfs pull` where it "
             "is a pointer of Git LFS",
-            page="bad-safetensors",
         ) from None
 
 
@@ -51,7 +50,7 @@ def _index_map(index: Path) -> dict[str, str]:
     if isinstance(content, dict):
         weight_map = content.get("weight_map")
     where = f"weight_map of {index.name}"
-    return checked_value(WeightMap, weight_map, where, page="missing-shard", then="; download it again")
+    return checked_value(WeightMap, weight_map, where, then="; download it again")
 
 
 class Files:
@@ -123,7 +122,6 @@ class Files:
             remedy = "download them, not only the configuration, or give a .gguf file itself"
             raise SinkscopeError(
                 f"{where} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin): {remedy}",
-                page="no-weights",
             )
         if not name.endswith("index.json"):
             return [self.folder / name]
@@ -134,7 +132,6 @@ class Files:
             raise SinkscopeError(
                 f"{self.folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are "
                 "missing); download what is missing into the folder",
-                page="missing-shard",
             )
         return shards
 
@@ -181,7 +178,6 @@ class SafetensorsSource(Files):
             raise UnsupportedError(
                 f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
                 "sinkscope.load(...), or convert it with save_pretrained",
-                page="not-streamable",
             )
         if name == _INDEX:
             self.weight_map = _index_map(self.folder / name)

@@ -58,7 +58,7 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
 
 def no_permission(path: object) -> SinkscopeError:
     """The error for a file that exists but may not be read."""
-    return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy", page="no-such-path")
+    return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy")
 
 
 def _in_package(model: str | os.PathLike[str] | None) -> ModelSource | None:
@@ -94,6 +94,5 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
     if is_path:
         raise SinkscopeError(
             f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name",
-            page="no-such-path",
         )
     return ModelSource("hub", text if is_hub_id else resolve(text), text, revision)

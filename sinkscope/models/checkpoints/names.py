@@ -137,7 +137,6 @@ def resolve(name: str) -> str:
     raise SinkscopeError(
         f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
         "org/name, a folder such as ./my-model, or a .gguf file",
-        page="unknown-name",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import UnsupportedError
 
 
 def is_quantised(config: Any) -> bool:
@@ -34,7 +34,7 @@ def check_unexpected(
         origins: Names in the checkpoint of tensors that were loaded by others.
 
     Raises:
-        SinkscopeError: One does.
+        UnsupportedError: One does.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for tensor in sorted(unexpected):
@@ -49,9 +49,8 @@ def check_unexpected(
             part = children[step]
         if next(part.parameters(recurse=False), None) is not None:
             origin = (origins or {}).get(tensor, tensor)
-            raise SinkscopeError(
+            raise UnsupportedError(
                 f"{name} has the tensor {origin}, for which its configuration has no place, so the model would run "
                 "without it: config and weights are of different models, or the weights hold an adapter or a "
                 "quantisation; download both from one revision, or merge the adapter",
-                page="missing-tensors",
             )

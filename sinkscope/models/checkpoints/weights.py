@@ -56,7 +56,6 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
             )
         raise SinkscopeError(
             f"{problem}; {remedy}",
-            page="missing-tensors",
         )
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name)

@@ -133,7 +133,6 @@ def wrap(hf: Any, tokenizer: Any, backend: Kind) -> Any:
         raise SinkscopeError(
             f"backend={backend!r} needs a tokenizer and the model came without one; give tokenizer=..., or use "
             'backend="hf"',
-            page="no-tokenizer",
         )
     library, package = _LIBRARIES[backend]
     tokenizer = copy.deepcopy(tokenizer)
@@ -145,12 +144,10 @@ def wrap(hf: Any, tokenizer: Any, backend: Kind) -> Any:
         raise UnsupportedError(
             f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
             'backend="hf"',
-            page="backend-cannot",
         ) from None
     except Exception as error:
         raise UnsupportedError(
             f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can',
-            page="backend-cannot",
         ) from error
 
 

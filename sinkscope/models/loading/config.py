@@ -45,9 +45,8 @@ def read_checkpoint_json(file: Path) -> Any:
             remedy = f"give the file itself: {gguf[0]}"
         raise SinkscopeError(
             f"{file.parent} has no {file.name}; {remedy}",
-            page="no-config",
         )
-    return read_json(file, "download it again", page="no-config")
+    return read_json(file, "download it again")
 
 
 @contextmanager
@@ -95,7 +94,6 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if kind not in _FLOATS:
         raise SinkscopeError(
             f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto",
-            page="unknown-dtype",
         )
     return kind
 
@@ -117,7 +115,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         name = f"{place.type}:{place.index or 0}"
         if name in here or name.removesuffix(":0") in here:
             return place
-    raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device")
+    raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}")
 
 
 def causal_class(config: Any) -> Any:
@@ -163,7 +161,6 @@ def check_kind(name: str, raw: Any) -> None:
     if not isinstance(model_type, str):
         raise SinkscopeError(
             f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
-            page="no-config",
         )
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
@@ -171,7 +168,6 @@ def check_kind(name: str, raw: Any) -> None:
             raise UnsupportedError(
                 f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
                 "version that does; a model whose code is beside the weights is given as a live model, if you trust it",
-                page="unsupported-model",
             )
         return
     what = f"model type {model_type}"
@@ -180,7 +176,6 @@ def check_kind(name: str, raw: Any) -> None:
     raise UnsupportedError(
         f"{name} is another kind of model ({what}); expected a decoder-only causal language model, such as llama-2-7b "
         "or gpt2",
-        page="not-causal-lm",
     )
 
 
@@ -234,9 +229,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if layers is not None:
         n_layers = text.num_hidden_layers
         if not 1 <= layers <= n_layers:
-            raise SinkscopeError(
-                f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
-            )
+            raise SinkscopeError(f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}")
         cut_depth(text, layers)
     return config
 
@@ -273,12 +266,10 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
             raise SinkscopeError(
                 f"the tokenizer of {name} is code of its own, which is not run; if you trust it, load it "
                 "with transformers and give it with tokenizer=...",
-                page="no-tokenizer",
             ) from None
         raise SinkscopeError(
             f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first_line(error)}); download its files "
             "again, or give tokenizer=...",
-            page="no-tokenizer",
         ) from error
 
 
@@ -313,7 +304,6 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
         raise SinkscopeError(
             f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows ({len(beyond):,} tokens have "
             "none): they belong to different models; use the tokenizer that came with the weights",
-            page="vocabulary-mismatch",
         )
 
 
@@ -341,5 +331,4 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
             raise SinkscopeError(
                 f"tensor {where} holds values that are NaN or infinite; download the checkpoint again, or try "
                 "dtype=float32",
-                page="nan-weights",
             )

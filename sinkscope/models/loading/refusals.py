@@ -32,20 +32,18 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
         return SinkscopeError(
             f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
             'quantization_config or device_map="auto"',
-            page="out-of-memory",
         )
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return SinkscopeError(
             f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
             "could run code; convert them to safetensors where you trust them",
-            page="pickled-weights",
         )
     if source.kind == "gguf":
         remedy = "download it again, or give a folder"
         if lacks_library:
             remedy = "pip install gguf"
-        return SinkscopeError(f"{name} could not be read: {first}; {remedy}", page="bad-gguf")
+        return SinkscopeError(f"{name} could not be read: {first}; {remedy}")
     remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
     if lacks_library:
         remedy = "install what it asks for"
-    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed")
+    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}")

@@ -254,7 +254,6 @@ class Parts:
             raise UnsupportedError(
                 f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
                 "neurons of an expert",
-                page="quantised-experts",
             )
         return experts
 
