@@ -163,7 +163,7 @@ def generate(
 def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Intervention | None) -> None:
     """Refuse a prompt that does not fit the model with so many new tokens, or what acts on it."""
     for number, length in enumerate(map(len, rows), 1):
-        check_length(target, f"prompt {number}", length, new, "shorten the prompt", "generate")
+        check_length(target, f"prompt {number}", length, new, "shorten the prompt")
         if edit is not None:
             for part in edit.parts:
                 part.check_prompt(length)
