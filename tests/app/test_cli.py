@@ -250,7 +250,7 @@ class Panic(BaseException):
     """What libraries in Rust raise."""
 
 
-OURS = (RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError(), EOFError("marshal data too short"))
+OURS = (RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError())
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
     ("words", "code", "message"),
     [
         ("models >/dev/full", 2, "error: cannot write to standard output: no space left on device"),
-        ("models >&-", 2, "error: standard output is closed"),
         ("loops - <&-", 2, "error: "),
-        ("demo --out $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),
         ("loops missing 2>/dev/full", 2, ""),
         ("loops loop.txt --follow >/dev/full 2>/dev/full", 3, ""),
         ("loops loop.txt --follow 2>/dev/null | true; exit ${PIPESTATUS[0]}", 3, ""),
