@@ -92,13 +92,12 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
             folder.
     """
     name = os.fspath(path)
-    target = Path(name)
-    if is_device(target):
-        return target
     target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
     if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
         raise SinkscopeError(f"{name or 'a file without a name'} is a folder: give the name of a file to write")
     try:
+        if is_device(Path(name)):
+            return Path(name)
         with suppress(FileNotFoundError):
             target.lstat()  # asks the file system about the name itself: too long, below a file, no permission
         home = target
