@@ -208,58 +208,13 @@ class ScaledInputExperts(Experts):
         return self.module.shared_expert(hidden)
 
 
-class StackedExperts(Experts):
-    """Experts below each other in weights of two dimensions, `mlp.w1` (gate), `mlp.v1` (up) and `mlp.w2` (DBRX)."""
-
-    PARTS = ("mlp.w1", "mlp.v1", "mlp.w2", "num_experts")
-    TRANSPOSED = True
-    ACTIVATION = "mlp.activation_fn"
-
-    @property
-    def _down(self) -> Any:  # [expert neuron d_model]
-        return self.module.mlp.w2.view(self.module.num_experts, -1, self.module.mlp.w2.shape[1])
-
-    def inputs(self, expert: int) -> list[InputRows]:
-        """Weights of gate and up."""
-        return [(weight.view_as(self._down)[expert], None) for weight in (self.module.mlp.w1, self.module.mlp.v1)]
-
-
-class SortedExperts(Experts):
-    """Experts that read tokens sorted by expert, `input_linear` and `output_linear` (JetMoE); the whole mixture."""
-
-    PARTS = ("input_linear.weight", "output_linear.weight", "router", "bias")
-    ACTIVATION = "activation"
-
-    @property
-    def _down(self) -> Any:  # [expert d_model neuron]
-        return self.module.output_linear.weight
-
-    @property
-    def _gate_up(self) -> Any:  # [expert half_neuron d_model]
-        return self.module.input_linear.weight
-
-    def routed(self, args: Args, kwargs: Kwargs) -> Routed:
-        """The router is asked again."""
-        hidden = _tokens(args, kwargs)
-        _, tokens, gates, counts, _ = self.module.router(hidden)
-        experts = torch.arange(self.count, device=hidden.device)
-        experts = experts.repeat_interleave(torch.tensor(counts, device=hidden.device))
-        weight = hidden.new_zeros(len(hidden), self.count)
-        weight[tokens, experts] = gates
-        return Routed(hidden, weight)
-
-    def beside(self, hidden: Hidden) -> Float[Tensor, " d_model"]:
-        """The bias of the mixture."""
-        return self.module.bias
-
-
 def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
     """The hidden states of a call, which come first, by whatever name."""
     hidden = (*args, *kwargs.values())[0]
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts, StackedExperts, SortedExperts)
+LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts)
 
 
 def experts_of(module: Any) -> Experts | None:
