@@ -174,18 +174,6 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
     return path
 
 
-def is_file(path: PathName, remedy: str) -> bool:
-    """Whether there is a file of this name.
-
-    Raises:
-        SinkscopeError: A folder on the way to it may not be read, so that nobody knows.
-    """
-    try:
-        return path_of(path, remedy).is_file()
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {_shown(path)}: {reason_of(error)}; {remedy}") from None
-
-
 def read_bytes(path: PathName, remedy: str) -> bytes:
     """The content of a file, or of standard input for "-".
 

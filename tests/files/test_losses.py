@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
@@ -75,19 +74,6 @@ def test_pipes_are_written_in_place():
     os.close(writing)
     with open(reading, "rb") as pipe:
         assert pipe.read() == b"text"
-
-
-def test_an_output_is_never_an_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    Path("words.txt").write_bytes(MINE)
-    Path("link").symlink_to("words.txt")
-    for name in ("words.txt", "./words.txt", "link"):
-        assert main(["loops", "words.txt", "--json", name, "--force"]) == 2
-        assert "is given for FILE|- and --json" in capsys.readouterr().err
-    assert Path("words.txt").read_bytes() == MINE
-    assert main(["loops", "words.txt", "--json", "new"]) == 0
 
 
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
