@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -330,15 +329,14 @@ def weight_bytes(target: Target) -> int:
 
 def _memory_limit(target: Target, quick: bool) -> float:
     """Bytes that the weights may take."""
+    from accelerate.utils import get_max_memory  # loads what a card of other parts need not wait for
+
+    free = get_max_memory()
     if target.device.type == "cuda":
-        return 0.8 * torch.cuda.mem_get_info(target.device)[0]
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not everywhere
-        free = 8 << 30
+        return 0.8 * free[target.device.index or 0]
     if quick:
-        return min(free / 2, float(QUICK_BYTES))
-    return free / 2
+        return min(free["cpu"] / 2, float(QUICK_BYTES))
+    return free["cpu"] / 2
 
 
 @command(

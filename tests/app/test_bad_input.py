@@ -155,7 +155,7 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
     for backend in ([], ["--backend", "bridge"]):
         for name in ("none", "cut"):
             message = error("find-sinks", "--model", str(tmp_path / f"{name}.gguf"), *backend)
-            assert f"{name}.gguf could not be read" in message and "download it again" in message
+            assert f"{name}.gguf could not be loaded" in message and "if the files are whole" in message
 
 
 @pytest.mark.parametrize(

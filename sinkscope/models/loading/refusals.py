@@ -27,7 +27,6 @@ def loading_errors(source: ModelSource) -> Generator[None]:
 def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     """What went wrong, and what to do."""
     name, first = source.name, first_line(error)
-    lacks_library = isinstance(error, ImportError)
     if is_out_of_memory(error):
         return SinkscopeError(
             f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
@@ -38,12 +37,7 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
             f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
             "could run code; convert them to safetensors where you trust them",
         )
-    if source.kind == "gguf":
-        remedy = "download it again, or give a folder"
-        if lacks_library:
-            remedy = "pip install gguf"
-        return SinkscopeError(f"{name} could not be read: {first}; {remedy}")
     remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
-    if lacks_library:
+    if isinstance(error, ImportError):
         remedy = "install what it asks for"
     return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}")
