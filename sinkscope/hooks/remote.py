@@ -70,7 +70,7 @@ class Remote:
             UnsupportedError: A site or an edit cannot be sent.
         """
         target = self.target
-        rows = read_inputs(target, tokens, {"attention_mask": attention_mask}, bos=bos)
+        rows = read_inputs(target, tokens, attention_mask, bos=bos)
         edits, reads = self._edits(edit, rows.ids, rows.mask), dict[Site, _Stop]()
         for site in resolve(target, sites):
             if site.module is None:

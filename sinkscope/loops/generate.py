@@ -69,7 +69,7 @@ class Generated:
 @checks_arguments
 def generate(
     model: object,
-    prompts: Any = None,
+    prompts: Any,
     *,
     patch: SinkPatch | str | PathLike[str] | None = None,
     interventions: Any = None,
@@ -83,7 +83,6 @@ def generate(
     batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
     progress: Progress = silent,
-    **inputs: Any,
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
 
@@ -109,7 +108,6 @@ def generate(
             that rewinds it is called once with the whole text, because pieces may be removed again.
         progress: Called as `progress(what, done, total)` with the newest words of the first prompt of a batch, the
             tokens written so far, and `max_new_tokens`; also under a guard that rewinds.
-        inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -125,7 +123,7 @@ def generate(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
         )
     target.check_loaded()
-    inputs_read = read_inputs(target, prompts, inputs, bos=bos)
+    inputs_read = read_inputs(target, prompts, bos=bos)
     rows = inputs_read.rows()
     texts = inputs_read.texts or [tok.decode(ids) for ids in rows]
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
