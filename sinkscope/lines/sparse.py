@@ -130,7 +130,7 @@ def sparse_attention(
     reason = lack_of_library(query, value)
     if reason is not None:
         raise UnsupportedError(
-            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
+            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA"
         )
     limit = dense_above
     if limit is None:

@@ -120,7 +120,7 @@ def generate(
     tok = tokenizer_of(target)
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
-            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
+            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1"
         )
     target.check_loaded()
     inputs_read = read_inputs(target, prompts, bos=bos)
@@ -228,7 +228,7 @@ class _FiniteLogits(LogitsProcessor):
             check_finite(self._target.hf)  # names the tensor if the weights are the reason
             raise SinkscopeError(
                 f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
-                "dtype=bfloat16 or dtype=float32",
+                "dtype=bfloat16 or dtype=float32"
             )
         return scores
 

@@ -22,7 +22,7 @@ def tokenizer_of(target: Parts) -> Any:
     if target.available_tokenizer is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
-            "tokenizer's files beside the weights",
+            "tokenizer's files beside the weights"
         )
     return target.available_tokenizer
 
@@ -93,9 +93,7 @@ def check_length(target: Parts, what: str, tokens: int, new: int = 0, remedy: st
         length += f" and {new} more are to come"
         if tokens < limit:
             remedy += f", or ask for at most {limit - tokens} new tokens"
-    raise SinkscopeError(
-        f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}",
-    )
+    raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
 def end_ids(target: Parts) -> list[int]:

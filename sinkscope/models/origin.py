@@ -52,7 +52,7 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str) -> None:
         if there != here:
             raise SinkscopeError(
                 f"the {what} was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
-                f"give that model, or make a {what} for this one",
+                f"give that model, or make a {what} for this one"
             )
     wanted, config = model.get("fingerprint"), target.hf.config
     if not wanted or wanted in (getattr(config, "_commit_hash", None), fingerprint_of(target)):

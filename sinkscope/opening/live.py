@@ -38,7 +38,5 @@ def target_of(model: object, tokenizer: Any = None, name: str | None = None, *, 
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
     adapter = adapter_of(target)
     if not adapter.base or not hasattr(hf, adapter.base.partition(".")[0]):
-        raise UnsupportedError(
-            f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM",
-        )
+        raise UnsupportedError(f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM")
     return replace(target, adapter=adapter)

@@ -146,5 +146,5 @@ def open_stream(
         if isinstance(error, SinkscopeError) and not isinstance(error, UnsupportedError):
             raise
         raise UnsupportedError(  # its layers, or the part around them, may be such that they cannot be made alone
-            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
+            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)"
         ) from error

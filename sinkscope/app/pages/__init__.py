@@ -225,12 +225,12 @@ def check_png() -> None:
     if importlib.util.find_spec("kaleido") is None:
         raise SinkscopeError(
             'a PNG needs kaleido: pip install -e ".[png]" in the clone (and a browser: plotly_get_chrome); --html '
-            "always works",
+            "always works"
         )
     chromium: Any = import_module("choreographer.browsers.chromium").Chromium
     if chromium.find_browser(skip_local=False) is None:
         raise SinkscopeError(
-            "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works",
+            "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works"
         )
 
 

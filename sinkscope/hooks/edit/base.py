@@ -84,13 +84,13 @@ class EditedModules:
         for path in self._paths(self._kept - set(self._target.hf.modules())):
             raise UnsupportedError(
                 f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
-                "add an adapter) before the `with`",
+                "add an adapter) before the `with`"
             )
         for path in self._paths(self._idle):
             raise UnsupportedError(
                 f"{path} of {name} never ran while the model did, so that the edit there was lost: its work was done "
                 "in another way (a fused kernel, a captured graph, a skipped layer); switch that off, or edit another "
-                "layer",
+                "layer"
             )
 
     def _paths(self, modules: set[nn.Module]) -> list[str]:
@@ -145,7 +145,7 @@ class Run:
         if not hasattr(self._local, "call") and in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
-                "known: checkpoint no layer inside the `with`",
+                "known: checkpoint no layer inside the `with`"
             )
         return getattr(self._local, "call", None)
 
@@ -217,7 +217,7 @@ class Run:
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
-                "torch.utils.checkpoint out",
+                "torch.utils.checkpoint out"
             )
         given = by_name(module, args, kwargs)
         self.call = self.tracker.begin(
@@ -240,7 +240,7 @@ class Run:
 def _no_packed_rows(target: Target) -> UnsupportedError:
     return UnsupportedError(
         f"continuous batching puts several texts into one row of {target.name}, where edits cannot tell their tokens "
-        "apart: use model.generate inside the `with`",
+        "apart: use model.generate inside the `with`"
     )
 
 

@@ -58,7 +58,7 @@ class NeuronEdit(PlacedEdit):
         if (layer is None) != (not numbers):
             raise SinkscopeError(
                 f"layer={layer!r} with neurons={several!r}: give both, as in layer=1, neurons=[7890], or names, as "
-                'in neurons="L1.N338"',
+                'in neurons="L1.N338"'
             )
         sites = listed("sites", self.sites)
         sites += [(layer, one) if isinstance(one, int) else one for one in several]
@@ -129,7 +129,7 @@ class NeuronEdit(PlacedEdit):
             if self.site == "up" and not is_gated:
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
-                    'factor; use site="post"',
+                    'factor; use site="post"'
                 )
 
 

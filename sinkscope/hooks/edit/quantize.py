@@ -151,13 +151,13 @@ class Quantize(PlacedEdit):
             elif layer not in names:
                 raise SinkscopeError(
                     f"layers {layer!r}: {target.name} has no such linear module; expected a number or a name such as "
-                    f"{names[-1]!r}",
+                    f"{names[-1]!r}"
                 )
         for layer in range(target.n_layers):
             if self.activations is not None and target.is_mixture(layer) and layer not in self.layers:
                 raise UnsupportedError(
                     f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs of "
-                    f"their projections are not seen: add {layer} to layers, or round keys and values only (kv=8)",
+                    f"their projections are not seen: add {layer} to layers, or round keys and values only (kv=8)"
                 )
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
@@ -178,7 +178,7 @@ class Quantize(PlacedEdit):
         for row, position in self.places:
             if row >= len(index):
                 raise SinkscopeError(
-                    f"places: there is no row {row} in a call of {len(index)}; give pairs of a row and a position",
+                    f"places: there is no row {row} in a call of {len(index)}; give pairs of a row and a position"
                 )
             exact[row] |= index[row] == position
         return exact

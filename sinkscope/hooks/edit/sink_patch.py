@@ -103,7 +103,7 @@ class SinkPatch(NeuronEdit):
         if missing and (self.value == "calibrated" or calibrated):
             raise SinkscopeError(
                 f"{missing[0]} has no calibrated value: give calibrated={{...}} with one for each site, or make the "
-                "patch with SinkPatch.from_result",
+                "patch with SinkPatch.from_result"
             )
 
     @classmethod
@@ -121,7 +121,7 @@ class SinkPatch(NeuronEdit):
         if result.spike is not None and not result.spike.place.is_first:
             raise SinkscopeError(
                 f"the norm spike is at {result.spike.place}, not at the first token, and this patch keeps the "
-                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)",
+                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         members = [] if result.minimal is None else list(map(_site, result.minimal.neurons))
@@ -129,7 +129,7 @@ class SinkPatch(NeuronEdit):
         if result.sink_layer is None or not sites:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
-                f"sink_layer={result.sink_layer} and no causal neuron",
+                f"sink_layer={result.sink_layer} and no causal neuron"
             )
         repetition = result.repetition
         if repetition is not None and repetition.other_neurons:
@@ -137,7 +137,7 @@ class SinkPatch(NeuronEdit):
                 raise SinkscopeError(
                     f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and "
                     "no others were found that make it: this patch would not repair repetition; give the neurons "
-                    "yourself with SinkPatch(sites=...)",
+                    "yourself with SinkPatch(sites=...)"
                 )
             others = {_site(neuron): neuron for neuron in repetition.candidates}
             neurons |= others
@@ -221,7 +221,7 @@ class SinkPatch(NeuronEdit):
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
-                "calibrated values",
+                "calibrated values"
             )
         second = torch.where((index == 1)[..., None], old, 0).sum(1, keepdim=True)
         first = memory["first"][:, None]

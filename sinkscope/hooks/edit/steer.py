@@ -70,7 +70,7 @@ class Add(PlacedEdit):
         if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
             raise SinkscopeError(
                 f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "
-                "numbers, one for each dimension of the residual stream",
+                "numbers, one for each dimension of the residual stream"
             )
         check_values(str, site=self.site)
         checked_value(Finite, self.scale, "scale")
@@ -89,13 +89,13 @@ class Add(PlacedEdit):
             resolve(target, [self.site])  # refuses architectures that have no such place
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
-                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
+                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
         places: list[tuple[Place, Any]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
-                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}",
+                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}"
                 )
             assert site.module is not None  # only attention rows have none
             added = beside(self.scale / site.factor * self.vector)  # what the module gives is multiplied before

@@ -150,7 +150,7 @@ class LoopGuard(Anchored):
             share = "" if budget == self.budget else f" ({self.budget} of a prompt of {count_of(prompt, 'token')})"
             raise SinkscopeError(
                 f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
-                f"{anchors + 1}; raise the budget or keep fewer anchors{share}",
+                f"{anchors + 1}; raise the budget or keep fewer anchors{share}"
             )
         return Retention(budget, anchors, self.window if self.recent_window else None)
 

@@ -35,7 +35,7 @@ def open_weights(file: Path) -> Any:
     except SafetensorError as error:
         raise SinkscopeError(
             f"{file.name} is not a whole safetensors file ({error}); download it again, or run `git lfs pull` where it "
-            "is a pointer of Git LFS",
+            "is a pointer of Git LFS"
         ) from None
 
 
@@ -121,7 +121,7 @@ class Files:
             where = self.repo or self.folder
             remedy = "download them, not only the configuration, or give a .gguf file itself"
             raise SinkscopeError(
-                f"{where} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin): {remedy}",
+                f"{where} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin): {remedy}"
             )
         if not name.endswith("index.json"):
             return [self.folder / name]
@@ -131,7 +131,7 @@ class Files:
         if absent:
             raise SinkscopeError(
                 f"{self.folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are "
-                "missing); download what is missing into the folder",
+                "missing); download what is missing into the folder"
             )
         return shards
 
@@ -177,7 +177,7 @@ class SafetensorsSource(Files):
         if name is None or self.gguf is not None:
             raise UnsupportedError(
                 f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
-                "sinkscope.load(...), or convert it with save_pretrained",
+                "sinkscope.load(...), or convert it with save_pretrained"
             )
         if name == _INDEX:
             self.weight_map = _index_map(self.folder / name)

@@ -93,6 +93,6 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
         return ModelSource("folder", path, path.resolve().name)
     if is_path:
         raise SinkscopeError(
-            f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name",
+            f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"
         )
     return ModelSource("hub", text if is_hub_id else resolve(text), text, revision)

@@ -80,7 +80,7 @@ def resolve(name: str) -> str:
         meant = f"did you mean {' or '.join(shown)}? "
     raise SinkscopeError(
         f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
-        "org/name, a folder such as ./my-model, or a .gguf file",
+        "org/name, a folder such as ./my-model, or a .gguf file"
     )
 
 

@@ -52,5 +52,5 @@ def check_unexpected(
             raise UnsupportedError(
                 f"{name} has the tensor {origin}, for which its configuration has no place, so the model would run "
                 "without it: config and weights are of different models, or the weights hold an adapter or a "
-                "quantisation; download both from one revision, or merge the adapter",
+                "quantisation; download both from one revision, or merge the adapter"
             )

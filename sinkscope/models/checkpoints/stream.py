@@ -148,7 +148,7 @@ class LayerStore:
         if kind_of(made) != kind_of(self._layers[index]):
             raise UnsupportedError(
                 f"layer {index} of {self.source.name} alone is of another kind than in the whole model; load it whole "
-                "with sinkscope.load(...)",
+                "with sinkscope.load(...)"
             )
         module = self._make(single, names, f"layer {index}", alone, f"{self._path}.{index}")
         return module.get_submodule(alone).state_dict()
@@ -171,13 +171,13 @@ class LayerStore:
         if info["mismatched_keys"]:
             raise UnsupportedError(
                 f"the shapes of {what} in {self.source.name} are not those of its config.json; download both from one "
-                "revision",
+                "revision"
             )
         absent = [name for name in sorted(info["missing_keys"]) if name.startswith(part)]
         if absent:
             first = absent[0].removeprefix(f"{part}.")
             raise UnsupportedError(
-                f"{self.source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
+                f"{self.source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint"
             )
         origins = {new: stored for stored, new in names.items()}
         check_unexpected(module, info["unexpected_keys"], self.source.name, origins)

@@ -54,9 +54,7 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
             remedy = (
                 f"unless a file is damaged, {config.model_type} cannot be cut to its first layers: leave out layers="
             )
-        raise SinkscopeError(
-            f"{problem}; {remedy}",
-        )
+        raise SinkscopeError(f"{problem}; {remedy}")
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name)
     if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why

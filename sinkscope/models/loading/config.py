@@ -43,9 +43,7 @@ def read_checkpoint_json(file: Path) -> Any:
         gguf = sorted(file.parent.glob("*.gguf"))
         if gguf:
             remedy = f"give the file itself: {gguf[0]}"
-        raise SinkscopeError(
-            f"{file.parent} has no {file.name}; {remedy}",
-        )
+        raise SinkscopeError(f"{file.parent} has no {file.name}; {remedy}")
     return read_json(file, "download it again")
 
 
@@ -93,7 +91,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     kind = getattr(torch, _SHORT.get(name, name), None)
     if kind not in _FLOATS:
         raise SinkscopeError(
-            f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto",
+            f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto"
         )
     return kind
 
@@ -160,14 +158,14 @@ def check_kind(name: str, raw: Any) -> None:
         model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise SinkscopeError(
-            f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
+            f"the config.json of {name} has no model_type, so it is no transformers model; give one that has"
         )
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
         if model_type not in CONFIG_MAPPING:
             raise UnsupportedError(
                 f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-                "version that does; a model whose code is beside the weights is given as a live model, if you trust it",
+                "version that does; a model whose code is beside the weights is given as a live model, if you trust it"
             )
         return
     what = f"model type {model_type}"
@@ -175,7 +173,7 @@ def check_kind(name: str, raw: Any) -> None:
         what = f"architectures {', '.join(classes)}"
     raise UnsupportedError(
         f"{name} is another kind of model ({what}); expected a decoder-only causal language model, such as llama-2-7b "
-        "or gpt2",
+        "or gpt2"
     )
 
 
@@ -265,11 +263,11 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
         if "custom code" in str(error):
             raise SinkscopeError(
                 f"the tokenizer of {name} is code of its own, which is not run; if you trust it, load it "
-                "with transformers and give it with tokenizer=...",
+                "with transformers and give it with tokenizer=..."
             ) from None
         raise SinkscopeError(
             f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first_line(error)}); download its files "
-            "again, or give tokenizer=...",
+            "again, or give tokenizer=..."
         ) from error
 
 
@@ -303,7 +301,7 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
     if beyond:
         raise SinkscopeError(
             f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows ({len(beyond):,} tokens have "
-            "none): they belong to different models; use the tokenizer that came with the weights",
+            "none): they belong to different models; use the tokenizer that came with the weights"
         )
 
 
@@ -330,5 +328,5 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
             where = f"{path}{name} of {source}".removesuffix(" of ")
             raise SinkscopeError(
                 f"tensor {where} holds values that are NaN or infinite; download the checkpoint again, or try "
-                "dtype=float32",
+                "dtype=float32"
             )

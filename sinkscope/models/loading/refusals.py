@@ -30,12 +30,12 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     if is_out_of_memory(error):
         return SinkscopeError(
             f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
-            'quantization_config or device_map="auto"',
+            'quantization_config or device_map="auto"'
         )
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return SinkscopeError(
             f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
-            "could run code; convert them to safetensors where you trust them",
+            "could run code; convert them to safetensors where you trust them"
         )
     remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
     if isinstance(error, ImportError):

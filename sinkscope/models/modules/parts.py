@@ -253,7 +253,7 @@ class Parts:
         if experts is None:
             raise UnsupportedError(
                 f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
-                "neurons of an expert",
+                "neurons of an expert"
             )
         return experts
 
