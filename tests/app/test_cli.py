@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from email.message import Message
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,6 @@ from sinkscope.app.command_run import click_command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import commands
 from sinkscope.files.output import read_text
-from sinkscope.files.provenance import documentation_address
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.generate import Generated
@@ -130,18 +128,8 @@ def test_models_are_filtered_by_a_word(typed):
     assert "--all shows all" in typed("models").out and "--all" not in typed("models MISTRAL").out
 
 
-def test_help_points_to_the_published_pages(monkeypatch, typed):
-    """What `project.urls` says is where help points to; without it, it names the files of the repository."""
+def test_help_names_its_page(typed):
     assert "Documentation: docs/cli.md#sinkscope-find-sinks" in typed("find-sinks --help").out
-    package = Message()
-    package["Project-URL"] = "Source, https://source.example"
-    package["Project-URL"] = "Documentation, https://pages.example/latest/"
-    monkeypatch.setattr("importlib.metadata.metadata", lambda _: package)
-    documentation_address.cache_clear()
-    try:
-        assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in typed("find-sinks --help").out
-    finally:
-        documentation_address.cache_clear()
 
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
