@@ -51,6 +51,7 @@ class Experts:
 
     Args:
         module: The module in which the experts are one call.
+        weights: The module inside it that holds their weights; None is the module itself.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
@@ -58,22 +59,17 @@ class Experts:
     TRANSPOSED: ClassVar[bool] = False
     """Whether weights are stored input x output, if the module does not say."""
     GATED: ClassVar[bool] = True
-    ACTIVATION: ClassVar[str] = "act_fn"
-    """Where the module has its activation function."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, weights: Any = None) -> None:
         self.module = module
+        self._weights = module if weights is None else weights
         self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
         self._is_concatenated: bool = getattr(module, "is_concatenated", True)  # or gates and ups alternate
         self._shards = shards_of(self._down)
 
     @property
     def _down(self) -> Any:  # [expert _ _]
-        return self.module.down_proj
-
-    @property
-    def _gate_up(self) -> Any:  # [expert _ _]
-        return self.module.gate_up_proj
+        return self._weights.down_proj
 
     @property
     def count(self) -> int:
@@ -102,7 +98,7 @@ class Experts:
 
     def inputs(self, expert: int) -> list[InputRows]:
         """Weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
-        weight = local(self._gate_up)[expert]
+        weight = local(self._weights.gate_up_proj)[expert]
         if self._is_transposed:
             weight = weight.T
         bias = getattr(self.module, "gate_up_proj_bias", None)
@@ -137,7 +133,7 @@ class Experts:
     def activate(self, *factors: Neurons) -> Neurons:
         """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
         if not hasattr(self.module, "_apply_gate"):
-            return attrgetter(self.ACTIVATION)(self.module)(factors[0]) * factors[1]
+            return self._weights.act_fn(factors[0]) * factors[1]
         order = "(neuron half)"
         if self._is_concatenated:
             order = "(half neuron)"
@@ -187,15 +183,9 @@ class ScaledInputExperts(Experts):
 
     PARTS = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
     TRANSPOSED = True
-    ACTIVATION = "experts.act_fn"
 
-    @property
-    def _down(self) -> Any:  # [expert neuron d_model]
-        return self.module.experts.down_proj
-
-    @property
-    def _gate_up(self) -> Any:  # [expert d_model half_neuron]
-        return self.module.experts.gate_up_proj
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module.experts)
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """The router is asked again."""
