@@ -90,8 +90,8 @@ def test_revision(saved, tmp_path):
         ("org/gated", {}, {}, "org/gated is gated: accept its terms at {url}/org/gated, then log in"),
         ("org/gated", {}, {"token": "hf_of_somebody_else"}, "org/gated is gated"),
         ("org/gated", {}, {"token": TOKEN}, None),
-        ("org/name", {}, {"reachable": False}, "{url} cannot be reached: check the connection, or give a fol"),
-        ("org/name", {}, {"offline": True}, "HF_HUB_OFFLINE is set: unset it"),
+        ("org/name", {}, {"reachable": False}, "{url} cannot be reached: check the connection and HF_HUB_OFFLINE, or give a fol"),
+        ("org/name", {}, {"offline": True}, "cannot be reached: check the connection and HF_HUB_OFFLINE"),
     ],
 )
 @pytest.mark.parametrize("opened", [SafetensorsSource, lambda *a, **k: load(*a, **k)], ids=["stream", "load"])

@@ -46,9 +46,6 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Hu
     from huggingface_hub import constants, errors
 
     hub, login = constants.ENDPOINT, "log in with `hf auth login`"
-    why = f"{hub} cannot be reached: check the connection"
-    if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set: unset it"
     # The class that a broken transfer raises depends on the version of the hub's client.
     message = f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept"
     if isinstance(error, errors.GatedRepoError):
@@ -58,7 +55,10 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Hu
     elif isinstance(error, errors.RevisionNotFoundError):
         message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
     elif isinstance(error, errors.LocalEntryNotFoundError):
-        message = f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint"
+        message = (
+            f"{name} of {repo} is not in the cache and {hub} cannot be reached: check the connection and "
+            "HF_HUB_OFFLINE, or give a folder that holds the checkpoint"
+        )
     return HubError(message)
 
 

@@ -45,8 +45,6 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
     """
     try:
         source = _in_package(model) or _outside(model or "", revision)
-    except PermissionError as error:
-        raise no_permission(error.filename) from None
     except OSError as error:
         raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
     if revision is not None and source.kind != "hub":
@@ -54,11 +52,6 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
             f"revision {revision!r} means nothing for the {source.kind} {source.name}; revisions belong to hub ids"
         )
     return source
-
-
-def no_permission(path: object) -> SinkscopeError:
-    """The error for a file that exists but may not be read."""
-    return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy")
 
 
 def _in_package(model: str | os.PathLike[str] | None) -> ModelSource | None:

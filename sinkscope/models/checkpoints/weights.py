@@ -9,7 +9,6 @@ from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class
-from sinkscope.results.console import note
 
 
 def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any], *, is_cut: bool) -> Any:
@@ -27,15 +26,13 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
     """
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
-    is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
-    if is_pickled:
-        options = {**options, "weights_only": True}
     loaded: Any = causal_class(config).from_pretrained(
         files.folder,
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with names
         trust_remote_code=False,
+        weights_only=True,  # no code in pickles runs
         **{name: value for name, value in options.items() if value is not None},
     )
     model, info = loaded
@@ -57,9 +54,4 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
         raise SinkscopeError(f"{problem}; {remedy}")
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name)
-    if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
-        note(
-            f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
-            "safetensors load faster"
-        )
     return model.eval()

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Generator
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.models.checkpoints.locate import ModelSource, no_permission
+from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.loading.config import first_line
 
 
@@ -18,8 +18,6 @@ def loading_errors(source: ModelSource) -> Generator[None]:
         yield
     except SinkscopeError:
         raise
-    except PermissionError as error:
-        raise no_permission(error.filename or source.where) from error
     except Exception as error:
         raise _refusal(error, source) from error
 
