@@ -23,7 +23,6 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Wording
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import SETTINGS
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Hidden, Option
 from sinkscope.models.text import typical_text
 from sinkscope.results.options import checks_arguments, command, parameters_of
@@ -165,8 +164,6 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     typical_text(settings.get("text"))
     if settings.get("against") is not None:
         read_card(settings["against"])
-    if settings.get("patch") is not None:
-        SinkPatch.load(settings["patch"])
 
 
 def _name_and_revision(model: str) -> tuple[str, str]:
