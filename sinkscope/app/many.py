@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from sinkscope.app.card import SinkCard, read_card
 from sinkscope.app.processes import Processes
 from sinkscope.app.scan import scan
@@ -29,8 +27,6 @@ from sinkscope.results.options import checks_arguments, command, parameters_of
 
 OWN = ("model", "out", "tokenizer", "progress", "written")
 """What `scan_many` gives to each scan itself, or cannot give to another process."""
-MOST_WORKERS = 4096
-"""Processes of one machine."""
 _TURN = threading.Lock()
 """Scans change what belongs to a whole process, such as its random numbers: threads of one process take turns."""
 
@@ -77,7 +73,7 @@ def scan_many(
     out: PathName,
     executor: Any = None,
     *,
-    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | None = None,
+    workers: Natural | None = None,
     shard: str | None = None,
     progress: Hidden = None,
     **settings: Any,

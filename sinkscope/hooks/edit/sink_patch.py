@@ -182,7 +182,7 @@ class SinkPatch(NeuronEdit):
             UnsupportedError: As for every edit of neurons.
         """
         if self.model is not None:
-            check_made_for(target, self.model, "patch")
+            check_made_for(target, self.model)
         super().check(target)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
