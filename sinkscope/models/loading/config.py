@@ -251,12 +251,12 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     if gguf is not None:
-        return without_cache(AutoTokenizer.from_pretrained(folder, gguf_file=gguf))
+        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
     check_beside(folder, TOKENIZER_FILES)
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:
-        return without_cache(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ImportError:
         raise
     except Exception as error:  # a damaged file may fail in any way
@@ -269,17 +269,6 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
             f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first_line(error)}); download its files "
             "again, or give tokenizer=..."
         ) from error
-
-
-def without_cache(tokenizer: Any) -> Any:
-    """Disable the tokenizer's word cache, which would outlive it and take 0.6 MB per opened model; return it.
-
-    Args:
-        tokenizer: Any kind of transformers tokenizer.
-    """
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    getattr(model, "_resize_cache", int)(0)  # there is no public way; where there is none at all, nothing is done
-    return tokenizer
 
 
 def check_vocabulary(tokenizer: Any, hf: Any) -> None:
