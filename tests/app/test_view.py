@@ -98,8 +98,8 @@ def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, mo
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text", encoding="utf-8")
-    data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)
-    assert data["kind"] == "view" and data["model"]["name"] == "bundled"
+    data = json.loads(typed(f"view --text {text} --no-generation --html {tmp_path}/a.html --json -").out)
+    assert data["kind"] == "view" and data["model"]["name"] == "bundled" and data["result"]["generation"] is None
     assert '" text"' in (tmp_path / "a.html").read_text(encoding="utf-8")
     text.write_text(" \n", encoding="utf-8")
     shown = typed(f"view --text {text} --json -", 2)
@@ -147,7 +147,7 @@ def test_a_body_that_is_no_json_is_refused_in_one_line(bundled, body):
 
 def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
-    shown = ss.view(text="a block is a piece of text")
+    shown = ss.view(text="a block is a piece of text", generation=False)
     sent = []
     monkeypatch.setattr(shown.widget, "send", sent.append)
     shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])

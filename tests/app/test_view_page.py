@@ -19,6 +19,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
+from sinkscope.app.view.writing import generation_of
 from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
 from sinkscope.sinks.circuit.circuit import Circuit
@@ -36,9 +37,9 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def view(bundled):
-    """The model in the package on a short text, with its circuit."""
+    """The model in the package on a short text, with its circuit and a generation."""
     bundled.sink.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
-    return bundled.view(TEXT)
+    return replace(bundled.view(TEXT), generation=generation_of(bundled.sink.setup, 12))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,9 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
 def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
         chrome = opened(**how)
-        assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), how
+        for tab in ("generation", "text"):
+            chrome.click(f"#tab-{tab}")
+            assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
@@ -94,6 +97,8 @@ def test_the_page_in_a_browser(view, opened):
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
+    chrome.click("#tab-generation")
+    assert len(chrome.texts(".written")) == 2
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
 
 
@@ -238,6 +243,8 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
+    chrome.click("#tab-generation")  # it fills itself
+    chrome.wait("document.querySelectorAll('.written').length === 2")
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []

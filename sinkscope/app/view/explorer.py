@@ -19,6 +19,7 @@ from sinkscope.app.view.readings import Reading, heads_that_fit, norms_of, read_
 from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import default_texts, ids_of
+from sinkscope.app.view.writing import generation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
 from sinkscope.results.notation import head_name, neuron_name, word_form
@@ -35,6 +36,7 @@ class Request(BaseModel, extra="forbid"):
     switch: str | None = None
     off: tuple[str, ...] = ()
     circuit: bool = False
+    generation: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,13 @@ class Explorer:
             circuit_sentence=sentence,
         )
 
-    def whole_view(self, text: str | None = None) -> ModelView:
-        """The view with the circuit: everything that a page without a server shows."""
+    def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
+        """The view with the circuit and, if wanted, a generation: everything that a page without a server shows."""
         self.sink.measure_circuit()
-        return self.view(text)
+        result = self.view(text)
+        if generation:
+            result = replace(result, generation=generation_of(self.sink.setup))
+        return result
 
     def viewed(self, text: OpenText, switches: Sequence[Switch | None]) -> ViewedText:
         """A text under these switches; None is the intact model."""
@@ -181,7 +186,8 @@ class Explorer:
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
                 measured; `at_once` leaves out what needs the sink neurons. `switch` (a name) or `off` (names of neurons
-                and heads) asks for this variant of the text with the number `place`; a true `circuit` for that.
+                and heads) asks for this variant of the text with the number `place`; true `circuit` or `generation` for
+                these.
         """
         try:
             asked = checked_value(Request, request, "the request")
@@ -197,6 +203,8 @@ class Explorer:
         if asked.circuit:
             self.sink.measure_circuit()
             return self.result()
+        if asked.generation:
+            return replace(self.result(), generation=generation_of(self.sink.setup))
         texts = self.texts(asked.text or self.text)
         switch: Switch | None = None
         if asked.switch is not None:

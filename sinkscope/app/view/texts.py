@@ -16,6 +16,7 @@ STORY = (
     "Once upon a time, there was a little bird who lived in a tall tree. Every day she sang a song for her friends. "
     'One day, a big cat came to the tree and said, "Can you sing for me, too?" The little bird was scared, but she'
 )
+LOOPING_STORY = "One day, the bird sang the same song again and again:"
 AFTER_SINK = 16  # further repetitions that are shown after the one that makes a sink
 
 

@@ -1,4 +1,4 @@
-// A view of a model: tokens, heads, circuit, switches. Used by a page, a live page and a notebook.
+// A view of a model: tokens, heads, circuit, switches, generation. Used by a page, a live page and a notebook.
 
 const READS = 0.3; // share of its attention that a head gives to what it reads, as the sink rate has it
 
@@ -11,6 +11,7 @@ class View {
     this.beside = null;
     this.variant = "intact";
     this.running = 0;
+    this.tab = "text";
     this.colour = "norm";
     this.token = 0;
     this.query = null;
@@ -18,6 +19,7 @@ class View {
     this.off = new Set();
     this.typed = [];
     this.draft = "";
+    this.generation = null;
     this.turn = Promise.resolve();
     this.linked = root.id === "view"; // a page of its own, whose address says what it shows
     this.opened = new URLSearchParams(this.linked ? location.hash.slice(1) : "");
@@ -51,6 +53,7 @@ class View {
     this.model = answer.model;
     this.data = answer.result;
     this.data.texts.forEach((text, place) => (text.asked = { text: null, place }));
+    this.generation = this.data.generation || this.generation;
     if (whole) await this.follow();
     const last = this.data.texts.length - 1;
     this.text = Math.min(this.text, last);
@@ -163,18 +166,26 @@ class View {
     this.status = element("p", { class: "soft", id: "status", "aria-live": "polite" });
     this.root.replaceChildren(
       element("div", { class: "row" }, element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
-        element("button", { type: "button", class: "tool", id: "tour", onclick: () => tour(this) }, "Tour")),
+        element("button", { type: "button", class: "tool", id: "tour", onclick: () => this.startTour() }, "Tour")),
       element("p", { id: "about" }, A_SINK),
       this.headline,
       this.sentence,
       this.switches(),
       ...(this.ask ? [this.status] : []),
+      this.tabs(),
       this.textPanel(),
+      element("div", { role: "tabpanel", id: "panel-generation", "aria-labelledby": "tab-generation" }),
     );
     this.redraw();
     this.showRunning();
+    this.selectTab(this.tab);
     const before = active && this.root.querySelector(`[id="${active}"]`);
     if (before) before.focus();
+  }
+
+  startTour() {
+    this.selectTab("text");
+    tour(this);
   }
 
   redraw() {
@@ -243,12 +254,55 @@ class View {
     return group;
   }
 
+  tabs() {
+    const list = element("div", { role: "tablist", "aria-label": "What is shown" });
+    for (const [name, words] of [["text", "Text"], ["generation", "Generation"]]) {
+      const select = () => this.selectTab(name);
+      list.append(element("button", { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: select }, words));
+    }
+    list.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
+      this.selectTab(this.tab === "text" ? "generation" : "text");
+      this.root.querySelector(`#tab-${this.tab}`).focus();
+    });
+    return list;
+  }
+
+  selectTab(name) {
+    this.tab = name;
+    for (const one of ["text", "generation"]) {
+      const tab = this.root.querySelector(`#tab-${one}`);
+      tab.setAttribute("aria-selected", one === name);
+      tab.tabIndex = one === name ? 0 : -1;
+      this.root.querySelector(`#panel-${one}`).hidden = one !== name;
+    }
+    if (name === "generation") this.drawGeneration();
+  }
+
+  /** Draw what the model writes; Python is asked for it when this is first shown. */
+  async drawGeneration() {
+    const panel = this.root.querySelector("#panel-generation");
+    if (this.generation) {
+      panel.replaceChildren(...(await generationSides(this.generation)));
+      panel.querySelectorAll(".written").forEach((text) => (text.scrollTop = alarmIn(text)));
+      return;
+    }
+    const words = this.ask ? "The model continues a story, with and without the guard." : "This page was made without a generation.";
+    panel.replaceChildren(element("p", {}, words));
+    if (!this.ask || this.writing) return;
+    this.writing = true;
+    const answer = await this.request({ generation: true });
+    this.writing = false;
+    if (answer) this.generation = answer.result.generation;
+    if (answer && this.tab === "generation") this.drawGeneration();
+  }
+
   textPanel() {
     const [strips, heads, rows] = [new Strips(this), new Heads(this), new Rows(this)];
     this.parts = [strips, heads, rows];
     this.circuit = element("div", { class: "circuit" });
     const circuit = element("section", {}, element("h2", {}, "Circuit"), this.circuit);
-    return element("div", {},
+    return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
       this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit));
   }
 
@@ -434,7 +488,7 @@ export async function start(page) {
   const first = !location.hash && !tourSeen();
   const view = data ? await mount(root, data) : await live(root);
   const touched = view && (view.variant !== "intact" || view.off.size > 0);
-  if (view && first && !touched) tour(view);
+  if (view && first && !touched) view.startTour();
 }
 
 async function live(root) {
