@@ -17,13 +17,12 @@ class SinkscopeError(ValueError):
     """Bad input or an impossible request.
 
     The message is one line: the value, what was expected, what to do. The command line prints it as
-    ``error: ...`` and exits with ``exit_code``. ``page`` names the page of the documentation that treats it.
+    ``error: ...`` and exits with ``exit_code``.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, *, page: str | None = None) -> None:
-        self.page = page
+    def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 

@@ -195,16 +195,6 @@ def test_the_tested_sets_fit_the_ranges_and_name_no_host(file):
         assert requirement.specifier.contains(pin.version), f"{requirement} does not allow {pin.version}"
 
 
-def test_every_error_page_is_there_and_in_the_index():
-    folder = ROOT / "docs/errors"
-    sources = (file.read_text(encoding="utf-8") for file in (ROOT / "sinkscope").rglob("*.py"))
-    named = {page for source in sources for page in re.findall(r'page="([a-z0-9-]+)"', source)}
-    pages = {file.stem for file in folder.glob("*.md")} - {"index"}
-    assert named - pages == set(), "pages that errors name and docs/errors lacks"
-    linked = set(re.findall(r"\]\(([a-z0-9-]+)\.md\)", (folder / "index.md").read_text(encoding="utf-8")))
-    assert linked == pages, "docs/errors/index.md links exactly the pages beside it"
-
-
 @pytest.mark.slow
 def test_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")

@@ -97,11 +97,10 @@ def measured_cells(row: Row | None) -> tuple[str, ...]:
 
 def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> list[Row]:
     """`evaluate_tasks` with the neurons of the paper's Table 1 on every task of Table 2."""
-    known = published_for(name)
-    assert known is not None  # of every model of the table
+    known = next(record for record in published_for(name) if record.quantity == "neurons")
     tasks = list(dict.fromkeys(task for some in TASKS.values() for task, _ in some))
     setup = Setup.open(model, device=device, dtype=dtype, loading="whole")
-    return evaluate_tasks(setup, SinkPatch(sites=known.neurons), tasks, questions=questions)
+    return evaluate_tasks(setup, SinkPatch(sites=known.value), tasks, questions=questions)
 
 
 def main(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.hub import HubError
 
 ABSENT = "no weights at hand"
-_NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 Measured = TypeVar("Measured")
 
 
@@ -26,8 +26,6 @@ def measured(models: Sequence[str], measure: Callable[[str, str], Measured]) -> 
     for name, model in wanted.items():
         try:
             found[name] = measure(name, model)
-        except SinkscopeError as error:
-            if error.page not in _NOT_HAD:
-                raise
+        except HubError as error:
             print(f"{name}: {error}", file=sys.stderr)
     return found

@@ -23,7 +23,7 @@ from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
 from sinkscope.files.processes import is_first, world_size
-from sinkscope.files.provenance import documentation_address, documented_at
+from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 
 __all__ = ["main"]
@@ -121,33 +121,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     program = command_line()
     code = 0
-    output_is_closed = _prepare_streams()
+    _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; `CommandRun` turns it on when work begins
     try:
-        if output_is_closed:
-            raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
-        _check_working_folder()
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-        _refuse_broken_words(words)
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)
         if isinstance(status, int):
             code = status
         sys.stdout.flush()
         return code
     except SinkscopeError as error:
-        message = str(error)
-        if error.page is not None and documentation_address() is not None:
-            message += f" ({documented_at(f'errors/{error.page}')})"
-        return _print_error(message, error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else program.name
         return _print_error(f"{_message_of(error)} (see {path} --help)")
-    except (KeyboardInterrupt, click.Abort) as error:
-        if isinstance(
-            error.__cause__, EOFError
-        ):  # click takes every one for Ctrl-D at a prompt, and there is no prompt
-            return _print_error(_unforeseen(error.__cause__), code or 2)
+    except (KeyboardInterrupt, click.Abort):
         note("interrupted")
         return 130
     except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; click turns it into an exit
@@ -169,14 +158,6 @@ def _message_of(error: click.ClickException) -> str:
     return error.format_message().rstrip(".")
 
 
-def _check_working_folder() -> None:
-    """Refuse to work in a folder that is gone, where libraries of torch end the process with lines of their own."""
-    try:
-        os.getcwd()
-    except OSError:
-        raise SinkscopeError("the working folder no longer exists: change into another one") from None
-
-
 def _unforeseen(error: BaseException) -> str:
     """What is said about an error that is no SinkscopeError."""
     if is_out_of_memory(error):
@@ -192,14 +173,6 @@ def _unforeseen(error: BaseException) -> str:
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 
 
-def _refuse_broken_words(words: Sequence[str]) -> None:
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise SinkscopeError(f"the word {word!r} is not UTF-8: type it in another way") from None
-
-
 def _print_error(message: str, code: int = 2) -> int:
     if not is_first():
         time.sleep(SAME_ERROR)
@@ -208,16 +181,8 @@ def _print_error(message: str, code: int = 2) -> int:
     return code
 
 
-def _prepare_streams() -> bool:
-    """Silence other libraries' notes and bars: what matters is said by sinkscope itself.
-
-    Returns:
-        Whether standard output is closed; what is closed is replaced, so that no file takes its number.
-    """
-    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:
-        mode = "r" if name == "stdin" else "w"
-        setattr(sys, name, open(os.devnull, mode))
+def _prepare_streams() -> None:
+    """Silence other libraries' notes and bars: what matters is said by sinkscope itself."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if callable(reconfigure):
@@ -233,4 +198,3 @@ def _prepare_streams() -> bool:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not is_first():  # what is said is the same in all processes
         sys.stdout = sys.stderr = open(os.devnull, "w")
-    return "stdout" in closed

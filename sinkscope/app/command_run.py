@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,25 +242,18 @@ class CommandRun:
             check_png()
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
-        options: dict[Path, str | None] = {}  # the option that names each file
-        for name, value in arguments.items():
-            one = self.parameters[name]
-            for word in value if isinstance(value, tuple) else (value,):
-                if isinstance(word, str | Path) and not one.option.writes and os.path.isfile(word):
-                    options[Path(os.path.realpath(word))] = one.option.metavar if one.option.argument else one.flag
-        targets: list[tuple[str, Path]] = []
+        targets: list[Path] = []
         for name, path in files.items():
             one = self.files[name]
             if path != "-" or "-" not in one.metavar:
                 kinds = self.kinds if one.kind is None else [one.kind]
-                targets.append((f"--{name}", check_output(path, kinds, force=force, remedy=REPLACE)))
+                targets.append(check_output(path, kinds, force=force, remedy=REPLACE))
         for one in self.written:
             if one.name in arguments:
-                targets.append((one.flag, check_writable(str(arguments[one.name]), folder=True)))
-        for flag, target in targets:
-            if target in options and not is_device(target):
-                raise SinkscopeError(f"{target.name} is given for {options[target]} and {flag}: give each its own file")
-            options[target] = flag
+                targets.append(check_writable(str(arguments[one.name]), folder=True))
+        for target in targets:
+            if targets.count(target) > 1 and not is_device(target):
+                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
     def _result(self, arguments: dict[str, Any], backend: Any, progress: ProgressBar) -> Any:
         """What the function returns."""

@@ -12,7 +12,7 @@ import click
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_json, reason_of
+from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.loops import Alarm, LoopCheck, Monitor, MonitorSettings, Watch, check_file
 from sinkscope.loops.servers.proxy import LOOPBACK, ProxySettings, check_proxy, serve
@@ -126,7 +126,7 @@ def _open_bytes(file: str) -> Any:
     if file == "-":
         return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
     try:
-        return open(file, "rb")
+        return open(path_of(file, "give another path"), "rb")
     except OSError as error:
         raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None
 

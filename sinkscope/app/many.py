@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from sinkscope.app.card import SinkCard, read_card
 from sinkscope.app.processes import Processes
 from sinkscope.app.scan import scan
@@ -23,15 +21,12 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Wording
 from sinkscope.files.shard import shard_of
 from sinkscope.files.store import SETTINGS
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Hidden, Option
 from sinkscope.models.text import typical_text
 from sinkscope.results.options import checks_arguments, command, parameters_of
 
 OWN = ("model", "out", "tokenizer", "progress", "written")
 """What `scan_many` gives to each scan itself, or cannot give to another process."""
-MOST_WORKERS = 4096
-"""Processes of one machine."""
 _TURN = threading.Lock()
 """Scans change what belongs to a whole process, such as its random numbers: threads of one process take turns."""
 
@@ -72,13 +67,13 @@ def scan_one(model: str, folder: str, settings: Mapping[str, Any]) -> Outcome:
     return Outcome()
 
 
-@checks_arguments()
+@checks_arguments
 def scan_many(
     models: Annotated[Sequence[PathName], Wording("names, folders or files; scan takes others")],
     out: PathName,
     executor: Any = None,
     *,
-    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | None = None,
+    workers: Natural | None = None,
     shard: str | None = None,
     progress: Hidden = None,
     **settings: Any,
@@ -165,8 +160,6 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     typical_text(settings.get("text"))
     if settings.get("against") is not None:
         read_card(settings["against"])
-    if settings.get("patch") is not None:
-        SinkPatch.load(settings["patch"])
 
 
 def _name_and_revision(model: str) -> tuple[str, str]:

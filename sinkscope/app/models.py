@@ -6,7 +6,7 @@ from typing import Annotated
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.checkpoints.names import ModelEntry, models
+from sinkscope.models.checkpoints.names import ModelEntry, models, sink_layers
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import SCREEN, Grid, Table, strings
@@ -49,16 +49,16 @@ def print_models(
             known.append(entry)
     if not known:
         raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models --all` shows every name")
-    with_sink = sum(entry.published is not None for entry in known)
     rows: Table = []
-    for entry in sorted(known, key=lambda entry: entry.published is None):
-        layers = () if entry.published is None else entry.published.layers
-        sink = ", ".join(map(str, layers)) or "-"
+    for entry in known:
+        sink = ", ".join(map(str, sink_layers(entry.name))) or "-"
         rows.append({"name": entry.name, "sink": sink, "hub id": entry.hub_id})  # the longest last
+    rows.sort(key=lambda row: row["sink"] == "-")
+    with_sink = sum(row["sink"] != "-" for row in rows)
     print(Grid(strings(rows)).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
-    show(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
+    show(f"\nConclusion: papers report the layers of the sink for {with_sink} of these {len(known)} models.")
 
 
 def _check(name: str, progress: Progress) -> None:

@@ -8,12 +8,11 @@ from typing import Annotated
 from sinkscope.app.card import CARD
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.errors import SinkscopeError, one_line
-from sinkscope.files.catalog import commands
 from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.store import RECORDS, SETTINGS
-from sinkscope.results.console import end_bar, note
+from sinkscope.results.console import end_bar
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
@@ -32,8 +31,7 @@ def report(
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
-    JSON files that hold no result are named on standard error and at the end of the page; hidden files and all others
-    are left out silently.
+    JSON files that hold no result are named at the end of the page; hidden files and all others are left out silently.
 
     Args:
         folder: Folder with the JSON files of results and folders of `sinkscope bench`, also in its subfolders.
@@ -55,26 +53,19 @@ def report(
     left_out: dict[str, str] = {}
     for number, path in enumerate(files):
         (progress or silent)("reading", number, len(files))
-        name = visible(path.relative_to(root).as_posix()).replace("\n", "\\n").replace("\t", "\\t")
+        name = visible(path.relative_to(root).as_posix())
         try:
             sections.append(result_section(_result(path), name))
-        except SinkscopeError as error:
-            left_out[name] = visible(str(error).removeprefix(one_line(path.name)).lstrip(": "))
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            left_out[name] = visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")
-    reasons = [f"{name}: {reason}" for name, reason in left_out.items()]
+            left_out[name] = visible(one_line(str(error)))
     if not sections:
-        raise SinkscopeError(
-            f"no results in {folder}: it should hold what --json or .save() wrote; {'; '.join(reasons[:1])}"
-        )
-    places = {words.replace(" ", "-"): place for place, words in enumerate(commands())}
-    sections.sort(key=lambda section: (places.get(section.kind, len(places)), section.file))
+        raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
     save_document(target, document(visible(root.resolve().name), sections, count, left_out))
     end_bar(progress)
+    if left_out:
+        count += f", {len(left_out)} left out"
     print(visible(f"{out or root / 'report.html'}: {count}"))
-    for reason in reasons:
-        note(f"left out: {reason}")
 
 
 def _listed(root: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,8 +21,6 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import part_of, silent
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.hooks.edit import SinkPatch
-from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
@@ -137,14 +134,13 @@ class FinishedPart(Keyed):
     name: str
 
 
-@checks_arguments()
+@checks_arguments
 def scan(
     model: Any = None,
     *,
     out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
     quick: bool = False,
     against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
-    patch: Annotated[str | Path | None, Option(metavar="FILE")] = None,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -165,7 +161,6 @@ def scan(
         out: Folder for the results and the card. By default scan-NAME.
         quick: Use smaller numbers: a minute instead of several for a small model.
         against: A card.json, or the folder of a scan, to compare with.
-        patch: A patch.json that every part runs under.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
@@ -180,13 +175,12 @@ def scan(
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
     other = None if against is None else read_card(against)
-    edit = None if patch is None else SinkPatch.load(patch)
     options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "text": text, "seed": seed}
     setup = _opened(model, quick, {**options, "tokenizer": tokenizer, "progress": progress})
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
-    settings = _settings(setup, quick, patch)
+    settings = _settings(setup, quick)
     with Folder(folder, settings, FinishedPart, option="--out") as kept:
-        outcomes = _outcomes(kept, folder, setup, edit, quick)
+        outcomes = _outcomes(kept, folder, setup, quick)
         card = _card(setup, settings, outcomes)
         if other is not None:
             card = card.compared(other)
@@ -197,9 +191,7 @@ def scan(
     return card
 
 
-def _outcomes(
-    kept: Folder[FinishedPart], folder: Path, setup: Setup, edit: Intervention | None, quick: bool
-) -> Outcomes:
+def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: bool) -> Outcomes:
     """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
     outcomes: Outcomes = []
     chosen = [part for part in PARTS if not quick or part.quick is not None]
@@ -211,7 +203,7 @@ def _outcomes(
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                 outcome = Result.load(folder / part.file)
         if outcome is None:
-            outcome = _measured(part, replace(setup, progress=inside), edit, quick)
+            outcome = _measured(part, replace(setup, progress=inside), quick)
             if isinstance(outcome, Result):
                 outcome.save(folder / part.file)
                 kept.append([FinishedPart(part.name)])
@@ -222,11 +214,8 @@ def _outcomes(
 def _card(setup: Setup, settings: dict[str, Any], outcomes: Outcomes) -> SinkCard:
     """The card of these outcomes."""
     parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
-    info = setup.info()
-    if settings["patch"] is not None:
-        info = replace(info, name=f"{info.name} patched")
     made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
-    return SinkCard(quick=settings["quick"], parts=parts, model=info, settings=settings, provenance=made)
+    return SinkCard(quick=settings["quick"], parts=parts, model=setup.info(), settings=settings, provenance=made)
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
@@ -243,15 +232,11 @@ def _page(card: SinkCard, outcomes: Outcomes) -> str:
     return document(f"Sink card of {card.model.name}", sections, card.about(), kind=card.kind, first=first)
 
 
-def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, Any]:
+def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
     """Everything that determines the results of a folder."""
-    digest: str | None = None
-    if patch is not None:
-        digest = digest_of(Path(patch).read_text(encoding="utf-8"))
     return {
         "command": "scan",
         "quick": quick,
-        "patch": digest,
         "model": asdict(setup.info()),
         "device": setup.target.device.type,
         "dtype": str(setup.target.dtype).removeprefix("torch."),
@@ -262,7 +247,7 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
     }
 
 
-def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
+def _measured(part: Part, setup: Setup, quick: bool) -> Result | str:
     """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
     if not part.streams and not setup.target.resident:
         return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
@@ -272,8 +257,7 @@ def _measured(part: Part, setup: Setup, edit: Intervention | None, quick: bool) 
     arguments = context_arguments(arguments, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
-        with under(edit, setup.target):
-            return part.measure(setup, **arguments)
+        return part.measure(setup, **arguments)
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"
@@ -330,15 +314,14 @@ def weight_bytes(target: Target) -> int:
 
 def _memory_limit(target: Target, quick: bool) -> float:
     """Bytes that the weights may take."""
+    from accelerate.utils import get_max_memory  # loads what a card of other parts need not wait for
+
+    free = get_max_memory()
     if target.device.type == "cuda":
-        return 0.8 * torch.cuda.mem_get_info(target.device)[0]
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not everywhere
-        free = 8 << 30
+        return 0.8 * free[target.device.index or 0]
     if quick:
-        return min(free / 2, float(QUICK_BYTES))
-    return free / 2
+        return min(free["cpu"] / 2, float(QUICK_BYTES))
+    return free["cpu"] / 2
 
 
 @command(

@@ -29,10 +29,7 @@ ON_CARDS = {
     "sink": ("find_sinks", "sink"),
     "sink_layer": ("find_sinks", "sink_layer"),
     "neurons": ("find_sinks", "neurons"),
-    "spike_lost": ("find_sinks", "spike_lost"),
-    "spike_ratio": ("find_sinks", "ratio"),
     "heads": ("find_sinks", "heads"),
-    "copies": ("repeat", "norm.tokens"),
     "loops": ("loops", "text.full.loop"),
 }
 """Columns that repeat a number of the card, with its margin: the part, and the number's key there."""
@@ -50,13 +47,10 @@ class ScanRow:
         sink_layer: The layer that adds most to the norm of the spike.
         neurons: The smallest set of neurons found whose ablation removes the spike.
         share: Share of the MLP's output at the spike that the first causal neuron writes.
-        spike_lost: Share of the spike that is lost without these neurons, along its direction.
-        spike_lost_margin: Two standard errors over texts, as for every margin.
-        spike_ratio: Norm of the spike over the typical norm.
         heads: Share of heads that attend to the sink.
+        heads_margin: Two standard errors over texts, as for every margin.
         sink_rate: Share of heads whose mean attention to position 0 exceeds 0.3 (Gu et al. 2024).
         repeats: Repetitions after which a repeated token becomes a sink, median over tokens.
-        copies: Norm after copies of a token, as `repeat` measures it.
         loops: Share of greedy answers that loop.
         quick: Whether it was made with --quick, from fewer samples.
         problem: Why there is no card.
@@ -69,17 +63,11 @@ class ScanRow:
     sink_layer: str | None = None
     neurons: str | None = None
     share: float | None = None
-    spike_lost: float | None = None
-    spike_lost_margin: float | None = None
-    spike_ratio: float | None = None
-    spike_ratio_margin: float | None = None
     heads: float | None = None
     heads_margin: float | None = None
     sink_rate: float | None = None
     repeats: float | None = None
     repeats_margin: float | None = None
-    copies: float | None = None
-    copies_margin: float | None = None
     loops: float | None = None
     loops_margin: float | None = None
     quick: bool | None = None

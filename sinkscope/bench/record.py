@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, is_file, read_json
+from sinkscope.files.output import PathName, read_json
 from sinkscope.files.plain import pathless
 from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
 
@@ -93,11 +93,11 @@ def read_run(folder: PathName) -> BenchRun:
     name = pathless(str(folder))
     settings = None
     remedy = "give what --out was given"
-    if is_file(path / SETTINGS, remedy):
+    if (path / SETTINGS).is_file():
         settings = read_json(path / SETTINGS, remedy)
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
         raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: give what its --out was given")
     records: list[BenchRecord] = []
-    if is_file(path / RECORDS, remedy):
+    if (path / RECORDS).is_file():
         records, _ = read_lines(path / RECORDS, name, BenchRecord)
     return BenchRun(records, settings)

@@ -101,7 +101,7 @@ def bench(
     return tabulate_records([run])
 
 
-@checks_arguments()
+@checks_arguments
 @float32_by_default()
 def run_bench(
     model: object,

@@ -16,7 +16,7 @@ from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.samplers import RowSampler
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import is_file
+from sinkscope.files.output import path_of
 from sinkscope.files.records import Budget, Wording, check_fields, read_settings
 from sinkscope.models.target import Target
 
@@ -171,7 +171,7 @@ def read_task(spec: str) -> Task:
         types.pop(given, None)
     options = read_settings(parts, types, f"--task {name}")
     if cls is PromptFile:
-        if not is_file(name, "give a file of prompts that you may read"):
+        if not path_of(name, "give a file of prompts").is_file():
             raise SinkscopeError(f"--task {name!r}: expected {', '.join(tasks())}, or a file of prompts")
         options["file"] = name
     return cls(**options)

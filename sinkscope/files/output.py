@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import secrets
-import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,9 +24,6 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
 )
-
-OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""Pipes that a shell makes, as in `<(command)`; nobody may ever read or write any other."""
 
 
 def write_output(path: PathName, data: bytes | str, *, force: bool = False) -> Path:
@@ -92,19 +88,16 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
         folder: Whether it may also be a folder.
 
     Raises:
-        SinkscopeError: The path is empty, not UTF-8, or a folder, it or its folder is not writable,
-            or a part of it is not a folder.
+        SinkscopeError: The path is empty or a folder, it or its folder is not writable, or a part of it is not a
+            folder.
     """
     name = os.fspath(path)
+    target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
+    if not folder and (os.path.isdir(target) or name.endswith(("/", os.sep))):
+        raise SinkscopeError(f"{name or 'a file without a name'} is a folder: give the name of a file to write")
     try:
-        name.encode()
-        if not name:
-            raise FileNotFoundError(errno.ENOENT, "a file needs a name")
-        target = Path(name)
-        if not is_device(target):
-            target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
-            raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
+        if is_device(Path(name)):
+            return Path(name)
         with suppress(FileNotFoundError):
             target.lstat()  # asks the file system about the name itself: too long, below a file, no permission
         home = target
@@ -112,16 +105,9 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
             home = home.parent
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "permission denied")
-        if target.is_fifo() and not name.startswith(OF_THE_SHELL):
-            raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
-        if not is_device(target):
-            tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
+        tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise _cannot_write(name, error) from None
-    except SinkscopeError:
-        raise
-    except ValueError:  # a zero byte, or bytes of the command line that are not UTF-8
-        raise SinkscopeError(f"{name!r} is not a file name: give the name of a file to write") from None
     return target
 
 
@@ -150,13 +136,10 @@ def write_atomic(path: PathName, data: bytes | str) -> Path:
             target.write_bytes(data)
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with open(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # a full disk may only be noticed here
-        if target.exists():
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
     except OSError as error:
         raise _cannot_write(os.fspath(path), error) from None
@@ -191,28 +174,15 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
     return path
 
 
-def is_file(path: PathName, remedy: str) -> bool:
-    """Whether there is a file of this name.
-
-    Raises:
-        SinkscopeError: A folder on the way to it may not be read, so that nobody knows.
-    """
-    try:
-        return path_of(path, remedy).is_file()
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {_shown(path)}: {reason_of(error)}; {remedy}") from None
-
-
-def read_bytes(path: PathName, remedy: str, *, page: str | None = None) -> bytes:
+def read_bytes(path: PathName, remedy: str) -> bytes:
     """The content of a file, or of standard input for "-".
 
     Args:
         path: The file.
         remedy: What to do about a file that cannot be read.
-        page: Documentation page to name in errors.
 
     Raises:
-        SinkscopeError: The file cannot be read, or is a device, or a pipe that is not the shell's.
+        SinkscopeError: The file cannot be read.
     """
     name = os.fspath(path)
     if name == "-":
@@ -223,38 +193,36 @@ def read_bytes(path: PathName, remedy: str, *, page: str | None = None) -> bytes
     shown = pathless(name) or "a file without a name"
     file = path_of(name, remedy)
     try:
-        if is_device(file) and not name.startswith(OF_THE_SHELL):
-            raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}", page=page)
         return file.read_bytes()
     except OSError as error:
-        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}", page=page) from None
+        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
 
 
-def read_text(path: PathName, remedy: str = "give the path of a text file", *, page: str | None = None) -> str:
+def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:
     """Text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_bytes`, or it is not UTF-8.
     """
-    content = read_bytes(path, remedy, page=page)
+    content = read_bytes(path, remedy)
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError:
-        raise SinkscopeError(f"{_shown(path)} is not UTF-8 text: {remedy}", page=page) from None
+        raise SinkscopeError(f"{_shown(path)} is not UTF-8 text: {remedy}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrote", *, page: str | None = None) -> Any:
+def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrote") -> Any:
     """The content of a JSON file; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_text`, or it is not JSON.
     """
-    text = read_text(path, remedy, page=page)
+    text = read_text(path, remedy)
     try:
         return parse_json(text)
     except ValueError as error:
-        raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}", page=page) from None
+        raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}") from None
 
 
 def _shown(path: PathName) -> str:

@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -15,8 +14,6 @@ from pathlib import Path
 from sinkscope import __version__
 from sinkscope.files.plain import pathless
 
-DOCUMENTATION = "Documentation"
-"""Key in `project.urls` of pyproject.toml: where the documentation is published."""
 CHECKOUT = Path(__file__).parents[2]
 CODE = ("sinkscope", "experiments")
 """The folders of a checkout whose code makes results."""
@@ -155,24 +152,11 @@ def peak_memory(device: str = "cpu") -> int | None:
     return None
 
 
-@cache
-def documentation_address() -> str | None:
-    """Where the installed package says that its documentation is published; None if it does not."""
-    urls: list[str] = []
-    with suppress(metadata.PackageNotFoundError):
-        urls = metadata.metadata("sinkscope").get_all("Project-URL") or []
-    return dict(line.split(", ") for line in urls).get(DOCUMENTATION)
-
-
 def documented_at(page: str, section: str = "") -> str:
-    """Where a page of the documentation is read: its address, or its file in the repository.
+    """The file of the repository in which something is documented.
 
     Args:
         page: Path below docs/, without .md.
         section: Heading on the page, as its link spells it.
     """
-    address = documentation_address()
-    place = f"docs/{page}.md"
-    if address is not None:
-        place = f"{address.rstrip('/')}/{page}.html"
-    return f"{place}#{section}".rstrip("#")
+    return f"docs/{page}.md#{section}".rstrip("#")

@@ -40,15 +40,12 @@ from sinkscope.files.plain import parse_json
 
 
 class Wording(NamedTuple):
-    """What an error says that a type expects, and the documentation page that it names; for use in `Annotated`."""
+    """What an error says that a type expects; for use in `Annotated`."""
 
     words: str
-    page: str | None = None
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], Any]) -> Any:
-        return core_schema.custom_error_schema(
-            handler(kind), "said", custom_error_message=self.words, custom_error_context={"page": self.page}
-        )
+        return core_schema.custom_error_schema(handler(kind), "said", custom_error_message=self.words)
 
 
 Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), Wording("a finite number")]
@@ -58,7 +55,7 @@ Whole = Annotated[int, Strict(), Field(ge=0), Wording("a whole number from 0")]
 Natural = Annotated[int, Strict(), Field(ge=1), Wording("a whole number from 1")]
 Budget = Annotated[
     Natural | Part,
-    Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
+    Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0"),
 ]
 T = TypeVar("T")
 _HALF = re.compile("[\ud800-\udfff]")
@@ -92,16 +89,13 @@ def _type_adapter(kind: Any) -> Any:
         return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
 
 
-def checked_value(
-    kind: Any, value: Any, name: str, *, page: str | None = None, strict: bool | None = None, then: str = ""
-) -> Any:
+def checked_value(kind: Any, value: Any, name: str, *, strict: bool | None = None, then: str = "") -> Any:
     """Return `value` if it is of the type `kind`.
 
     Args:
         kind: A type, such as `Whole` or `list[Share]`.
         value: Any object.
         name: Name of the value, for the error; a setting's ends in "=", an option's in a space.
-        page: Documentation page to name in the error.
         strict: Whether nothing is converted, except a whole number to a float.
         then: End of the error.
 
@@ -111,7 +105,7 @@ def checked_value(
     try:
         return _type_adapter(kind).validate_python(value, strict=strict)
     except ValidationError as error:
-        raise _refusal(error, value, name, then, page=page) from None
+        raise _refusal(error, value, name, then) from None
 
 
 @cache
@@ -120,14 +114,14 @@ def between(kind: Any, low: int | float | None, high: int | float | None) -> Any
     return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
 
 
-def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
+def check_values(kind: Any, **values: Any) -> None:
     """Refuse settings that are not of the type `kind`; nothing is converted.
 
     Raises:
         SinkscopeError: One of the values is of another type; the message names it.
     """
     for name, value in values.items():
-        checked_value(kind, value, f"{name}=", page=page, strict=True)
+        checked_value(kind, value, f"{name}=", strict=True)
 
 
 def read_setting(text: str, kind: Any, name: str) -> Any:
@@ -180,22 +174,20 @@ def checked(cls: type[T]) -> type[T]:
     return frozen
 
 
-def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, page: str | None = None) -> Any:
+def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> Any:
     """The error that states the first problem in one line: the place, the value there, and what was expected."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    context = first.get("ctx", {})
-    cause = context.get("error")  # raised by __post_init__
-    page = page or context.get("page") or getattr(cause, "page", None)
+    cause = first.get("ctx", {}).get("error")  # raised by __post_init__
     place = ": ".join(part for part in (name, _place(value, first)) if part)
     if name.endswith(" "):  # an option, which is given once for each of several values
         place = name
     elif name.endswith("="):
         place = f"{name[:-1]}{_place(value, first)}="
     if "missing" in first["type"]:
-        return SinkscopeError(f"{place} is missing{then}", page=page)
+        return SinkscopeError(f"{place} is missing{then}")
     if cause is not None:
-        return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "), page=page)
+        return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "))
     alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
     expected = " or ".join(dict.fromkeys(alternatives))
     for theirs, ours in _WORDS.items():
@@ -203,7 +195,7 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
     shown = f"{place} is {first['input']!r:.80},"
     if place.endswith(("=", " ")):
         shown = f"{place}{first['input']!r:.80}:"
-    return SinkscopeError(f"{shown} expected {expected}{then}", page=page)
+    return SinkscopeError(f"{shown} expected {expected}{then}")
 
 
 def _place(value: Any, problem: Any) -> str:
@@ -250,25 +242,25 @@ def build(kind: type[T], value: Any, where: str) -> T:
     return _from_json(_lenient(kind), value, where, "")
 
 
-def check(value: Any, type_: type[T], where: str, expected: str, page: str | None = None) -> T:
+def check(value: Any, type_: type[T], where: str, expected: str) -> T:
     """Make one record from a JSON value.
 
     Raises:
         SinkscopeError: The value has another form; the message begins with `where`.
     """
-    return _from_json(_type_adapter(type_), value, where, f": give {expected}", page)
+    return _from_json(_type_adapter(type_), value, where, f": give {expected}")
 
 
-def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None = None) -> Any:
+def _from_json(reader: Any, value: Any, where: str, then: str) -> Any:
     # Written as JSON again, because pydantic takes an array for a tuple there alone. It refuses half of a surrogate
     # pair, which a token may hold, so that becomes the text of its escape.
     text = _HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=repr))
     try:
         return reader.validate_json(text, strict=True)
     except ValidationError as error:
-        raise _refusal(error, value, where, then, page=page) from None
+        raise _refusal(error, value, where, then) from None
     except (TypeError, OverflowError) as error:  # an array of something else than numbers
-        raise SinkscopeError(f"{where}: {error}{then}", page=page) from None
+        raise SinkscopeError(f"{where}: {error}{then}") from None
 
 
 @cache

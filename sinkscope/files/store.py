@@ -73,8 +73,6 @@ class Folder(Generic[R]):
             return self
         shown = f"{self._option} {self.name}"
         try:
-            if self.folder.exists() and not self.folder.is_dir():
-                raise SinkscopeError(f"{shown} is a file: give the name of a new folder")
             if self.folder.is_dir() and not (self.folder / SETTINGS).exists():
                 if not all(path.name.startswith(OURS) for path in self.folder.iterdir()):
                     raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")

@@ -70,7 +70,7 @@ class Remote:
             UnsupportedError: A site or an edit cannot be sent.
         """
         target = self.target
-        rows = read_inputs(target, tokens, {"attention_mask": attention_mask}, bos=bos)
+        rows = read_inputs(target, tokens, attention_mask, bos=bos)
         edits, reads = self._edits(edit, rows.ids, rows.mask), dict[Site, _Stop]()
         for site in resolve(target, sites):
             if site.module is None:
@@ -169,7 +169,7 @@ class Remote:
         return dict(zip([stop for stop in stops if stop in reads], read, strict=True))
 
 
-@checks_arguments()
+@checks_arguments
 def remote(model: object, where: Where = True, *, tokenizer: Any = None) -> Remote:
     """A model of nnsight on a server: `.trace(tokens, sites, edit)` runs it there.
 

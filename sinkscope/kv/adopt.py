@@ -31,8 +31,7 @@ def used_cache(arguments: dict[str, Any], target: Target, *, is_watched: bool) -
     if is_watched and getattr(cache, "is_compileable", False):
         raise UnsupportedError(
             f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
-            "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing",
-            page="kv-cache",
+            "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
     return cache
 
@@ -80,8 +79,7 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
     if not isinstance(cache, DynamicCache) or offloading:
         kind = "an offloading cache" if offloading else type(cache).__name__
         raise UnsupportedError(
-            f"the cache is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
-            page="kv-cache",
+            f"the cache is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
     ours = _empty_layers(target)
     if cache.get_seq_length() > 0:
@@ -89,8 +87,7 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
             if type(layer) is not DynamicLayer:
                 raise UnsupportedError(
                     f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
-                    "start with an empty cache inside the `with`",
-                    page="kv-cache",
+                    "start with an empty cache inside the `with`"
                 )
         _check_shape(layers, target)
         token = COLUMNS.set(columns)
@@ -139,8 +136,7 @@ def refuse_states(cache: Any, what: str) -> None:
         if type(layer) is not CacheLayer:
             raise UnsupportedError(
                 f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
-                "cannot go back: use another model",
-                page="kv-cache",
+                "cannot go back: use another model"
             )
 
 
@@ -162,6 +158,5 @@ def _check_shape(layers: list[Any], target: Target) -> None:
     if len(layers) != target.n_layers or not shapes <= {target.n_kv_heads}:
         raise SinkscopeError(
             f"the cache has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
-            f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one",
-            page="kv-cache",
+            f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one"
         )

@@ -118,8 +118,7 @@ class AttentionWatch:
         if bool((sees != shown).any()):
             raise UnsupportedError(
                 f"layer {attention.layer} of {self.target.name} hides keys in another way than by the window of its "
-                "configuration, which cache policies and attention observers go by: use another model",
-                page="kv-session",
+                "configuration, which cache policies and attention observers go by: use another model"
             )
 
     def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:

@@ -161,8 +161,7 @@ def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_he
     if layer.edited:
         raise UnsupportedError(
             "this cache had tokens evicted and is used outside of the `with` that did it: stock masks would be wrong; "
-            "go on inside it, or start from a new cache",
-            page="kv-session",
+            "go on inside it, or start from a new cache"
         )
     earlier = layer.columns
     if earlier is None:

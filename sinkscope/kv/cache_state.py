@@ -64,10 +64,7 @@ class Moment:
             UnsupportedError: They did.
         """
         if self.layers[0].reordered:
-            raise UnsupportedError(
-                f"beam search lets rows change places, and {name} follows each row: use num_beams=1",
-                page="kv-session",
-            )
+            raise UnsupportedError(f"beam search lets rows change places, and {name} follows each row: use num_beams=1")
 
 
 class CurrentCall(threading.local):

@@ -61,6 +61,5 @@ def unseen_queries() -> UnsupportedError:
     """The error of a policy that needs queries which were read before it could see them."""
     return UnsupportedError(
         "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-        "prompt inside, into the cache to go on with)",
-        page="kv-session",
+        "prompt inside, into the cache to go on with)"
     )

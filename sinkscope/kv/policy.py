@@ -203,8 +203,7 @@ class Policy(Anchored):
         if budget < max(1, always_kept):
             raise SinkscopeError(
                 f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
-                "budget or protect fewer",
-                page="kv-budget",
+                "budget or protect fewer"
             )
 
     def always_kept(self, budget: int) -> tuple[int, int]:

@@ -43,14 +43,12 @@ def check_servable(target: Target) -> None:
     if target.kind == "bridge":
         raise UnsupportedError(
             "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: load "
-            "the model with backend='hf'",
-            page="kv-session",
+            "the model with backend='hf'"
         )
     if not cache_layers(target):
         raise UnsupportedError(
             f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
-            "cache policies and attention observers",
-            page="kv-session",
+            "cache policies and attention observers"
         )
 
 
@@ -68,8 +66,7 @@ def check_attention(target: Target, config: Any) -> None:
     if name != NAME and target.adapter.attention_interface:
         raise UnsupportedError(
             f"the attention of {target.name} was set to {name!r} inside the `with`, which would go past what acts "
-            "here: set it before the `with`",
-            page="kv-session",
+            "here: set it before the `with`"
         )
 
 
@@ -89,8 +86,7 @@ def check_mask(mask: Any, call: Call, target: Target) -> None:
         raise UnsupportedError(
             f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
             f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
-            "every real token",
-            page="attention-mask",
+            "every real token"
         )
 
 
@@ -107,12 +103,10 @@ def check_generation(method: str, options: Mapping[str, Any]) -> None:
     if method != "_prefill":
         raise UnsupportedError(
             "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
-            "tokens that come one by one: generate without an assistant, or use Full",
-            page="kv-session",
+            "tokens that come one by one: generate without an assistant, or use Full"
         )
     if not options.get("use_cache") and cache_in(options) is None:
         raise UnsupportedError(
             "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
-            "use_cache=True, or without them",
-            page="kv-session",
+            "use_cache=True, or without them"
         )

@@ -68,8 +68,7 @@ class Scores:
         if there:
             raise UnsupportedError(
                 f"this layer's attention has {' and '.join(there)}, which lines do not have: choose them for layers "
-                "without, or give Scores of query, key and scaling alone",
-                page="kv-session",
+                "without, or give Scores of query, key and scaling alone"
             )
 
     def part(self, start: int, stop: int) -> Scores:

@@ -130,8 +130,7 @@ def sparse_attention(
     reason = lack_of_library(query, value)
     if reason is not None:
         raise UnsupportedError(
-            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
-            page="kv-session",
+            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA"
         )
     limit = dense_above
     if limit is None:
@@ -166,9 +165,7 @@ def _check(scores: Scores, value: Tensor, lines: HeadLines) -> None:
     query, key = scores.query, scores.key
     learned = query.requires_grad or key.requires_grad or value.requires_grad
     if learned and torch.is_grad_enabled():
-        raise UnsupportedError(
-            "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
-        )
+        raise UnsupportedError("attention along lines has no gradients: call it, or the model, under torch.no_grad()")
     heads, queries, width = query.shape
     kv_heads, keys = value.shape[:2]
     fits = keys and heads % kv_heads == 0 and key.shape == (kv_heads, keys, width)

@@ -66,10 +66,10 @@ class Generated:
     summary: str = ""
 
 
-@checks_arguments("generate")
+@checks_arguments
 def generate(
     model: object,
-    prompts: Any = None,
+    prompts: Any,
     *,
     patch: SinkPatch | str | PathLike[str] | None = None,
     interventions: Any = None,
@@ -83,7 +83,6 @@ def generate(
     batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
     progress: Progress = silent,
-    **inputs: Any,
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
 
@@ -109,7 +108,6 @@ def generate(
             that rewinds it is called once with the whole text, because pieces may be removed again.
         progress: Called as `progress(what, done, total)` with the newest words of the first prompt of a batch, the
             tokens written so far, and `max_new_tokens`; also under a guard that rewinds.
-        inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -122,11 +120,10 @@ def generate(
     tok = tokenizer_of(target)
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
-            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
-            page="generate",
+            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1"
         )
     target.check_loaded()
-    inputs_read = read_inputs(target, prompts, inputs, bos=bos)
+    inputs_read = read_inputs(target, prompts, bos=bos)
     rows = inputs_read.rows()
     texts = inputs_read.texts or [tok.decode(ids) for ids in rows]
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
@@ -164,7 +161,7 @@ def generate(
 def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Intervention | None) -> None:
     """Refuse a prompt that does not fit the model with so many new tokens, or what acts on it."""
     for number, length in enumerate(map(len, rows), 1):
-        check_length(target, f"prompt {number}", length, new, "shorten the prompt", "generate")
+        check_length(target, f"prompt {number}", length, new, "shorten the prompt")
         if edit is not None:
             for part in edit.parts:
                 part.check_prompt(length)
@@ -231,8 +228,7 @@ class _FiniteLogits(LogitsProcessor):
             check_finite(self._target.hf)  # names the tensor if the weights are the reason
             raise SinkscopeError(
                 f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
-                "dtype=bfloat16 or dtype=float32",
-                page="nan-weights",
+                "dtype=bfloat16 or dtype=float32"
             )
         return scores
 

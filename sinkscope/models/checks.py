@@ -22,8 +22,7 @@ def tokenizer_of(target: Parts) -> Any:
     if target.available_tokenizer is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
-            "tokenizer's files beside the weights",
-            page="no-tokenizer",
+            "tokenizer's files beside the weights"
         )
     return target.available_tokenizer
 
@@ -44,18 +43,14 @@ def check_site(
         is_like = "one MLP without experts; give (layer, neuron)"
         if target.is_mixture(layer):
             is_like = "a mixture of experts; give (layer, expert, neuron)"
-        raise SinkscopeError(
-            f"{neuron_name(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}", page="neuron-sites"
-        )
+        raise SinkscopeError(f"{neuron_name(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}")
     _check_number(target, "expert", expert or 0, target.n_experts(layer) or 1)
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 
 
 def _check_number(target: Parts, what: str, value: int, count: int) -> None:
     if not 0 <= value < count:
-        raise SinkscopeError(
-            f"{what} {value} is not in {target.name}: give one from 0 to {count - 1}", page="neuron-sites"
-        )
+        raise SinkscopeError(f"{what} {value} is not in {target.name}: give one from 0 to {count - 1}")
 
 
 def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
@@ -70,7 +65,7 @@ def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
     else:
         wanted = sorted(set(layers))
     if not wanted:
-        raise SinkscopeError("no layer was given: expected at least one", page="neuron-sites")
+        raise SinkscopeError("no layer was given: expected at least one")
     for layer in wanted:
         check_site(target, layer)
         if layer not in attending:
@@ -78,9 +73,7 @@ def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
     return wanted
 
 
-def check_length(
-    target: Parts, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
-) -> None:
+def check_length(target: Parts, what: str, tokens: int, new: int = 0, remedy: str = "shorten it") -> None:
     """Refuse a text that does not fit the context together with the tokens that are to follow it.
 
     Args:
@@ -88,7 +81,6 @@ def check_length(
         tokens: Length of the text.
         new: Number of tokens that are to follow.
         remedy: What to do about a text that is too long.
-        page: Documentation page to name in the error.
 
     Raises:
         SinkscopeError: It does not fit.
@@ -101,10 +93,7 @@ def check_length(
         length += f" and {new} more are to come"
         if tokens < limit:
             remedy += f", or ask for at most {limit - tokens} new tokens"
-    raise SinkscopeError(
-        f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}",
-        page=page,
-    )
+    raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
 def end_ids(target: Parts) -> list[int]:
@@ -115,4 +104,4 @@ def end_ids(target: Parts) -> list[int]:
     if not isinstance(ends, list | tuple):
         ends = [ends]
     what = f"eos_token_id of the generation_config of {target.name}"
-    return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, page="generate", strict=True)
+    return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, strict=True)

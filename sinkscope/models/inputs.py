@@ -21,8 +21,6 @@ from sinkscope.models.text import resolve_bos
 _EXPECTED = (
     "expected a text, a list of texts, token ids as a list, lists or a tensor [batch pos], or what a tokenizer returned"
 )
-_READ = ("input_ids", "attention_mask")
-_UNREAD = ("token_type_ids", "offset_mapping", "special_tokens_mask", "overflow_to_sample_mapping", "length")
 
 Ids = Int[Tensor, "batch pos"]
 
@@ -50,8 +48,8 @@ class Inputs:
 
 def read_inputs(
     target: Target,
-    given: Any = None,
-    more: Mapping[str, Any] | None = None,
+    given: Any,
+    mask: Any = None,
     *,
     bos: bool | None = None,
     special: bool = True,
@@ -60,16 +58,20 @@ def read_inputs(
 
     Args:
         target: The model, whose tokenizer encodes texts.
-        given: One or several texts; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`.
-        more: Entries of such a mapping given as keyword arguments: `input_ids`, `attention_mask`.
+        given: One or several texts; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`,
+            of which `input_ids` and `attention_mask` are read.
+        mask: 1 for real tokens, 0 for padding; of a mapping, by default its `attention_mask`.
         bos: Whether texts begin with the BOS token. By default the tokenizer decides.
         special: Whether the tokenizer adds its special tokens to texts.
 
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    entries = _entries(given, more or {})
-    tokens, mask = entries.get("input_ids"), entries.get("attention_mask")
+    tokens = given
+    if isinstance(given, Mapping):
+        tokens = given.get("input_ids")
+        if mask is None:
+            mask = given.get("attention_mask")
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
     texts: Any = tokens
@@ -91,21 +93,6 @@ def read_inputs(
     return Inputs(ids, _mask(mask, ids), None)
 
 
-def _entries(given: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The input as a mapping with `input_ids` and `attention_mask`."""
-    entries = {name: value for name, value in more.items() if value is not None}
-    if isinstance(given, Mapping):
-        entries = {**given, **entries}
-    elif given is not None and "input_ids" in entries:
-        raise SinkscopeError("tokens and input_ids are both given: give one of them")
-    elif given is not None:
-        entries["input_ids"] = given
-    for name in entries:
-        if name not in _READ and name not in _UNREAD:
-            raise SinkscopeError(f"{name}: there is no such argument; inputs are input_ids and attention_mask")
-    return entries
-
-
 def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
     """The ids of one text, or of one row of ids.
 
@@ -123,7 +110,7 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     try:
         rows = read_inputs(target, given, special=special).rows()
     except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}".removeprefix(": "), page=error.page) from None
+        raise SinkscopeError(f"{what}: {error}".removeprefix(": ")) from None
     name = what or "the input"
     if len(rows) > 1:
         raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")

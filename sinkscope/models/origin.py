@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError, warn
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.target import Target
 
@@ -26,16 +27,14 @@ def fingerprint_of(target: Target) -> str:
     return here
 
 
-def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page: str | None = None) -> None:
-    """Compare a model with the one that something was made for, as far as that is described.
+def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
+    """Compare a model with the one that a patch was made for, as far as that is described.
 
     A fine-tuned version is accepted, and a `SinkscopeWarning` says so.
 
     Args:
         target: The model.
         model: Name, family, sizes and fingerprint of the other.
-        what: What was made for it.
-        page: The page of the error.
 
     Raises:
         SinkscopeError: The model has another shape.
@@ -51,18 +50,17 @@ def check_made_for(target: Target, model: Mapping[str, Any], what: str, *, page:
         there = model.get(name, here)
         if there != here:
             raise SinkscopeError(
-                f"the {what} was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
-                f"give that model, or make a {what} for this one",
-                page=page,
+                f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
+                "give that model, or make a patch for this one"
             )
     wanted, config = model.get("fingerprint"), target.hf.config
     if not wanted or wanted in (getattr(config, "_commit_hash", None), fingerprint_of(target)):
         return
     where = Path(getattr(config, "_name_or_path", "") or "/dev/null")  # from where transformers says it was loaded
     with contextlib.suppress(SinkscopeError, OSError):
-        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(where) == wanted:
+        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(Files(where)) == wanted:
             return
     warn(
-        f"the {what} was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "
-        f"and other weights, so its sink may have other neurons: make a {what} for this model"
+        f"the patch was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "
+        f"and other weights, so its sink may have other neurons: make a patch for this model"
     )

@@ -26,7 +26,7 @@ def target_of(model: object, tokenizer: Any = None, name: str | None = None, *, 
     if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
         tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
     if tokenizer is not None and not callable(tokenizer):
-        raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers", page="no-tokenizer")
+        raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers")
     origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
     label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
@@ -38,8 +38,5 @@ def target_of(model: object, tokenizer: Any = None, name: str | None = None, *, 
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
     adapter = adapter_of(target)
     if not adapter.base or not hasattr(hf, adapter.base.partition(".")[0]):
-        raise UnsupportedError(
-            f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM",
-            page="not-causal-lm",
-        )
+        raise UnsupportedError(f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM")
     return replace(target, adapter=adapter)

@@ -36,7 +36,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
 
-@checks_arguments("load-failed")
+@checks_arguments
 def load(
     x: Any = None,
     *,

@@ -12,7 +12,7 @@ import torch
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
-from sinkscope.models.checkpoints.locate import ModelSource, locate
+from sinkscope.models.checkpoints.locate import locate
 from sinkscope.models.checkpoints.names import BUNDLED
 from sinkscope.models.checkpoints.stored import is_quantised
 from sinkscope.models.checkpoints.stream import LayerStore
@@ -70,29 +70,13 @@ def _named(
     if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
         try:
             with quiet(), loading_errors(source):
-                return _stream(source, tokenizer, dtype, device)
-        except UnsupportedError as error:
-            if error.page != "not-streamable":
-                raise
+                tensors = SafetensorsSource(source.where, revision=source.revision)
+                return open_stream(tensors, dtype=dtype, device=device, tokenizer=tokenizer, name=source.name)
+        except UnsupportedError:
+            pass  # it is loaded whole, or refused there, too
     # The bundled model needs no probe at every start, because the tests check its circuit.
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
     return target_of(load(model, **options, probe=not is_bundled))
-
-
-def _stream(
-    source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
-) -> Target:
-    place = parse_device(device)
-    tensors = SafetensorsSource(source.where, revision=source.revision)
-    kind = parse_dtype(dtype) or dtype_on(place, read_config(source.name, tensors.folder))
-    target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
-    per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
-    target.store.resident = max(1, LAYER_BYTES // max(per_layer, 1))
-    if tokenizer is None:
-        tensors.fetch_tokenizer()
-        target = replace(target, tokenizer=read_tokenizer(target.name, tensors.folder))
-    check_vocabulary(target.tokenizer, target.hf)
-    return target
 
 
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
@@ -106,9 +90,9 @@ def dtype_on(device: torch.device, config: Any) -> torch.dtype:
 def open_stream(
     source: SafetensorsSource | str | Path,
     *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    resident: int = 2,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    resident: int | None = None,
     tokenizer: Any = None,
     name: str | None = None,
 ) -> Target:
@@ -117,10 +101,10 @@ def open_stream(
     Args:
         source: A folder (a Path), a hub id (a str), or an opened source, as in
             ``SafetensorsSource("org/name", revision="v2")``.
-        dtype: Dtype of the weights in memory, whatever it is on disk.
-        device: Device on which layers are computed.
-        resident: Number of layers in memory at a time.
-        tokenizer: Tokenizer of the Target.
+        dtype: Dtype of the weights in memory. None uses that of the checkpoint, but float32 on a CPU.
+        device: Device on which layers are computed. None uses the first cuda device if there is one, else the CPU.
+        resident: Number of layers in memory at a time. None keeps as many as take a gigabyte.
+        tokenizer: Tokenizer of the Target. None uses that beside the weights.
         name: Name of the Target; by default the name of the source.
 
     Raises:
@@ -128,25 +112,32 @@ def open_stream(
         UnsupportedError: The checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
             models must be loaded whole.
     """
+    place = parse_device(device)
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
-    config = read_config(name or source.name, source.folder)
+    name = name or source.name
+    config = read_config(name, source.folder)
+    kind = parse_dtype(dtype) or dtype_on(place, config)
     try:
         if is_quantised(config):
-            raise UnsupportedError("it is quantised", page="unsupported-model")
+            raise UnsupportedError("it is quantised")
         # Two layers, while the adapter is proposed and proved.
-        store = LayerStore(source, config.get_text_config(), device=device, dtype=dtype, resident=max(resident, 2))
-        target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name or source.name, store)
+        store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
+        target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
         target = replace(target, adapter=adapter_of(target))
         target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
-        store.resident = resident
-        return target
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if isinstance(error, SinkscopeError) and error.page not in ("unsupported-model", "missing-tensors"):
+        if isinstance(error, SinkscopeError) and not isinstance(error, UnsupportedError):
             raise
         raise UnsupportedError(  # its layers, or the part around them, may be such that they cannot be made alone
-            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
-            page="not-streamable",
+            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)"
         ) from error
+    layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())
+    store.resident = resident or max(1, LAYER_BYTES // max(layer_bytes, 1))
+    if tokenizer is None:
+        source.fetch_tokenizer()
+        target = replace(target, tokenizer=read_tokenizer(name, source.folder))
+    check_vocabulary(target.tokenizer, target.hf)
+    return target

@@ -84,7 +84,7 @@ def command(*, words: str, group: str, help: str, options_of: Callable[..., Any]
     """
 
     def wrap(function: C) -> C:
-        made = checks_arguments()(function)
+        made = checks_arguments(function)
         target = f"{function.__module__}:{function.__name__}"
         vars(made)["command"] = Command(words, target, group, help, measures=False)
         if options_of is not None:
@@ -96,29 +96,23 @@ def command(*, words: str, group: str, help: str, options_of: Callable[..., Any]
     return wrap
 
 
-def checks_arguments(page: str | None = None) -> Callable[[C], C]:
+def checks_arguments(function: C) -> C:
     """Make a function refuse arguments that its annotations exclude, before it does anything.
 
     The error is a SinkscopeError of one line with the name and the value.
-
-    Args:
-        page: Documentation page to name in the error.
     """
 
-    def wrap(function: C) -> C:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given: dict[str, Any] = {}
-            with suppress(TypeError):  # the call itself raises what Python says of such arguments
-                given = inspect.signature(function).bind(*args, **kwargs).arguments
-            for one in parameters_of(function):
-                if one.name in given:
-                    one.check(given[one.name], in_python=True, page=page)
-            return function(*args, **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given: dict[str, Any] = {}
+        with suppress(TypeError):  # the call itself raises what Python says of such arguments
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+        for one in parameters_of(function):
+            if one.name in given:
+                one.check(given[one.name], in_python=True)
+        return function(*args, **kwargs)
 
-        return cast(C, call)
-
-    return wrap
+    return cast(C, call)
 
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
@@ -185,13 +179,13 @@ class Parameter:
         elif data["type"] in TYPES:
             kind = TYPES[data["type"]]
         limits = dict(data.get("limits", {}))
-        wording = [Wording(limits.pop("words"), limits.pop("page"))] if "words" in limits else []
+        wording = [Wording(limits.pop("words"))] if "words" in limits else []
         hint = Annotated[(kind, Option(**data.get("option", {})), Field(**limits), *wording)]
         if data.get("many"):
             hint = Sequence[hint]
         return parameter(data["name"], hint, data.get("default", inspect.Parameter.empty), help=data["help"])
 
-    def check(self, value: Any, *, in_python: bool = False, page: str | None = None) -> None:
+    def check(self, value: Any, *, in_python: bool = False) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
         Nothing is converted, except a whole number to a float. None is accepted if it is the default.
@@ -199,7 +193,6 @@ class Parameter:
         Args:
             value: The value.
             in_python: Whether only callers from Python can have given it, whom the error does not tell an option.
-            page: Documentation page to name in the error.
 
         Raises:
             SinkscopeError: The value is of another type or word, too small, too large, or not a number.
@@ -209,12 +202,12 @@ class Parameter:
         name, then = f"{self.flag} ", f" ({self.name}=... in Python)"
         if in_python or self.option.hidden:
             name, then = f"{self.name}=", ""
-        checked_value(self.hint, value, name, page=page, strict=True, then=then)
+        checked_value(self.hint, value, name, strict=True, then=then)
         if any(map(_has_largest, self.limits)):
             return
         for number in value if self.many and isinstance(value, list | tuple) else [value]:
             if type(number) in LARGEST:
-                checked_value(between(type(number), None, LARGEST[type(number)]), number, name, page=page, then=then)
+                checked_value(between(type(number), None, LARGEST[type(number)]), number, name, then=then)
 
 
 def _has_largest(limit: Any) -> bool:

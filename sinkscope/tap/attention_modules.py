@@ -180,8 +180,7 @@ def reading(
         if reader is not None and output is not None and reader.attended != 1:
             raise UnsupportedError(
                 f"layer {layer} of {name} attends in a way that is not seen from outside: use another model for cache "
-                "policies and attention observers",
-                page="kv-session",
+                "policies and attention observers"
             )
 
     with ExitStack() as stack:

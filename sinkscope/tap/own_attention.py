@@ -95,8 +95,7 @@ class OwnAttention(Attention):
         if not self._is_fitted:
             raise UnsupportedError(
                 f"the scores of layer {self.layer} are more than products of queries and keys, so those of earlier "
-                "queries are not known: use a policy that scores by attention received (H2O), or by position",
-                page="kv-session",
+                "queries are not known: use a policy that scores by attention received (H2O), or by position"
             )
         return super().row_function()
 

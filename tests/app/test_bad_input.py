@@ -87,7 +87,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"model_type": "t5", "is_encoder_decoder": True}, ("m is another kind", "decoder-only")),
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
-    (_cut, ("model.safetensors is damaged: it has ", "download it again")),
+    (_cut, ("model.safetensors is not a whole safetensors file", "download it again")),
     (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
@@ -153,11 +153,9 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
     (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:2000])
     (tmp_path / "none.gguf").write_bytes(b"hello world")
     for backend in ([], ["--backend", "bridge"]):
-        assert "is not a GGUF file: it begins with b'hell'" in error(
-            "find-sinks", "--model", str(tmp_path / "none.gguf"), *backend
-        )
-        message = error("find-sinks", "--model", str(tmp_path / "cut.gguf"), *backend)
-        assert "cut.gguf could not be read" in message and "download it again" in message
+        for name in ("none", "cut"):
+            message = error("find-sinks", "--model", str(tmp_path / f"{name}.gguf"), *backend)
+            assert f"{name}.gguf could not be loaded" in message and "if the files are whole" in message
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,6 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
         ("find-sinks --top-k 5000", ("--top-k 5000 is more than the", "give at most")),
         ("find-sinks --max-repeats 99999", ("--max-repeats 99999 and", "but the context of", "the largest is")),
         ("find-sinks --text none.txt", ("cannot read none.txt: no such file", "give the path of a text file")),
-        ("find-sinks --text /dev/null", ("is a named pipe or a device", "give the path of a text file")),
         ("find-sinks --device cuda:9", ("device 'cuda:9' is not there", "this machine has cpu")),
         ("find-sinks --revision v2", ("revision 'v2' means nothing for the folder", "hub ids")),
         ("generate --prompt-file {}/long.txt", ("has 5000 tokens and", "shorten the prompt")),
@@ -183,14 +180,3 @@ def test_what_cannot_be_measured_or_continued_is_refused(error, nobos, tmp_path,
     model = [] if "--model" in words else ["--model", str(nobos)]
     message = error(*words.format(tmp_path).split(" "), *model)
     assert all(part in message for part in says), message
-
-
-def test_a_working_folder_that_is_gone_is_refused_in_one_line(error, tmp_path):
-    here = Path.cwd()
-    (tmp_path / "gone").mkdir()
-    os.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    try:
-        assert error("find-sinks") == "the working folder no longer exists: change into another one"
-    finally:
-        os.chdir(here)

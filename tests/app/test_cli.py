@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from email.message import Message
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,6 @@ from sinkscope.app.command_run import click_command
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import commands
 from sinkscope.files.output import read_text
-from sinkscope.files.provenance import documentation_address
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.generate import Generated
@@ -130,19 +128,8 @@ def test_models_are_filtered_by_a_word(typed):
     assert "--all shows all" in typed("models").out and "--all" not in typed("models MISTRAL").out
 
 
-def test_help_and_errors_point_to_the_published_pages(monkeypatch, typed):
-    """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
+def test_help_names_its_page(typed):
     assert "Documentation: docs/cli.md#sinkscope-find-sinks" in typed("find-sinks --help").out
-    package = Message()
-    package["Project-URL"] = "Source, https://source.example"
-    package["Project-URL"] = "Documentation, https://pages.example/latest/"
-    monkeypatch.setattr("importlib.metadata.metadata", lambda _: package)
-    documentation_address.cache_clear()
-    try:
-        assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in typed("find-sinks --help").out
-        assert "(https://pages.example/latest/errors/unknown-dtype.html)" in typed("find-sinks --dtype int3", 2).err
-    finally:
-        documentation_address.cache_clear()
 
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
@@ -203,7 +190,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
-        ("find-sinks --json x --html ./x", "x is given for --json and --html"),
+        ("find-sinks --json x --html ./x", "x is given for two outputs"),
         ("find-sinks --json - --csv -", "both write to standard output"),
         ("generate", "give a prompt as an argument, or --prompt-file FILE"),
         ("generate hi --prompt-file file", "one of the two"),
@@ -251,7 +238,7 @@ class Panic(BaseException):
     """What libraries in Rust raise."""
 
 
-OURS = (RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError(), EOFError("marshal data too short"))
+OURS = (RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError())
 
 
 @pytest.mark.parametrize(
@@ -294,9 +281,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
     ("words", "code", "message"),
     [
         ("models >/dev/full", 2, "error: cannot write to standard output: no space left on device"),
-        ("models >&-", 2, "error: standard output is closed"),
         ("loops - <&-", 2, "error: "),
-        ("demo --out $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),
         ("loops missing 2>/dev/full", 2, ""),
         ("loops loop.txt --follow >/dev/full 2>/dev/full", 3, ""),
         ("loops loop.txt --follow 2>/dev/null | true; exit ${PIPESTATUS[0]}", 3, ""),

@@ -46,14 +46,8 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
     for name, row in rows.items():
         card = json.loads((folder / name / "card.json").read_text())["result"]
         numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
-        for column, label in (
-            ("spike_lost", "spike lost without its neurons"),
-            ("spike_ratio", "norm of the spike over the typical one"),
-            ("heads", "share of heads that attend to the sink"),
-            ("copies", "norm with these tokens"),
-        ):
-            assert float(row[column]) == numbers[label]["value"]
-            assert float(row[f"{column}_margin"]) == numbers[label]["margin"]
+        heads = numbers["share of heads that attend to the sink"]
+        assert (float(row["heads"]), float(row["heads_margin"])) == (heads["value"], heads["margin"])
         truth = organism(name, 2).truth
         assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
         assert row["sink_layer"] == str(truth.neurons[0][0]) and row["sink"] == "the first token"

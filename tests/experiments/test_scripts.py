@@ -243,7 +243,7 @@ CASES = {
         quick=True,
     ),
     "repeated_token.leakage": Case(
-        "figures/divergence.json --corpus docs/errors --controls 1", lambda text: "bytes" in text
+        "figures/divergence.json --corpus docs/decisions --controls 1", lambda text: "bytes" in text
     ),
     "repeated_token.table1": Case("", lambda text: "7003" in text, quick=True),
     "repeated_token.table2": Case("", lambda text: "no weights at hand" in text, quick=True),

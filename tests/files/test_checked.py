@@ -23,7 +23,7 @@ class Settings:
 
     def __post_init__(self):
         if self.count > 100:
-            raise SinkscopeError("count is above 100: use a smaller one", page="kv-budget")
+            raise SinkscopeError("count is above 100: use a smaller one")
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,11 @@ def test_what_fits_makes_an_ordinary_frozen_dataclass():
 
 
 def test_the_error_of_post_init_comes_out_as_it_was():
-    with pytest.raises(SinkscopeError, match=r"^count is above 100: use a smaller one$") as error:
+    with pytest.raises(SinkscopeError, match=r"^count is above 100: use a smaller one$"):
         Settings(count=101)
-    assert error.value.page == "kv-budget"
 
 
 def test_a_place_inside_of_data_is_named():
     assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
-    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$") as error:
-        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
-    assert error.value.page == "patch-file"
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$"):
+        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file")

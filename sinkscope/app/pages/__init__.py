@@ -225,14 +225,12 @@ def check_png() -> None:
     if importlib.util.find_spec("kaleido") is None:
         raise SinkscopeError(
             'a PNG needs kaleido: pip install -e ".[png]" in the clone (and a browser: plotly_get_chrome); --html '
-            "always works",
-            page="png",
+            "always works"
         )
     chromium: Any = import_module("choreographer.browsers.chromium").Chromium
     if chromium.find_browser(skip_local=False) is None:
         raise SinkscopeError(
-            "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works",
-            page="png",
+            "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works"
         )
 
 
@@ -261,7 +259,7 @@ def png(figure: Any, scale: float = 2, *, kind: str = "figure") -> bytes:
         picture: bytes = figure.to_image(format="png", scale=scale)
     except Exception as error:  # a browser can fail in any way
         reason = str(error).partition("\n")[0]
-        raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
+        raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works") from error
     chunk = f"tEXtSoftware\0sinkscope {kind}.".encode()
     mark = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return picture[:_PNG_HEAD] + mark + picture[_PNG_HEAD:]

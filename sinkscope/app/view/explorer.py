@@ -22,7 +22,7 @@ from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
-from sinkscope.results.notation import head_name, neuron_name, neuron_names, word_form
+from sinkscope.results.notation import head_name, neuron_name, word_form
 
 ROOM = 3 << 20  # bytes of packed attention in a page
 
@@ -174,11 +174,7 @@ class Explorer:
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
         if f"{before[position]:.4g}" == f"{after[position]:.4g}":
-            others = neuron_names(self.sink.neurons)
-            remedy = "try another text"
-            if self.sink.neurons and others not in name:
-                remedy = f"try {others}, or another text"
-            return f"{name}: after layer {layer}, no token's norm changes; {remedy}."
+            return f"{name}: after layer {layer}, no token's norm changes; try another text."
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
             f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."

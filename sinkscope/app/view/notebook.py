@@ -68,7 +68,7 @@ class View:
         return f"View of {self.result.model.name}: {self.result.conclusion()}"
 
 
-@checks_arguments()
+@checks_arguments
 def view(model: object = None, text: str | None = None, *, generation: bool = False, **options: Any) -> View:
     """Explore a model on a text in a notebook: tokens, heads, the circuit, and what edits change.
 

@@ -11,7 +11,6 @@ from importlib.resources import files
 from string import Template
 
 from sinkscope.files.plain import visible
-from sinkscope.files.provenance import documented_at
 from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
 
@@ -25,10 +24,8 @@ SCRIPTS = ("drawing.js", "panels.js", "text.js", "view.js")
 
 @cache
 def module() -> str:
-    """The module, which begins with what is written elsewhere: what a sink is, and where to learn more."""
-    return f"const A_SINK = {json.dumps(A_SINK)};\nconst LEARN = {json.dumps(documented_at('learn'))};\n" + source(
-        *SCRIPTS
-    )
+    """The module, which begins with what is written elsewhere: what a sink is."""
+    return f"const A_SINK = {json.dumps(A_SINK)};\n{source(*SCRIPTS)}"
 
 
 @cache

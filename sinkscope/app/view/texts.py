@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.text import beginning
@@ -50,6 +51,7 @@ def ids_of(setup: Setup, text: str) -> list[int]:
     Raises:
         SinkscopeError: The text is empty, unknown to the tokenizer, or too long.
     """
+    check_encodable(text, "the text")
     ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not text.strip() or set(ids) <= {setup.tokenizer.unk_token_id}:
         raise SinkscopeError(f"the text {text[:40]!r} has no word that this tokenizer knows: give another text")

@@ -17,7 +17,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import is_file
+from sinkscope.files.output import path_of
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.signals import (
     LOOP_TOKENS,
@@ -72,7 +72,7 @@ class Loops(Task):
         files = [Path(self.source)]
         if self.source in SETS:
             files = sorted(DATA.glob(f"{self.source}*.jsonl"))
-        if not is_file(files[0], "give a file of prompts that you may read"):
+        if not path_of(files[0], "give a file of prompts").is_file():
             raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
         prompts: list[Prompt] = []
         for file in files:

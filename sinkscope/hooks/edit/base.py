@@ -84,15 +84,13 @@ class EditedModules:
         for path in self._paths(self._kept - set(self._target.hf.modules())):
             raise UnsupportedError(
                 f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
-                "add an adapter) before the `with`",
-                page="edit-lost",
+                "add an adapter) before the `with`"
             )
         for path in self._paths(self._idle):
             raise UnsupportedError(
                 f"{path} of {name} never ran while the model did, so that the edit there was lost: its work was done "
                 "in another way (a fused kernel, a captured graph, a skipped layer); switch that off, or edit another "
-                "layer",
-                page="edit-lost",
+                "layer"
             )
 
     def _paths(self, modules: set[nn.Module]) -> list[str]:
@@ -147,8 +145,7 @@ class Run:
         if not hasattr(self._local, "call") and in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
-                "known: checkpoint no layer inside the `with`",
-                page="gradient-checkpointing",
+                "known: checkpoint no layer inside the `with`"
             )
         return getattr(self._local, "call", None)
 
@@ -220,8 +217,7 @@ class Run:
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
-                "torch.utils.checkpoint out",
-                page="gradient-checkpointing",
+                "torch.utils.checkpoint out"
             )
         given = by_name(module, args, kwargs)
         self.call = self.tracker.begin(
@@ -244,8 +240,7 @@ class Run:
 def _no_packed_rows(target: Target) -> UnsupportedError:
     return UnsupportedError(
         f"continuous batching puts several texts into one row of {target.name}, where edits cannot tell their tokens "
-        "apart: use model.generate inside the `with`",
-        page="generate",
+        "apart: use model.generate inside the `with`"
     )
 
 
@@ -331,10 +326,10 @@ class Intervention(ABC):
         affected. Weights are never changed.
 
         Raises:
-            SinkscopeError: The model has no such layer or neuron, or what is returned is entered a second time.
+            SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return _Once(self._entered(target_of(model)))
+        return self._entered(target_of(model))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -349,22 +344,6 @@ class Intervention(ABC):
             yield run
             if run.passes:
                 run.edited.check()
-
-
-class _Once(AbstractContextManager[Run]):
-    """A context manager that says so when it is entered a second time."""
-
-    def __init__(self, context: AbstractContextManager[Run]) -> None:
-        self._context, self._entered = context, False
-
-    def __enter__(self) -> Run:
-        if self._entered:
-            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self._entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from sinkscope.files.records import Finite, checked_value
 from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
-    PAGE,
     NeuronGroup,
     Positions,
     SiteLike,
@@ -59,17 +58,14 @@ class NeuronEdit(PlacedEdit):
         if (layer is None) != (not numbers):
             raise SinkscopeError(
                 f"layer={layer!r} with neurons={several!r}: give both, as in layer=1, neurons=[7890], or names, as "
-                'in neurons="L1.N338"',
-                page=PAGE,
+                'in neurons="L1.N338"'
             )
         sites = listed("sites", self.sites)
         sites += [(layer, one) if isinstance(one, int) else one for one in several]
         if not sites and not self._heads:
-            raise SinkscopeError(
-                "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=PAGE
-            )
+            raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
         object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))
-        checked_value(Where, self.site, "site", page=PAGE)
+        checked_value(Where, self.site, "site")
 
     @property
     def _heads(self) -> Sequence[tuple[int, int]]:
@@ -133,8 +129,7 @@ class NeuronEdit(PlacedEdit):
             if self.site == "up" and not is_gated:
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
-                    'factor; use site="post"',
-                    page="no-up-factor",
+                    'factor; use site="post"'
                 )
 
 
@@ -168,7 +163,7 @@ class Ablate(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        checked_value(Literal["zero", "mean"] | Finite, self.value, "value", page=PAGE)
+        checked_value(Literal["zero", "mean"] | Finite, self.value, "value")
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @property

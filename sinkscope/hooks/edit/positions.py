@@ -215,8 +215,7 @@ class Tracker:
             if not hasattr(cache, "get_seq_length"):
                 raise UnsupportedError(
                     f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
-                    "`DynamicCache()` or nothing",
-                    page="kv-cache",
+                    "`DynamicCache()` or nothing"
                 )
             past = tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
@@ -282,6 +281,5 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor,
     raise UnsupportedError(
         f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
         f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
-        "tokens, or none",
-        page="attention-mask",
+        "tokens, or none"
     )

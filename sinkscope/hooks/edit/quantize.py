@@ -20,7 +20,6 @@ from sinkscope.hooks.edit.placed import PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place
 from sinkscope.hooks.edit.positions import Memory
 from sinkscope.hooks.edit.sites import (
-    PAGE,
     Positions,
     SiteLike,
     checked_positions,
@@ -113,9 +112,9 @@ class Quantize(PlacedEdit):
         object.__setattr__(self, "positions", () if positions is None else positions)
         object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
         for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole | str, ...])):
-            object.__setattr__(self, name, checked_value(kind, getattr(self, name), name, page=PAGE))
+            object.__setattr__(self, name, checked_value(kind, getattr(self, name), name))
         if self.activations is None and self.kv is None:
-            raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits", page=PAGE)
+            raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits")
 
     def summary(self, run: Run) -> str:
         """How many numbers were rounded."""
@@ -152,15 +151,13 @@ class Quantize(PlacedEdit):
             elif layer not in names:
                 raise SinkscopeError(
                     f"layers {layer!r}: {target.name} has no such linear module; expected a number or a name such as "
-                    f"{names[-1]!r}",
-                    page=PAGE,
+                    f"{names[-1]!r}"
                 )
         for layer in range(target.n_layers):
             if self.activations is not None and target.is_mixture(layer) and layer not in self.layers:
                 raise UnsupportedError(
                     f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs of "
-                    f"their projections are not seen: add {layer} to layers, or round keys and values only (kv=8)",
-                    page="quantised-experts",
+                    f"their projections are not seen: add {layer} to layers, or round keys and values only (kv=8)"
                 )
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
@@ -181,8 +178,7 @@ class Quantize(PlacedEdit):
         for row, position in self.places:
             if row >= len(index):
                 raise SinkscopeError(
-                    f"places: there is no row {row} in a call of {len(index)}; give pairs of a row and a position",
-                    page=PAGE,
+                    f"places: there is no row {row} in a call of {len(index)}; give pairs of a row and a position"
                 )
             exact[row] |= index[row] == position
         return exact

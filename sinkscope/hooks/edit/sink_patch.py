@@ -24,7 +24,6 @@ from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 
-_PAGE = "patch-file"
 Value = Literal["second", "calibrated"] | Finite
 
 
@@ -93,19 +92,18 @@ class SinkPatch(NeuronEdit):
 
     def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
         super().__post_init__(layer, neurons)
-        check_values(Mapping[Any, Any], _PAGE, calibrated=self.calibrated)
-        check_values(Mapping[str, Any] | None, _PAGE, model=self.model)
-        checked_value(Value, self.value, "value", page=_PAGE)
+        check_values(Mapping[Any, Any], calibrated=self.calibrated)
+        check_values(Mapping[str, Any] | None, model=self.model)
+        checked_value(Value, self.value, "value")
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
         for site, value in calibrated.items():
-            checked_value(Finite, value, f"calibrated value of {site}", page=_PAGE)
+            checked_value(Finite, value, f"calibrated value of {site}")
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]
         if missing and (self.value == "calibrated" or calibrated):
             raise SinkscopeError(
                 f"{missing[0]} has no calibrated value: give calibrated={{...}} with one for each site, or make the "
-                "patch with SinkPatch.from_result",
-                page=_PAGE,
+                "patch with SinkPatch.from_result"
             )
 
     @classmethod
@@ -123,8 +121,7 @@ class SinkPatch(NeuronEdit):
         if result.spike is not None and not result.spike.place.is_first:
             raise SinkscopeError(
                 f"the norm spike is at {result.spike.place}, not at the first token, and this patch keeps the "
-                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)",
-                page="no-sink",
+                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         members = [] if result.minimal is None else list(map(_site, result.minimal.neurons))
@@ -132,8 +129,7 @@ class SinkPatch(NeuronEdit):
         if result.sink_layer is None or not sites:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
-                f"sink_layer={result.sink_layer} and no causal neuron",
-                page="no-sink",
+                f"sink_layer={result.sink_layer} and no causal neuron"
             )
         repetition = result.repetition
         if repetition is not None and repetition.other_neurons:
@@ -141,8 +137,7 @@ class SinkPatch(NeuronEdit):
                 raise SinkscopeError(
                     f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and "
                     "no others were found that make it: this patch would not repair repetition; give the neurons "
-                    "yourself with SinkPatch(sites=...)",
-                    page="no-sink",
+                    "yourself with SinkPatch(sites=...)"
                 )
             others = {_site(neuron): neuron for neuron in repetition.candidates}
             neurons |= others
@@ -170,9 +165,9 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
                 missing or invalid.
         """
-        content: Any = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE)
+        content: Any = read_json(path, "make a patch with `sinkscope patch make`")
         expected = "a patch that `sinkscope patch make` of this version wrote"
-        patch = check(content, _File, Path(path).name, expected, page=_PAGE)
+        patch = check(content, _File, Path(path).name, expected)
         calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
         sites = list(map(_site, patch.sites))
         return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
@@ -187,7 +182,7 @@ class SinkPatch(NeuronEdit):
             UnsupportedError: As for every edit of neurons.
         """
         if self.model is not None:
-            check_made_for(target, self.model, "patch", page=_PAGE)
+            check_made_for(target, self.model)
         super().check(target)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
@@ -226,8 +221,7 @@ class SinkPatch(NeuronEdit):
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
-                "calibrated values",
-                page="second-value-unknown",
+                "calibrated values"
             )
         second = torch.where((index == 1)[..., None], old, 0).sum(1, keepdim=True)
         first = memory["first"][:, None]

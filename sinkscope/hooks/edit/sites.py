@@ -16,7 +16,6 @@ from sinkscope.results.parts import Neuron
 SiteLike = Neuron | Sequence[int] | str
 Where = Literal["post", "up"]
 Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
-PAGE = "neuron-sites"
 _SITE = Annotated[
     tuple[Whole, Whole] | tuple[Whole, Whole, Whole],
     Wording('(layer, neuron) or (layer, expert, neuron), whole numbers from 0, or "L1.N338"'),
@@ -68,7 +67,7 @@ def site_of(site: Any) -> Neuron:
         return site.address
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    return Neuron.of(checked_value(_SITE, site, "site ", page=PAGE))
+    return Neuron.of(checked_value(_SITE, site, "site "))
 
 
 def head_of(head: Any) -> tuple[int, int]:
@@ -79,12 +78,12 @@ def head_of(head: Any) -> tuple[int, int]:
     """
     if isinstance(head, str):
         return read_head(head, "head")
-    return checked_value(_HEAD, head, "head ", page=PAGE)
+    return checked_value(_HEAD, head, "head ")
 
 
 def listed(name: str, given: Any) -> list[Any]:
     """One or several numbers, names or sites, as a list."""
-    check_values(Iterable[Any] | int, PAGE, **{name: given})
+    check_values(Iterable[Any] | int, **{name: given})
     if isinstance(given, int | str):
         return [given]
     return [*given]
@@ -99,7 +98,7 @@ def checked_positions(positions: Any) -> Positions:
     if isinstance(positions, slice):
         checked_value(_POSITIONS, (positions.start or 0, positions.stop or 0, positions.step or 0), "positions ")
         return positions
-    return checked_value(_POSITIONS, positions, "positions ", page=PAGE)
+    return checked_value(_POSITIONS, positions, "positions ")
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:

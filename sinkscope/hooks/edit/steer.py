@@ -16,7 +16,7 @@ from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place
-from sinkscope.hooks.edit.sites import PAGE, Positions, checked_positions, chosen_positions
+from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.hooks import beside
 from sinkscope.models.target import Target
@@ -70,11 +70,10 @@ class Add(PlacedEdit):
         if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
             raise SinkscopeError(
                 f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "
-                "numbers, one for each dimension of the residual stream",
-                page=PAGE,
+                "numbers, one for each dimension of the residual stream"
             )
-        check_values(str, PAGE, site=self.site)
-        checked_value(Finite, self.scale, "scale", page=PAGE)
+        check_values(str, site=self.site)
+        checked_value(Finite, self.scale, "scale")
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
@@ -90,15 +89,13 @@ class Add(PlacedEdit):
             resolve(target, [self.site])  # refuses architectures that have no such place
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
-                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
-                page=PAGE,
+                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
         places: list[tuple[Place, Any]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
-                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}",
-                    page=PAGE,
+                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}"
                 )
             assert site.module is not None  # only attention rows have none
             added = beside(self.scale / site.factor * self.vector)  # what the module gives is multiplied before

@@ -70,10 +70,10 @@ class Trace(dict[str, Tensor]):
         return "\n".join([f"Trace of {len(self)} sites", *lines])
 
 
-@checks_arguments()
+@checks_arguments
 def trace(
     model: object,
-    tokens: Any = None,
+    tokens: Any,
     sites: Pattern | Sequence[Pattern] = (),
     reduce: str | Reducer = "raw",
     *,
@@ -82,7 +82,6 @@ def trace(
     batch_size: Natural | None = None,
     tokenizer: Any = None,
     bos: bool | None = None,
-    **inputs: Any,
 ) -> Trace:
     """Run the model once and return each site's reduced tensor, on the CPU.
 
@@ -105,7 +104,6 @@ def trace(
         batch_size: Rows per forward pass. None runs all at once.
         tokenizer: Tokenizer for texts, if the model carries none.
         bos: Whether texts begin with BOS. By default the tokenizer decides.
-        inputs: `input_ids` instead of tokens, as in `trace(model, sites=[...], **tokenizer(texts))`.
 
     Returns:
         The tensor of each site by its name; the first dimension is the batch.
@@ -121,7 +119,7 @@ def trace(
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
     if isinstance(reduce, str) and reduce not in REDUCERS:
         raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
-    rows = read_inputs(target, tokens, {**inputs, "attention_mask": attention_mask}, bos=bos)
+    rows = read_inputs(target, tokens, attention_mask, bos=bos)
     wanted = resolve(target, sites)
     watched = [(observer, resolve(target, observer.sites)) for observer in observers]
     batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}

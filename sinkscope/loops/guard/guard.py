@@ -150,8 +150,7 @@ class LoopGuard(Anchored):
             share = "" if budget == self.budget else f" ({self.budget} of a prompt of {count_of(prompt, 'token')})"
             raise SinkscopeError(
                 f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
-                f"{anchors + 1}; raise the budget or keep fewer anchors{share}",
-                page="kv-budget",
+                f"{anchors + 1}; raise the budget or keep fewer anchors{share}"
             )
         return Retention(budget, anchors, self.window if self.recent_window else None)
 
@@ -176,7 +175,7 @@ class LoopGuard(Anchored):
         if settings.rule == "never":
             return
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
-            raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard", page="kv-session")
+            raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: moment.check_order("LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_bytes, read_json
+from sinkscope.files.output import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -21,49 +20,30 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 ADAPTER_CONFIG = "adapter_config.json"
-_REMEDY = "download it again"
 
 
-def check_beside(folder: Path, names: Iterable[str], page: str) -> None:
-    """Check that files of a checkpoint are files that can be read, and that those of JSON hold an object.
+def check_beside(folder: Path, names: Iterable[str]) -> None:
+    """Check that the JSON files of a checkpoint, as far as they are there, hold an object each.
 
     Args:
         folder: The checkpoint.
-        names: Names of the files; those that are not there are skipped.
-        page: Documentation page to name in errors.
+        names: Names of its files.
 
     Raises:
-        SinkscopeError: One is a folder, a pipe, a device or a broken link, cannot be read, or is damaged.
+        SinkscopeError: One cannot be read, or is damaged.
     """
     for name in names:
-        file = folder / name
-        if not (file.exists() or file.is_symlink()):
+        file, remedy = folder / name, "download it again"
+        if not name.endswith(".json") or not file.exists():
             continue
-        if not name.endswith(".json"):
-            read_bytes(file, _REMEDY, page=page)
-        elif not isinstance(read_json(file, _REMEDY, page=page), dict):
-            raise SinkscopeError(f"{name} is no JSON object; {_REMEDY}", page=page)
+        if not isinstance(read_json(file, remedy), dict):
+            raise SinkscopeError(f"{name} is no JSON object; {remedy}")
 
 
-def refuse_adapter(file: Path, name: str, *, beside: bool) -> SinkscopeError:
-    """The error for a checkpoint that holds an adapter (LoRA and others of peft), which is no whole model.
-
-    Args:
-        file: Its adapter_config.json.
-        name: Folder or hub id.
-        beside: Whether there is a config.json, so that a whole model may be beside the adapter.
-    """
-    content: Any = read_json(file, _REMEDY, page="lora-folder")
-    kind = base = None
-    if isinstance(content, dict):
-        kind, base = content.get("peft_type"), content.get("base_model_name_or_path")
-    base = base or "its base model"
-    what, alone = f"{name} is an adapter ({kind}) of {base}, not a whole model", ""
-    if beside:
-        what = f"{name} holds an adapter ({kind}) of {base} beside a model, so it is unclear which of them to measure"
-        alone = f"; or give a folder without {ADAPTER_CONFIG} to measure the model alone"
+def refuse_adapter(name: str) -> SinkscopeError:
+    """The error for a folder or hub id that holds an adapter (LoRA and others of peft)."""
     return SinkscopeError(
-        f"{what}: load the base with sinkscope.load({base!r}), put the adapter on it with "
-        f"peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them{alone}",
-        page="lora-folder",
+        f"{name} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with sinkscope.load(...), "
+        f"put the adapter on it with peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them; "
+        "or give the model without the adapter"
     )

@@ -10,58 +10,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.checkpoints.checkpoint import Files, read_header, weight_files
-from sinkscope.models.loading.config import read_checkpoint_json
+from sinkscope.models.checkpoints.checkpoint import Files, open_weights
 from sinkscope.models.modules.linear import brought
 from sinkscope.models.shards import local, shards_of
 
-_FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
+_FILE_SHARE = 1 << 12  # bytes of each tensor in a file that are read, and of each other file: a page of the disk
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 
 
-def fingerprint(source: Files | Path | nn.Module) -> str:
-    """Identify a checkpoint by its configuration, its tensors and a sample of their bytes.
+def fingerprint(source: Files | nn.Module) -> str:
+    """Identify a checkpoint or a live model by its configuration, its tensors and a sample of their bytes.
 
     The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
-    dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (or, if the files are not
-    safetensors, from the middle of each file). About one megabyte is read, whatever the model's size. For a live
-    model, 16 megabytes are read in the same way, so its fingerprint changes with its weights; it differs from that of
-    its files.
+    dtypes and shapes of the tensors, and of a few bytes from the middle of each (or, of files that are not
+    safetensors, of their sizes and of a few bytes of each). Of a live model, 16 megabytes are read, so its fingerprint
+    changes with its weights; it differs from that of its files.
     """
     if isinstance(source, nn.Module):
         return _of_model(source)
-    if isinstance(source, Files):
-        if source.commit is not None:
-            return source.commit
-        source = source.folder / (source.gguf or "")
-    if source.is_file():
-        return _of_files([source], {})
-    return _of_files(weight_files(source), read_checkpoint_json(source / "config.json"))
+    if source.commit is not None:
+        return source.commit
+    config: dict[str, Any] = {}
+    if source.gguf is None:
+        config = source.config()
+    parts: dict[str, Any] = {}
+    for file in source.weights():
+        if file.suffix == ".safetensors":
+            with open_weights(file) as tensors:
+                for name in tensors.keys():
+                    parts[name] = _described(tensors.get_tensor(name), _FILE_SHARE)
+        else:
+            parts[file.name] = file.stat().st_size, _middle_of(file)
+    return _digest(config, parts)
 
 
 def _of_model(model: Any) -> str:
     parameters = dict(model.named_parameters())
-    share = _share(len(parameters), _LIVE_BYTES)
+    share = max(64, _LIVE_BYTES // max(1, len(parameters)))
     parts: dict[str, Any] = {}
-    for name, parameter in parameters.items():
+    for name in parameters:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         with brought(module):
-            digest = _parameter_digest(getattr(module, attribute), share)
-        parts[name] = str(parameter.dtype), list(parameter.shape), digest
+            parts[name] = _described(getattr(module, attribute), share)
     return _digest(model.config.to_dict(), parts)
-
-
-def _of_files(files: list[Path], config: dict[str, Any]) -> str:
-    headers: dict[Path, dict[str, Any]] = {}
-    for file in files:
-        headers[file] = read_header(file) if file.suffix == ".safetensors" else {}
-    share = _share(sum(map(len, headers.values())), _FILE_BYTES)
-    parts: dict[str, Any] = {}
-    for file, header in headers.items():
-        parts[file.name] = header or file.stat().st_size, _file_digest(file, header, share)
-    return _digest(config, parts)
 
 
 def _digest(config: dict[str, Any], parts: dict[str, Any]) -> str:
@@ -70,24 +63,24 @@ def _digest(config: dict[str, Any], parts: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _share(places: int, total: int) -> int:
-    """Bytes to read at each of this many places."""
-    return max(64, total // max(1, places))
+def _described(tensor: Tensor, share: int) -> tuple[str, list[int], str]:
+    """The dtype and the shape of a tensor, and a digest of some bytes."""
+    return str(tensor.dtype), list(tensor.shape), _tensor_digest(tensor, share)
 
 
 @torch.no_grad()
-def _parameter_digest(parameter: Tensor, share: int) -> str:
-    """Digest of the middle of a parameter; empty if its weights are elsewhere."""
-    if parameter.is_meta:
+def _tensor_digest(tensor: Tensor, share: int) -> str:
+    """Digest of the middle of a tensor; empty if its numbers are elsewhere."""
+    if tensor.is_meta:
         return ""
-    shards = shards_of(parameter)
+    shards = shards_of(tensor)
     if shards.size > 1:
-        return " ".join(shards.all(_parameter_digest(local(parameter), share)))
-    if hasattr(parameter, "__tensor_flatten__"):  # quantised: it is made of tensors
-        quantised: Any = parameter
+        return " ".join(shards.all(_tensor_digest(local(tensor), share)))
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised: it is made of tensors
+        quantised: Any = tensor
         names, _ = quantised.__tensor_flatten__()
-        return " ".join(_parameter_digest(getattr(quantised, name), share) for name in names)
-    part = parameter.detach()
+        return " ".join(_tensor_digest(getattr(quantised, name), share) for name in names)
+    part = tensor.detach()
     while part.ndim > 1 and not part.is_contiguous():  # it is not worth a copy
         part = part[len(part) // 2]
     flat = part.reshape(-1)
@@ -97,13 +90,8 @@ def _parameter_digest(parameter: Tensor, share: int) -> str:
     return hashlib.sha256(middle.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _file_digest(file: Path, header: dict[str, Any], share: int) -> str:
-    """Digest of the middle of each tensor in a file; without a list of tensors, of the middle of the file."""
-    digest, size = hashlib.sha256(), file.stat().st_size
+def _middle_of(file: Path) -> str:
+    """Digest of the middle of a file."""
     with file.open("rb") as content:
-        data = 8 + int.from_bytes(content.read(8), "little")
-        spans = [(data + start, data + end) for start, end in (entry["data_offsets"] for entry in header.values())]
-        for start, end in spans or [(0, size)]:
-            content.seek(max(start, (start + end - share) // 2))
-            digest.update(content.read(min(share, end - start)))
-    return digest.hexdigest()
+        content.seek(max(0, (file.stat().st_size - _FILE_SHARE) // 2))
+        return hashlib.sha256(content.read(_FILE_SHARE)).hexdigest()

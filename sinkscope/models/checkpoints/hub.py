@@ -12,6 +12,10 @@ from sinkscope.models.loading.config import first_line
 WEIGHTS = 100 << 20  # bytes of a model in the cache from which they are more than its tokenizer
 
 
+class HubError(SinkscopeError):
+    """A file of the hub cannot be had here."""
+
+
 def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
     """Download one file of a model's hub repo, or find it in the cache.
 
@@ -37,44 +41,25 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
         raise _refusal(error, repo, name, revision) from None
 
 
-def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
+def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> HubError:
     """What went wrong, and what to do."""
     from huggingface_hub import constants, errors
 
     hub, login = constants.ENDPOINT, "log in with `hf auth login`"
-    why = f"{hub} cannot be reached: check the connection"
-    if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set: unset it"
     # The class that a broken transfer raises depends on the version of the hub's client.
-    kinds: list[tuple[type[Exception], str, str]] = [
-        (
-            errors.GatedRepoError,
-            "gated-repo",
-            f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            "unknown-repo",
-            f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            "unknown-revision",
-            f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository",
-        ),
-        (
-            errors.LocalEntryNotFoundError,
-            "hub-unreachable",
-            f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint",
-        ),
-        (
-            Exception,
-            "hub-unreachable",
-            f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept",
-        ),
-    ]
-    page, message = next((page, message) for kind, page, message in kinds if isinstance(error, kind))
-    return SinkscopeError(message, page=page)
+    message = f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept"
+    if isinstance(error, errors.GatedRepoError):
+        message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        message = f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        message = (
+            f"{name} of {repo} is not in the cache and {hub} cannot be reached: check the connection and "
+            "HF_HUB_OFFLINE, or give a folder that holds the checkpoint"
+        )
+    return HubError(message)
 
 
 def hub_folder(repo: str, revision: str | None) -> Path:
@@ -90,23 +75,19 @@ def hub_folder(repo: str, revision: str | None) -> Path:
     Raises:
         SinkscopeError: There is no config.json, or an adapter.
     """
-    try:
-        folder = hub_file(repo, "config.json", revision).parent
-    except FileNotFoundError:
-        with suppress(FileNotFoundError):
-            raise refuse_adapter(hub_file(repo, ADAPTER_CONFIG, revision), repo, beside=False) from None
-        raise SinkscopeError(
-            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
-        ) from None
-    adapter = optional_file(repo, ADAPTER_CONFIG, folder.name)
-    if adapter is not None:
-        raise refuse_adapter(adapter, repo, beside=True)
+    absent = SinkscopeError(
+        f"{repo} has no config.json, so it is no whole model of transformers; give one that has, and of an adapter the "
+        "model that it was made for"
+    )
+    folder = hub_file(repo, "config.json", revision, absent).parent
+    if optional_file(repo, ADAPTER_CONFIG, folder.name) is not None:
+        raise refuse_adapter(repo)
     return folder
 
 
 def hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
     """Download a weight file that an index names."""
-    absent = SinkscopeError(f"{repo} lacks {shard}, named in its {index}; try another revision", page="missing-shard")
+    absent = SinkscopeError(f"{repo} lacks {shard}, named in its {index}; try another revision")
     return hub_file(repo, shard, commit, absent=absent)
 
 

@@ -45,8 +45,6 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
     """
     try:
         source = _in_package(model) or _outside(model or "", revision)
-    except PermissionError as error:
-        raise no_permission(error.filename) from None
     except OSError as error:
         raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
     if revision is not None and source.kind != "hub":
@@ -54,11 +52,6 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
             f"revision {revision!r} means nothing for the {source.kind} {source.name}; revisions belong to hub ids"
         )
     return source
-
-
-def no_permission(path: object) -> SinkscopeError:
-    """The error for a file that exists but may not be read."""
-    return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy", page="no-such-path")
 
 
 def _in_package(model: str | os.PathLike[str] | None) -> ModelSource | None:
@@ -76,7 +69,10 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
         raise SinkscopeError("the model name is empty; expected a short name, hub id org/name, folder or .gguf file")
     path = path_of(text)
     if path.is_file():
-        _check_gguf(path)
+        if path.suffix != ".gguf":
+            raise SinkscopeError(
+                f"{path.name} is not a model: expected a .gguf file or a folder, such as {path.parent}"
+            )
         return ModelSource("gguf", path, path.name)
     is_hub_id = _HUB_ID.fullmatch(text) is not None
     is_short_name = "/" not in text and find(text) is not None
@@ -86,27 +82,10 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
     is_meant = is_path or not (is_hub_id or is_short_name) or holds_model
     if path.is_dir() and is_meant:
         if (path / ADAPTER_CONFIG).is_file():
-            raise refuse_adapter(path / ADAPTER_CONFIG, text, beside=(path / "config.json").is_file())
+            raise refuse_adapter(text)
         return ModelSource("folder", path, path.resolve().name)
     if is_path:
         raise SinkscopeError(
-            f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name",
-            page="no-such-path",
+            f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"
         )
     return ModelSource("hub", text if is_hub_id else resolve(text), text, revision)
-
-
-def _check_gguf(file: Path) -> None:
-    with file.open("rb") as content:
-        magic = content.read(4)
-    if magic == b"GGUF":
-        return
-    if file.suffix == ".gguf":
-        raise SinkscopeError(
-            f"{file.name} is not a GGUF file: it begins with {magic!r}, expected b'GGUF'; download it again",
-            page="bad-gguf",
-        )
-    raise SinkscopeError(
-        f"{file.name} is not a model: expected a folder or a .gguf file; give its folder {str(file.parent)!r}",
-        page="no-such-path",
-    )

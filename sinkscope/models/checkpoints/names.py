@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.published import published
+from sinkscope.models.checkpoints.published import Published, published
 from sinkscope.results.notation import read_neuron
 
 BUNDLED = "bundled"
@@ -26,65 +23,12 @@ ORGANISM = "organism"
 
 
 @dataclass(frozen=True)
-class ReportedSink:
-    """What papers report about a model's sink; layers are 0-based.
-
-    Attributes:
-        source: Where it was published.
-        layers: Layers whose MLP builds the sink.
-        neurons: (layer, neuron) pairs at the input of the down projection.
-        residual_dims: Residual dimensions that carry the spike.
-        repeats: Number of repetitions of a token that create a sink (Yona et al. 2025, Table 1).
-        massive_layers: First and last layer after which there are massive activations.
-    """
-
-    source: str
-    layers: tuple[int, ...] = ()
-    neurons: tuple[tuple[int, int], ...] = ()
-    residual_dims: tuple[int, ...] = ()
-    repeats: int | None = None
-    massive_layers: tuple[int, int] | None = None
-
-    def matches(
-        self, layer: int | None, neurons: AbstractSet[tuple[int, int]], residual_dims: Iterable[int]
-    ) -> bool | None:
-        """Whether a sink that was found is the reported one; None if neither neurons nor dimensions are reported.
-
-        Args:
-            layer: The layer that builds it.
-            neurons: The (layer, neuron) pairs that make it.
-            residual_dims: Its residual dimensions.
-        """
-        if self.neurons:
-            return layer in self.layers and neurons >= set(self.neurons)
-        if self.residual_dims:
-            return set(residual_dims) >= set(self.residual_dims)
-        return None
-
-
-@dataclass(frozen=True)
 class ModelEntry:
-    """A public model: short name, id on the Hugging Face hub, `model_type`, published sink (if any)."""
+    """A public model: short name, id on the Hugging Face hub, `model_type`."""
 
     name: str
     hub_id: str
     family: str
-    published: ReportedSink | None = None
-
-
-def _reported(name: str) -> ReportedSink | None:
-    """The sink that the records of a model report: of each quantity the first, and all sources that say it, too."""
-    values: dict[str, Any] = {}
-    sources: list[str] = []
-    for record in published():
-        if record.model == name and record.quantity in ReportedSink.__dataclass_fields__:
-            if record.fits(values.setdefault(record.quantity, record.value)):
-                sources.append(record.source)
-    if not values:
-        return None
-    values["neurons"] = tuple(map(read_neuron, values.get("neurons", ())))
-    values.setdefault("layers", tuple(sorted({site[0] for site in values["neurons"]})))
-    return ReportedSink("; ".join(dict.fromkeys(sources)), **values)
 
 
 @cache
@@ -94,7 +38,7 @@ def _entries() -> dict[str, ModelEntry]:
     entries: dict[str, ModelEntry] = {}
     for family, hub_ids in content["models"].items():
         for name, hub_id in hub_ids.items():
-            entries[name] = ModelEntry(name, hub_id, family, _reported(name))
+            entries[name] = ModelEntry(name, hub_id, family)
     return entries
 
 
@@ -136,14 +80,24 @@ def resolve(name: str) -> str:
         meant = f"did you mean {' or '.join(shown)}? "
     raise SinkscopeError(
         f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
-        "org/name, a folder such as ./my-model, or a .gguf file",
-        page="unknown-name",
+        "org/name, a folder such as ./my-model, or a .gguf file"
     )
 
 
-def published_for(name_or_id: str) -> ReportedSink | None:
-    """What papers report about a model's sink, by short name, hub id or base name of a folder; None if nothing."""
+def published_for(name_or_id: str) -> list[Published]:
+    """What papers report about a model's sink, by short name, hub id or base name of a folder."""
     entry = find(name_or_id)
-    if entry is not None:
-        return entry.published
-    return None
+    if entry is None:
+        return []
+    return [record for record in published() if record.model == entry.name]
+
+
+def sink_layers(name_or_id: str) -> list[int]:
+    """The layers that make a model's sink, as papers report them; the arguments are those of `published_for`."""
+    layers: set[int] = set()
+    for record in published_for(name_or_id):
+        if record.quantity == "layers":
+            layers.update(record.value)
+        elif record.quantity == "neurons":
+            layers.update(read_neuron(neuron)[0] for neuron in record.value)
+    return sorted(layers)

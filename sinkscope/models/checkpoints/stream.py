@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.stored import check_unexpected
 from sinkscope.models.loading.config import check_finite, new_model
@@ -148,8 +148,7 @@ class LayerStore:
         if kind_of(made) != kind_of(self._layers[index]):
             raise UnsupportedError(
                 f"layer {index} of {self.source.name} alone is of another kind than in the whole model; load it whole "
-                "with sinkscope.load(...)",
-                page="not-streamable",
+                "with sinkscope.load(...)"
             )
         module = self._make(single, names, f"layer {index}", alone, f"{self._path}.{index}")
         return module.get_submodule(alone).state_dict()
@@ -170,17 +169,15 @@ class LayerStore:
                 ignore_mismatched_sizes=True,  # reported below
             )
         if info["mismatched_keys"]:
-            raise SinkscopeError(
+            raise UnsupportedError(
                 f"the shapes of {what} in {self.source.name} are not those of its config.json; download both from one "
-                "revision",
-                page="missing-tensors",
+                "revision"
             )
         absent = [name for name in sorted(info["missing_keys"]) if name.startswith(part)]
         if absent:
             first = absent[0].removeprefix(f"{part}.")
-            raise SinkscopeError(
-                f"{self.source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
-                page="missing-tensors",
+            raise UnsupportedError(
+                f"{self.source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint"
             )
         origins = {new: stored for stored, new in names.items()}
         check_unexpected(module, info["unexpected_keys"], self.source.name, origins)

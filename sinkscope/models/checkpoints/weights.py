@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import Files, weight_files
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.checkpoints.stored import check_pickled, check_unexpected, is_quantised
+from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class
-from sinkscope.results.console import note
 
 
 def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any], *, is_cut: bool) -> Any:
@@ -27,16 +26,13 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
     """
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
-    is_pickled = files.gguf is None and not any(files.folder.glob("*.safetensors*"))
-    if is_pickled:
-        options = {**options, "weights_only": True}
-        check_pickled(source.name, config, weight_files(files.folder))
     loaded: Any = causal_class(config).from_pretrained(
         files.folder,
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with names
         trust_remote_code=False,
+        weights_only=True,  # no code in pickles runs
         **{name: value for name, value in options.items() if value is not None},
     )
     model, info = loaded
@@ -55,15 +51,7 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
             remedy = (
                 f"unless a file is damaged, {config.model_type} cannot be cut to its first layers: leave out layers="
             )
-        raise SinkscopeError(
-            f"{problem}; {remedy}",
-            page="missing-tensors",
-        )
+        raise SinkscopeError(f"{problem}; {remedy}")
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name)
-    if is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
-        note(
-            f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
-            "safetensors load faster"
-        )
     return model.eval()

@@ -132,8 +132,7 @@ def wrap(hf: Any, tokenizer: Any, backend: Kind) -> Any:
     if tokenizer is None:
         raise SinkscopeError(
             f"backend={backend!r} needs a tokenizer and the model came without one; give tokenizer=..., or use "
-            'backend="hf"',
-            page="no-tokenizer",
+            'backend="hf"'
         )
     library, package = _LIBRARIES[backend]
     tokenizer = copy.deepcopy(tokenizer)
@@ -144,13 +143,11 @@ def wrap(hf: Any, tokenizer: Any, backend: Kind) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
-            'backend="hf"',
-            page="backend-cannot",
+            'backend="hf"'
         ) from None
     except Exception as error:
         raise UnsupportedError(
-            f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can',
-            page="backend-cannot",
+            f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can'
         ) from error
 
 

@@ -43,11 +43,8 @@ def read_checkpoint_json(file: Path) -> Any:
         gguf = sorted(file.parent.glob("*.gguf"))
         if gguf:
             remedy = f"give the file itself: {gguf[0]}"
-        raise SinkscopeError(
-            f"{file.parent} has no {file.name}; {remedy}",
-            page="no-config",
-        )
-    return read_json(file, "download it again", page="no-config")
+        raise SinkscopeError(f"{file.parent} has no {file.name}; {remedy}")
+    return read_json(file, "download it again")
 
 
 @contextmanager
@@ -94,8 +91,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     kind = getattr(torch, _SHORT.get(name, name), None)
     if kind not in _FLOATS:
         raise SinkscopeError(
-            f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto",
-            page="unknown-dtype",
+            f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto"
         )
     return kind
 
@@ -117,7 +113,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         name = f"{place.type}:{place.index or 0}"
         if name in here or name.removesuffix(":0") in here:
             return place
-    raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device")
+    raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}")
 
 
 def causal_class(config: Any) -> Any:
@@ -162,16 +158,14 @@ def check_kind(name: str, raw: Any) -> None:
         model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise SinkscopeError(
-            f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
-            page="no-config",
+            f"the config.json of {name} has no model_type, so it is no transformers model; give one that has"
         )
     classes: list[str] = raw.get("architectures") or []
     if _is_causal(model_type, raw, classes):
         if model_type not in CONFIG_MAPPING:
             raise UnsupportedError(
                 f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-                "version that does; a model whose code is beside the weights is given as a live model, if you trust it",
-                page="unsupported-model",
+                "version that does; a model whose code is beside the weights is given as a live model, if you trust it"
             )
         return
     what = f"model type {model_type}"
@@ -179,8 +173,7 @@ def check_kind(name: str, raw: Any) -> None:
         what = f"architectures {', '.join(classes)}"
     raise UnsupportedError(
         f"{name} is another kind of model ({what}); expected a decoder-only causal language model, such as llama-2-7b "
-        "or gpt2",
-        page="not-causal-lm",
+        "or gpt2"
     )
 
 
@@ -223,7 +216,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
         check_kind(name, raw)
-        check_beside(folder, ["generation_config.json"], "bad-generation-config")  # else it is ignored
+        check_beside(folder, ["generation_config.json"])  # else it is ignored
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
@@ -234,9 +227,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if layers is not None:
         n_layers = text.num_hidden_layers
         if not 1 <= layers <= n_layers:
-            raise SinkscopeError(
-                f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}", page="zero-layers"
-            )
+            raise SinkscopeError(f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}")
         cut_depth(text, layers)
     return config
 
@@ -260,37 +251,24 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     if gguf is not None:
-        return without_cache(AutoTokenizer.from_pretrained(folder, gguf_file=gguf))
-    check_beside(folder, TOKENIZER_FILES, "no-tokenizer")
+        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    check_beside(folder, TOKENIZER_FILES)
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:
-        return without_cache(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except ImportError:
         raise
     except Exception as error:  # a damaged file may fail in any way
         if "custom code" in str(error):
             raise SinkscopeError(
                 f"the tokenizer of {name} is code of its own, which is not run; if you trust it, load it "
-                "with transformers and give it with tokenizer=...",
-                page="no-tokenizer",
+                "with transformers and give it with tokenizer=..."
             ) from None
         raise SinkscopeError(
             f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first_line(error)}); download its files "
-            "again, or give tokenizer=...",
-            page="no-tokenizer",
+            "again, or give tokenizer=..."
         ) from error
-
-
-def without_cache(tokenizer: Any) -> Any:
-    """Disable the tokenizer's word cache, which would outlive it and take 0.6 MB per opened model; return it.
-
-    Args:
-        tokenizer: Any kind of transformers tokenizer.
-    """
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    getattr(model, "_resize_cache", int)(0)  # there is no public way; where there is none at all, nothing is done
-    return tokenizer
 
 
 def check_vocabulary(tokenizer: Any, hf: Any) -> None:
@@ -312,8 +290,7 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
     if beyond:
         raise SinkscopeError(
             f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows ({len(beyond):,} tokens have "
-            "none): they belong to different models; use the tokenizer that came with the weights",
-            page="vocabulary-mismatch",
+            "none): they belong to different models; use the tokenizer that came with the weights"
         )
 
 
@@ -340,6 +317,5 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
             where = f"{path}{name} of {source}".removesuffix(" of ")
             raise SinkscopeError(
                 f"tensor {where} holds values that are NaN or infinite; download the checkpoint again, or try "
-                "dtype=float32",
-                page="nan-weights",
+                "dtype=float32"
             )

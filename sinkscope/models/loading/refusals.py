@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Generator
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.models.checkpoints.locate import ModelSource, no_permission
+from sinkscope.models.checkpoints.locate import ModelSource
 from sinkscope.models.loading.config import first_line
 
 
@@ -18,8 +18,6 @@ def loading_errors(source: ModelSource) -> Generator[None]:
         yield
     except SinkscopeError:
         raise
-    except PermissionError as error:
-        raise no_permission(error.filename or source.where) from error
     except Exception as error:
         raise _refusal(error, source) from error
 
@@ -27,25 +25,17 @@ def loading_errors(source: ModelSource) -> Generator[None]:
 def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     """What went wrong, and what to do."""
     name, first = source.name, first_line(error)
-    lacks_library = isinstance(error, ImportError)
     if is_out_of_memory(error):
         return SinkscopeError(
             f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
-            'quantization_config or device_map="auto"',
-            page="out-of-memory",
+            'quantization_config or device_map="auto"'
         )
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return SinkscopeError(
             f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
-            "could run code; convert them to safetensors where you trust them",
-            page="pickled-weights",
+            "could run code; convert them to safetensors where you trust them"
         )
-    if source.kind == "gguf":
-        remedy = "download it again, or give a folder"
-        if lacks_library:
-            remedy = "pip install gguf"
-        return SinkscopeError(f"{name} could not be read: {first}; {remedy}", page="bad-gguf")
     remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
-    if lacks_library:
+    if isinstance(error, ImportError):
         remedy = "install what it asks for"
-    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed")
+    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}")

@@ -51,6 +51,7 @@ class Experts:
 
     Args:
         module: The module in which the experts are one call.
+        weights: The module inside it that holds their weights; None is the module itself.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
@@ -58,22 +59,17 @@ class Experts:
     TRANSPOSED: ClassVar[bool] = False
     """Whether weights are stored input x output, if the module does not say."""
     GATED: ClassVar[bool] = True
-    ACTIVATION: ClassVar[str] = "act_fn"
-    """Where the module has its activation function."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, weights: Any = None) -> None:
         self.module = module
+        self._weights = module if weights is None else weights
         self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
         self._is_concatenated: bool = getattr(module, "is_concatenated", True)  # or gates and ups alternate
         self._shards = shards_of(self._down)
 
     @property
     def _down(self) -> Any:  # [expert _ _]
-        return self.module.down_proj
-
-    @property
-    def _gate_up(self) -> Any:  # [expert _ _]
-        return self.module.gate_up_proj
+        return self._weights.down_proj
 
     @property
     def count(self) -> int:
@@ -102,7 +98,7 @@ class Experts:
 
     def inputs(self, expert: int) -> list[InputRows]:
         """Weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
-        weight = local(self._gate_up)[expert]
+        weight = local(self._weights.gate_up_proj)[expert]
         if self._is_transposed:
             weight = weight.T
         bias = getattr(self.module, "gate_up_proj_bias", None)
@@ -137,7 +133,7 @@ class Experts:
     def activate(self, *factors: Neurons) -> Neurons:
         """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
         if not hasattr(self.module, "_apply_gate"):
-            return attrgetter(self.ACTIVATION)(self.module)(factors[0]) * factors[1]
+            return self._weights.act_fn(factors[0]) * factors[1]
         order = "(neuron half)"
         if self._is_concatenated:
             order = "(half neuron)"
@@ -187,15 +183,9 @@ class ScaledInputExperts(Experts):
 
     PARTS = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
     TRANSPOSED = True
-    ACTIVATION = "experts.act_fn"
 
-    @property
-    def _down(self) -> Any:  # [expert neuron d_model]
-        return self.module.experts.down_proj
-
-    @property
-    def _gate_up(self) -> Any:  # [expert d_model half_neuron]
-        return self.module.experts.gate_up_proj
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module.experts)
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """The router is asked again."""
@@ -208,58 +198,13 @@ class ScaledInputExperts(Experts):
         return self.module.shared_expert(hidden)
 
 
-class StackedExperts(Experts):
-    """Experts below each other in weights of two dimensions, `mlp.w1` (gate), `mlp.v1` (up) and `mlp.w2` (DBRX)."""
-
-    PARTS = ("mlp.w1", "mlp.v1", "mlp.w2", "num_experts")
-    TRANSPOSED = True
-    ACTIVATION = "mlp.activation_fn"
-
-    @property
-    def _down(self) -> Any:  # [expert neuron d_model]
-        return self.module.mlp.w2.view(self.module.num_experts, -1, self.module.mlp.w2.shape[1])
-
-    def inputs(self, expert: int) -> list[InputRows]:
-        """Weights of gate and up."""
-        return [(weight.view_as(self._down)[expert], None) for weight in (self.module.mlp.w1, self.module.mlp.v1)]
-
-
-class SortedExperts(Experts):
-    """Experts that read tokens sorted by expert, `input_linear` and `output_linear` (JetMoE); the whole mixture."""
-
-    PARTS = ("input_linear.weight", "output_linear.weight", "router", "bias")
-    ACTIVATION = "activation"
-
-    @property
-    def _down(self) -> Any:  # [expert d_model neuron]
-        return self.module.output_linear.weight
-
-    @property
-    def _gate_up(self) -> Any:  # [expert half_neuron d_model]
-        return self.module.input_linear.weight
-
-    def routed(self, args: Args, kwargs: Kwargs) -> Routed:
-        """The router is asked again."""
-        hidden = _tokens(args, kwargs)
-        _, tokens, gates, counts, _ = self.module.router(hidden)
-        experts = torch.arange(self.count, device=hidden.device)
-        experts = experts.repeat_interleave(torch.tensor(counts, device=hidden.device))
-        weight = hidden.new_zeros(len(hidden), self.count)
-        weight[tokens, experts] = gates
-        return Routed(hidden, weight)
-
-    def beside(self, hidden: Hidden) -> Float[Tensor, " d_model"]:
-        """The bias of the mixture."""
-        return self.module.bias
-
-
 def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
     """The hidden states of a call, which come first, by whatever name."""
     hidden = (*args, *kwargs.values())[0]
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts, StackedExperts, SortedExperts)
+LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts)
 
 
 def experts_of(module: Any) -> Experts | None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Found
-from sinkscope.models.loading.config import without_cache
 from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
 from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
@@ -58,7 +57,7 @@ class Parts:
         from transformers import AutoTokenizer
 
         with suppress(Exception):  # the origin may not exist any more
-            tokenizer = without_cache(AutoTokenizer.from_pretrained(origin, trust_remote_code=False))
+            tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
             if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
                 return tokenizer
         return None
@@ -253,8 +252,7 @@ class Parts:
         if experts is None:
             raise UnsupportedError(
                 f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
-                "neurons of an expert",
-                page="quantised-experts",
+                "neurons of an expert"
             )
         return experts
 

@@ -44,8 +44,7 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
     row = shown_row(draft)
     return UnsupportedError(
         f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts, "
-        f"write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))",
-        page="unsupported-model",
+        f"write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))"
     )
 
 

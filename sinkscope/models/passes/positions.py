@@ -52,6 +52,5 @@ def check_positions(target: Target) -> None:
             f"positions cannot be counted in {target.name}: {_NEW} calls while it generates end at positions "
             f"{expected}, and are counted to {counted}, because its cache does not come as {' or '.join(CACHE_NAMES)}, "
             "or does not hold what earlier calls have read; rename that argument, or install the versions in "
-            "constraints.txt",
-            page="unsupported-model",
+            "constraints.txt"
         )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.checkpoints.names import published_for
+from sinkscope.results.notation import neuron_name
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, RepetitionSpike, Stage
 from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
@@ -103,9 +104,13 @@ def _repetition(
 
 def _published(name: str, scan: LayerScan, found: FoundSet) -> PublishedSink | None:
     """What is published of a model, and whether this agrees."""
-    reported = published_for(name)
-    if reported is None:
-        return None
-    causal = {(neuron.layer, neuron.neuron) for neuron in found.neurons if neuron.causal}
-    matches = reported.matches(scan.sink_layer, causal, scan.massive_activations)
-    return None if matches is None else PublishedSink(reported.source, matches)
+    reported = {record.quantity: record for record in reversed(published_for(name))}  # the first of each quantity
+    measured = {
+        "neurons": [neuron_name(*neuron.site) for neuron in found.neurons if neuron.causal],
+        "residual_dims": scan.massive_activations,
+    }
+    for quantity, values in measured.items():
+        if quantity in reported:
+            record = reported[quantity]
+            return PublishedSink(record.source, record.fits(values))
+    return None

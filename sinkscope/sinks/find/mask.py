@@ -51,7 +51,7 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.
     """
     target = open_target(model, tokenizer, needed=False)
-    inputs = read_inputs(target, ids, {"attention_mask": attention_mask})
+    inputs = read_inputs(target, ids, attention_mask)
     rows = inputs.rows()
     check_length(target, "the longest row", max(map(len, rows)))
     real = torch.ones_like(inputs.ids, dtype=torch.bool)

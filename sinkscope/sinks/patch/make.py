@@ -153,7 +153,7 @@ class PatchMade(Result):
             SinkscopeError: No patch was made.
         """
         if self.verdict != "made":
-            raise SinkscopeError(f"no patch was made for {self.model.name}: {self.reason}", page="no-sink")
+            raise SinkscopeError(f"no patch was made for {self.model.name}: {self.reason}")
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
@@ -222,7 +222,7 @@ def draw(result: PatchMade) -> go.Figure:
 def write_patch(made: PatchMade, path: str, force: bool) -> str | None:
     """Write patch.json. A refusal is an error, because a script that goes on must stop; "nothing to patch" is not."""
     if made.verdict in ("refused", "not-repaired"):
-        raise RefusedError(f"no patch was written: {made.reason}", page="no-sink")
+        raise RefusedError(f"no patch was written: {made.reason}")
     if made.verdict != "made":
         return f"{Path(path).name} was not written: there is nothing to patch"
     made.patch.save(path, force=force)
