@@ -37,12 +37,16 @@ settings.register_profile("sinkscope", deadline=None, max_examples=25, suppress_
 settings.load_profile("sinkscope")
 
 
+SHAPED = "models tap opening hooks kv measure sinks lines loops.guard loops.barcode loops.generate conformance bench"
+"""What names the shapes of arrays; the rest is left out, because checks take time."""
+
+
 def pytest_configure(config: pytest.Config):
     """What imports and runs tests has the checks; the process that only hands tests out to workers imports no torch."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
-        from shape_checks import install
+        from jaxtyping import install_import_hook
 
-        install("sinkscope")
+        install_import_hook([f"sinkscope.{room}" for room in SHAPED.split()], "beartype.beartype")
 
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
@@ -153,12 +157,10 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def _same_start():
-    """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
+    """Every test starts from the same random numbers, whichever ran before it."""
     import torch
-    from shape_checks import begin_test
 
     torch.manual_seed(0)
-    begin_test()
 
 
 @pytest.fixture
