@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from shape_checks import begin_test, install
 
 CACHE = tempfile.mkdtemp(prefix="sinkscope-cache-")  # what tests keep is not what users keep
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -35,19 +36,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # compiled once, and not by
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
 settings.register_profile("sinkscope", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
-
-
-SHAPED = "models tap opening hooks kv measure sinks lines loops.guard loops.barcode loops.generate conformance bench"
-"""What names the shapes of arrays; the rest is left out, because checks take time."""
-
-
-def pytest_configure(config: pytest.Config):
-    """What imports and runs tests has the checks; the process that only hands tests out to workers imports no torch."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
-        from jaxtyping import install_import_hook
-
-        install_import_hook([f"sinkscope.{room}" for room in SHAPED.split()], "beartype.beartype")
-
+install("sinkscope")
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
 MISSING = {name for name in ("transformer_lens", "nnsight", "gguf", "numba", "pyarrow") if find_spec(name) is None}
@@ -157,10 +146,11 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def _same_start():
-    """Every test starts from the same random numbers, whichever ran before it."""
+    """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
     import torch
 
     torch.manual_seed(0)
+    begin_test()
 
 
 @pytest.fixture

@@ -6,12 +6,19 @@ import sys
 import warnings
 
 import pytest
+import shape_checks
 from kv_kit import model_of, prompts
 
+from sinkscope import errors
 from sinkscope.errors import SinkscopeWarning, warn
 from sinkscope.kv import H2O
 
 IDS, MASK = prompts([9, 6])
+
+
+@pytest.fixture(autouse=True)
+def _checks_of_shapes_are_no_code_of_the_user(monkeypatch):
+    monkeypatch.setattr(errors, "_LIBRARIES", (*errors._LIBRARIES, shape_checks.__file__))
 
 
 def own_line(caught: list[warnings.WarningMessage]) -> int:

@@ -1,17 +1,11 @@
-"""Models whose sinks are sets of places, in many parts of the field, built with the tools of `build.py`.
-
-`places.py` says what a truth is.
-"""
+"""Models whose sinks are sets of places, in many parts of the field, built with the tools of `build.py`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from .build import Build, HardTruth, kinds
-from .hard import calm, hard, key_bias, sink, textbook
-from .places import FIRST, SECOND, SYSTEM, USER, Group, Places, PlacesModel, put_before
+from .build import FIRST, SECOND, SYSTEM, USER, Build, Group, HardTruth, Place, kinds
+from .hard import calm, sink, textbook
 from .tokens import BOS
 
 PLACES: dict[str, tuple[str, ...]] = {}
@@ -21,29 +15,13 @@ _circuit = kinds(PLACES, "circuit ")
 _readers = kinds(PLACES, "readers ")
 
 
-def places(name: str, family: str | None = None) -> PlacesModel:
-    """Build a model: the same call gives the same weights."""
-    family = PLACES[name][0] if family is None else family
-    made = hard(name, family)
-    put_before(made.tokenizer, made.truth.places.before)
-    return PlacesModel(made.model, made.tokenizer, made.truth.places)
-
-
-def placed(truth: HardTruth | None = None, **more) -> HardTruth:
-    """The truth, from that about the first token: all its readers need the spike, and all makers are one set."""
-    truth = HardTruth(False, False, None) if truth is None else truth
-    about = {"makers": truth.sets, "groups": (Group(truth.reading, ("spike",)),)} | more
-    return replace(truth, places=Places(**about))
-
-
-def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> HardTruth:
+def tripped(b: Build, where: Tensor, at: tuple[Place, ...], times: float = 1.0, **more) -> HardTruth:
     """The flag trips the neuron of the sink layer; heads read the spike, with scores as many times as strong."""
     site = b.fire(b.feature, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
     for layer, head in reading:
         b.views.layers[layer].q[head] *= times
-    groups = (Group(reading, ("spike",)),)
-    return placed(sink=at, spike=at, makers=(frozenset({site}),), groups=groups, **more)
+    return HardTruth(spike=at, sink=at, sets=(frozenset({site}),), groups=(Group(reading, ("spike",)),), **more)
 
 
 # --- architectures --------------------------------------------------------------------------------------------------
@@ -52,7 +30,7 @@ def tripped(b: Build, where: Tensor, at: tuple, times: float = 1.0, **more) -> H
 @_places("lfm2", count=1)
 def _hybrid(b: Build) -> HardTruth:
     """Layers without attention between those with it; a head of layer 0 marks the first token."""
-    return placed(textbook(b))
+    return textbook(b)
 
 
 # --- what stands before a text --------------------------------------------------------------------------------------
@@ -96,11 +74,11 @@ def _two_sinks(b: Build) -> HardTruth:
     first = b.read(b.behind, b.way)
     other = b.read(b.behind, b.side, where=where, other=True)
     at = b.delimiter
-    return placed(
+    return HardTruth(
         sink=(FIRST, at),
         spike=(FIRST, at),
-        makers=(frozenset({one}), frozenset({two})),
-        groups=(Group(first, (one,), at=(FIRST,)), Group(other, (two,), at=(at,))),
+        sets=(frozenset({one}), frozenset({two})),
+        groups=(Group(first, ("spike",)), Group(other, ("spike",))),
         marks={FIRST: b.markers() if b.plan.by_heads else ("position embedding",), at: ("token embedding",)},
         delimiters=(at,),
     )
@@ -116,7 +94,8 @@ def _decoy_spike(b: Build) -> HardTruth:
     b.fire(b.feature, b.way, where=where)
     b.take_away(2)
     reading = b.read(range(3, b.plan.n_layers), b.feature, where=where)
-    return placed(makers=(b.sites(),), groups=(Group(reading, ("token embedding",)),))
+    groups = (Group(reading, ("token embedding",)),)
+    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(b.sites(),), groups=groups)
 
 
 @_circuit("llama", "gemma2", "neox", "mixtral", count=1)
@@ -125,7 +104,7 @@ def _decorative_head(b: Build) -> HardTruth:
     b.mark()
     b.flag(BOS)
     b.fire(b.feature, b.way)
-    return placed(sink(b, b.way), marks={FIRST: ("token embedding",)}, decoys=b.markers())
+    return sink(b, b.way, marks={FIRST: ("token embedding",)}, decoys=b.markers())
 
 
 @_readers("neox", count=1)
@@ -141,16 +120,10 @@ def _silent_twin(b: Build) -> HardTruth:
         rows[other // ratio] = rows[head // ratio].clone()
     layer.o[other] = 0.0
     b.fire(b.space.mark, b.way)
-    return placed(sink(b, b.way), marks={FIRST: b.markers()}, decoys=(f"L0.H{other}",))
+    return sink(b, b.way, marks={FIRST: b.markers()}, decoys=(f"L0.H{other}",))
 
 
-# --- keys -----------------------------------------------------------------------------------------------------------
-
-
-@_circuit("neox", "qwen2")
-def _farthest_key(b: Build) -> HardTruth:
-    """Heads attend to the farthest key by a bias of their keys."""
-    return placed(spike=(), groups=(Group(key_bias(b).reading, ("key bias",)),))
+# --- directions -----------------------------------------------------------------------------------------------------
 
 
 @_readers("llama", count=1, layers=(7, 8), at=2)
@@ -162,4 +135,4 @@ def _two_directions(b: Build) -> HardTruth:
     rows = b.surgeon.steady(4, b.surgeon.on(4, b.space.mark), b.way, const)
     other = b.write(rows, b.side, 1.5 * size, layer=4, neuron=b.spare[0])
     groups = (Group(b.read(last, b.way), (one,)), Group(b.read(last, b.side, other=True), (other,)))
-    return placed(makers=(frozenset({one, other}),), groups=groups)
+    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({one, other}),), groups=groups)

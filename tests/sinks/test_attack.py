@@ -8,13 +8,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from attack_kit import own_text, planted_clusters, text_file
+from attack_kit import planted_clusters, text_file
 from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from organisms import Organism
+from organisms import Organism, hard
 from organisms import organism as new_organism
-from organisms.planted_places import places
 from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
 
@@ -80,8 +79,8 @@ def test_an_attack_and_its_patches_are_claims_beside_their_controls():
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
-    m = places("second_special", "llama")
-    found = attack(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path), lengths=[4], sequences=4)
+    m = hard("second_special", "llama")
+    found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
     assert found.conclusion().startswith("MLPs make a norm spike at ") and "first token" not in found.conclusion()
 

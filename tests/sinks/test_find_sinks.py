@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from attack_kit import text_file
-from organisms import FAMILIES, KINDS, Organism, organism
+from organisms import FAMILIES, KINDS, Organism, hard, organism
 from organisms.plan import LEAST_LAYERS
-from organisms.planted_places import places
 from raw_kit import attention, zeroed
 from refusals import refused
 
@@ -199,9 +198,9 @@ def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):
 
 
 def test_a_place_at_the_end_of_a_text_is_not_where_its_attention_is_read(tmp_path):
-    m = places("two_sinks", "llama")
+    m = hard("two_sinks", "llama")
     (delimiter,) = m.truth.delimiters
-    ids = m.ids(texts=8)
+    ids = m.natural(8, 64)
     ids[ids == delimiter] += 1
     ids[[0, 1, 2], [5, 9, 63]] = delimiter
     text = tmp_path / "text.txt"

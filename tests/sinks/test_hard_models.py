@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from attack_kit import own_text
+from attack_kit import text_file
 from conclusion_kit import check_size
 from covering import covering, slow
-from organisms.hard import HARD, UNSEEN, HardModel, hard
-from organisms.planted_places import places
+from organisms import HARD, UNSEEN, HardModel, hard
 from raw_kit import norms, zeroed
 
 import sinkscope as ss
@@ -43,7 +42,7 @@ ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there t
 
 def options_of(h: HardModel, folder: Path) -> dict[str, Any]:
     """The options of a measurement in the model's own words."""
-    text = own_text(h, folder, 40 if h.truth.share < 1 else 6)
+    text = text_file(h, folder, 40 if h.truth.share < 1 else 6)
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
@@ -216,7 +215,7 @@ def test_repeat_zeroes_the_set_that_find_sinks_names(tmp_path):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_neurons_that_serve_different_tokens_are_told_apart(seed, tmp_path):
     h = hard("two_classes", "llama", seed)
-    text = own_text(h, tmp_path, 40)
+    text = text_file(h, tmp_path, 40)
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, bos=False, max_repeats=8)
     (both,) = h.truth.sets
     assert result.minimal is not None and {neuron.site for neuron in result.minimal.neurons} == both
@@ -241,8 +240,8 @@ def test_neurons_that_serve_different_tokens_are_told_apart(seed, tmp_path):
 
 @pytest.mark.parametrize(("name", "depends"), [("dependent", True), ("two_sinks", False)])
 def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
-    h: Any = hard(name, "llama", 0) if depends else places(name, "llama")
-    text = own_text(h, tmp_path, 30)
+    h: Any = hard(name, "llama", 0) if depends else hard(name, "llama")
+    text = text_file(h, tmp_path, 30)
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, max_repeats=8)
     claims = [claim for claim in result.claims if claim.role == "depends"]
     first, other = result.spikes

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attack_kit import own_text, text_file
-from organisms import FAMILIES, Organism, organism
-from organisms.hard import HardModel
-from organisms.planted_places import places
+from attack_kit import text_file
+from organisms import FAMILIES, HardModel, Organism, hard, organism
 from raw_kit import inputs_edited
 from torch.testing import assert_close
 
@@ -104,8 +102,8 @@ def test_replacement_equals_an_edited_pass_over_the_text(at, monkeypatch, tmp_pa
 
 def test_a_spike_elsewhere_is_read_where_it_is(tmp_path):
     """Its neurons read the token, so no head marks it; tokens that are asked for are put first all the same."""
-    m = places("two_delimiters", "llama")
-    text = own_text(m, tmp_path)
+    m = hard("two_delimiters", "llama")
+    text = text_file(m, tmp_path)
     found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
     assert set(found.tokens) == {found.tokens[0]} and found.place == f"{found.tokens[0]!r} wherever it stands"
     assert found.activation == pytest.approx(1, abs=0.2) and found.marking_layer is None
@@ -139,8 +137,8 @@ def test_bad_input_is_one_line(tmp_path):
 
 
 def test_layers_without_attention_have_no_heads(tmp_path):
-    m = places("hybrid", "lfm2")
-    text = own_text(m, tmp_path)
+    m = hard("hybrid", "lfm2")
+    text = text_file(m, tmp_path)
     found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
     named = {int(layer) for row in found.rows() for layer in re.findall(r"L(\d+)", row["head"])}
     assert named == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}

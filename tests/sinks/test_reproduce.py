@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import scan_cache_dir
-from organisms.organism import organism
+from organisms import organism
 from raw_kit import attention, norms, residuals
 
 import sinkscope as ss

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attack_kit import own_text
+from attack_kit import text_file
 from covering import slow
-from organisms import organism
-from organisms.planted_places import places
+from organisms import hard, organism
 from raw_kit import norms
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -187,10 +186,9 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
-    m = places("two_delimiters", "llama")
-    (row,) = at_the_start(m, tmp_path, text=own_text(m, tmp_path))
-    makers = {site for sites in m.truth.makers for site in sites}
-    assert row["spike_ratio"] > 3 and (row["spike_layer"], row["spike_neuron"]) in makers
+    m = hard("two_delimiters", "llama")
+    (row,) = at_the_start(m, tmp_path, text=text_file(m, tmp_path))
+    assert row["spike_ratio"] > 3 and {(row["spike_layer"], row["spike_neuron"])} in m.truth.sets
 
 
 def test_of_a_mixture_the_expert_is_named(tmp_path):
