@@ -44,27 +44,6 @@ def test_published_by_every_spelling(spelling):
     assert published_for(spelling).neurons == ((1, 7890), (1, 10411))
 
 
-REPORTED = {  # what `find-sinks` and `models` quote: source, layers, neurons, residual_dims, repeats
-    "llama-2-7b": (
-        "Yona et al. 2025, Table 1; Yu et al. 2024 (arXiv 2411.07191); Sun et al. 2024 (arXiv 2402.17762); "
-        "Owen et al. 2025 (arXiv 2503.22329)",
-        (1,),
-        ((1, 7890), (1, 10411)),
-        (2533, 1415),
-        1000,
-    ),
-    "gpt2": ("Owen et al. 2025 (arXiv 2503.22329)", (), (), (447,), None),
-}
-
-
-@pytest.mark.parametrize("name", REPORTED)
-def test_what_is_quoted_is_the_first_record_of_each_quantity(name):
-    found = published_for(name)
-    assert found is not None
-    quoted = (found.source, found.layers, found.neurons, found.residual_dims, found.repeats)
-    assert quoted == REPORTED[name]
-
-
 def test_nothing_published_is_none():
     for name in ("gpt2-xl", "my-own-model", "llama-2-7b-chat"):  # a near name is another model
         assert published_for(name) is None

@@ -14,10 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from organisms import organism
-from organisms.decoders import byte_tokenizer
+from organisms import organism, tiny_model
 from refusals import refused
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.shards import ALONE, Shards, check_divides
 
@@ -26,10 +24,6 @@ POLICIES = ["streaming", "h2o", "tova", "snapkv"]
 EDITS = ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "SinkPatch", "Quantize", "LoopServe", "LoopGuard"]
 READ = ["repeat", "barcode", "lines", "trace"]
 REFUSED = ["adakv", "unequal_seeds", "unequal_settings", "alone"]
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 
 
 def started(*words: str) -> subprocess.CompletedProcess[str]:
@@ -56,11 +50,8 @@ def planted(family: str, folder: Path) -> str:
 
 
 def random(family: str, folder: Path, **sizes: Any) -> str:
-    torch.manual_seed(3)
-    tokenizer = byte_tokenizer()
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **{**SIZES, **sizes})
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / family)
-    tokenizer.save_pretrained(folder / family)
+    for part in tiny_model(family, **sizes):
+        part.save_pretrained(folder / family)
     return str(folder / family)
 
 
@@ -105,7 +96,7 @@ def test_an_attack_and_larger_models_are_equal_too(tmp_path):
 
 @pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
-    folder = random("llama", tmp_path, num_key_value_heads=1, intermediate_size=64)
+    folder = random("llama", tmp_path, num_key_value_heads=1)
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
     assert failed.returncode != 0 and failed.stdout == ""
     assert failed.stderr.count("error: 2 processes cannot share the 1 heads (num_key_value_heads)") == 1

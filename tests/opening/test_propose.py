@@ -12,7 +12,7 @@ from covering import every_nth
 from organisms.decoders import decoder
 from organisms.rows import ROWS
 from organisms.tiny import MODEL_TYPES, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.h2o import H2O
@@ -24,27 +24,6 @@ from sinkscope.models.modules.down_projections import w_out
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
-
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
-
-
-def random_model(model_type: str, **config):
-    """A random model of an architecture that has no row."""
-    made = AutoConfig.for_model(model_type, **{**SIZES, "bos_token_id": 1, "eos_token_id": 2, **config})
-    made.pad_token_id = None
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
 
 
 def differing(model_type: str, model) -> list[str]:
@@ -79,7 +58,7 @@ def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
 
 def test_what_names_do_not_propose_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="no softmax attention was found in its layers"):
-        target_of(random_model("mamba", state_size=4))
+        target_of(decoder("mamba"))
 
 
 def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone():
@@ -102,7 +81,7 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
 def test_new_names_are_refused_in_one_line_that_shows_the_row_and_the_row_serves_the_model(monkeypatch):
     """An MLP under another name; with its row, the model is served."""
     monkeypatch.setattr(adapters, "ADAPTERS", {})
-    model = random_model("llama")
+    model = tiny_model("llama")[0]
     for layer in model.model.layers:
         layer.thinker = layer.mlp
         layer.forward = partial(_with_thinker, layer)
@@ -123,7 +102,7 @@ def _with_thinker(layer, hidden_states, **kwargs):
 def test_a_row_names_the_places_that_a_part_may_have(monkeypatch):
     monkeypatch.setattr(adapters, "ADAPTERS", {})
     adapters.register(Adapter("llama", attn="linear_attn|self_attn"))
-    assert probe(target_of(random_model("llama"))).problem is None
+    assert probe(target_of(tiny_model("llama")[0])).problem is None
 
 
 class EightBits(torch.nn.Module):

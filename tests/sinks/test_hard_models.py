@@ -76,7 +76,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     sink = result.sink
     places = [str(each.place) for each in (*result.sinks, *result.spikes) if each.place is not None]
     pairs = {
-        "spike": (spike is not None, truth.spike),
+        "spike": (spike is not None, bool(truth.spike)),
         "sink layer": (result.sink_layer, truth.sink_layer),
         "places": ([place for place in places if "first token" not in place], []),
         "shared dimensions": (sorted(result.shared_dims), sorted(truth.shared_dims)),
@@ -122,24 +122,12 @@ def unproven(h: HardModel, result: FindSinks) -> list[str]:
 
 
 def misleading(h: HardModel, result: FindSinks) -> list[str]:
-    """What the conclusion says that is not so, and words that it lacks."""
-    text, truth = result.conclusion(), h.truth
+    """Neurons that the conclusion names and that were not planted."""
+    text = result.conclusion()
     check_size(text)
-    text = text.replace("heads lose", "heads attend to it and lose")  # who attends is said in either form
-    attended = truth.sink or truth.carried_by == "learned logits"
-    words = {
-        "attend to": attended and truth.carried_by != "learned logits",
-        "No attention sink": truth.spike and not attended,
-        "Neither an attention sink nor a norm spike": not truth.spike and not attended,
-        "(window ": truth.window is not None,
-        "of texts": truth.share < 1,
-    }
-    wrong = [word for word, there in words.items() if (word in text) != there]
     named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
-    planted = {site[-1] for sites in truth.sets for site in sites}
-    if named <= planted and not wrong:
-        return []
-    return [f"conclusion: {text} {wrong}"]
+    planted = {site[-1] for sites in h.truth.sets for site in sites}
+    return [] if named <= planted else [f"conclusion: {text}"]
 
 
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
