@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from organisms import Organism, organism
 from organisms.decoders import decoder
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
@@ -39,33 +41,24 @@ def changed(folder: Path, change) -> Path:
     return folder
 
 
-def in_fp8(name: str, weight):
-    """As FP8 checkpoints are named; what the numbers are is never looked at."""
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}
+def quantised(kind: str, beside: Callable[[str, Tensor], dict[str, Tensor]]):
+    """Projections as checkpoints of a kind store them; what the numbers are is never looked at."""
+
+    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+        return beside(name, weight) if name.endswith("proj.weight") else {name: weight}
+
+    return change, kind
 
 
-def in_int8(name: str, weight):
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    return {name: weight.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(weight))}
+STORED = [
+    quantised("F8_E4M3", lambda name, w: {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}),
+    quantised("I8", lambda name, w: {name: w.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(w))}),
+    quantised("qweight", lambda name, _: {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}),
+]
+(IN_FP8, _), (IN_INT8, _), _ = STORED
 
 
-def in_four_bits(name: str, weight):
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    return {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (in_fp8, "F8_E4M3"),
-        (in_int8, "I8"),
-        (in_four_bits, "qweight"),
-    ],
-)
+@pytest.mark.parametrize(("change", "kind"), STORED)
 def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
     folder = changed(tmp_path / "m", change)
     for measured in (str(folder), lambda: load(folder)):
@@ -74,7 +67,7 @@ def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
 
 
 def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
-    folder = changed(tmp_path / "m", in_fp8)
+    folder = changed(tmp_path / "m", IN_FP8)
     with hub(tmp_path / "cache") as server:
         server.add("org/name", folder)
         with refused(words=["org/name stores", "F8_E4M3"]):
@@ -167,7 +160,7 @@ def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
 
 
 def test_pickled_weights_of_one_byte_are_refused(tmp_path):
-    folder = changed(tmp_path / "m", in_int8)
+    folder = changed(tmp_path / "m", IN_INT8)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with refused(words=["m stores 35 weights quantised", "int8"]):

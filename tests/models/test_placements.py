@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,31 +21,25 @@ BUNDLED = Path(ss.__file__).parent / "models/bundled"
 LAYERS = 6
 
 
-@cache
-def saved() -> tuple[TemporaryDirectory[str], Path]:
-    """The model of the package in a folder of its own; it is removed with the first value."""
-    kept = TemporaryDirectory(prefix="sinkscope-scale-")
-    shutil.copytree(BUNDLED, Path(kept.name) / "m")
-    return kept, Path(kept.name) / "m"
+OFFLOADED = TemporaryDirectory(prefix="sinkscope-offloaded-")
 
 
 def whole() -> Any:
-    return ss.load(saved()[1], device="cpu")
+    return ss.load(BUNDLED, device="cpu")
 
 
 def one_device() -> Any:
-    return ss.load(saved()[1], device_map={"": "cpu"})
+    return ss.load(BUNDLED, device_map={"": "cpu"})
 
 
 def on_disk() -> Any:
     """The embedding, the unembedding, and every layer but the first on disk, that of the sink among them."""
-    folder = saved()[1]
     places = {f"model.layers.{layer}": "disk" if layer else "cpu" for layer in range(LAYERS)}
     places |= {"model.embed_tokens": "disk", "lm_head": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, device_map=places, offload_folder=folder.parent / "offload", dtype=torch.float32
+        BUNDLED, device_map=places, offload_folder=OFFLOADED.name, dtype=torch.float32
     )
-    model.tokenizer = AutoTokenizer.from_pretrained(folder)
+    model.tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     assert model.model.layers[LAYERS - 1].mlp.down_proj.weight.is_meta
     return model
 
