@@ -110,9 +110,10 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
     assert_close(whole.norms[0], whole.norms[2], rtol=1e-4, atol=1e-4)
     assert_close(whole.attention[0], whole.attention[2], rtol=1e-4, atol=1e-5)
     for end in range(o.truth.sink_layer, target.n_layers):
-        ended = effects(target, ids, edits[:2], upto=end, attention=True)
+        ended = effects(target, ids, edits[:2], upto=end)
+        attending = effects(target, ids, edits[:2], upto=end, attention=True)
         assert_close(ended.norms, whole.norms[:3, ..., : end + 1], rtol=1e-4, atol=1e-4)
-        assert_close(ended.attention, whole.attention[:3, ..., : end + 1, :], rtol=1e-4, atol=1e-5)
+        assert_close(attending.attention, whole.attention[:3, ..., : end + 1, :], rtol=1e-4, atol=1e-5)
     if streamed:
         target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
     entering = scan_layers(target, ids, whole=True).entering
