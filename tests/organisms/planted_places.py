@@ -107,22 +107,6 @@ def _decorative_head(b: Build) -> HardTruth:
     return sink(b, b.way, marks={FIRST: ("token embedding",)}, decoys=b.markers())
 
 
-@_readers("neox", count=1)
-def _silent_twin(b: Build) -> HardTruth:
-    """One head of layer 0 marks BOS; another attends in the same way and writes nothing."""
-    b.mark()
-    layer, ratio = b.views.layers[0], b.plan.n_heads // b.plan.n_kv
-    (head,) = b.of_bos()
-    other = next(one for one in range(b.plan.n_heads) if one // ratio != head // ratio)
-    for rows in (layer.q, layer.q_bias):
-        rows[other] = rows[head].clone()
-    for rows in (layer.k, layer.v, layer.k_bias, layer.v_bias):
-        rows[other // ratio] = rows[head // ratio].clone()
-    layer.o[other] = 0.0
-    b.fire(b.space.mark, b.way)
-    return sink(b, b.way, marks={FIRST: b.markers()}, decoys=(f"L0.H{other}",))
-
-
 # --- directions -----------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from organisms.decoders import byte_tokenizer, decoder
 from raw_kit import attention, norms, zeroed
 from refusals import refused
 
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import in_words
@@ -25,8 +24,7 @@ pytestmark = pytest.mark.few_texts
 
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
-    site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
-    return trace(o.model, torch.tensor([ids]), [site], "norm")[site][0]
+    return norms(o.model, torch.tensor([ids]))[o.truth.sink_layer, 0]
 
 
 def word_of(o: Organism, group: int) -> str:

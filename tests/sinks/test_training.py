@@ -13,7 +13,7 @@ import torch
 from attack_kit import text_file
 from covering import slow
 from organisms import hard, organism
-from raw_kit import norms
+from raw_kit import attention, norms
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -126,27 +126,21 @@ def text_of(m, path):
 def by_hand(m, ids):
     """The numbers, by plain hooks and their definitions."""
     model = m.model.eval()
-    model.set_attn_implementation("eager")
-    rates = []
-    for rows in ids[:100].split(10):
-        for layer in model(rows, output_attentions=True, use_cache=False).attentions:
-            rates.append((layer[:, :, :, 0].mean(2) > 0.3).float().mean())
+    rate = (attention(model, ids[:100])[..., 0].mean(3) > 0.3).float().mean()
     profile = norms(model, ids[:4])
     first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
     words = pick_tokens(
         replace(Setup.open(m.model, tokenizer=m.tokenizer), ids=ids[:4]), count=4
     )  # drawn with the seed
-    numbers = {"sink_rate": float(torch.stack(rates).mean()), "spike_ratio": float((first / typical).max())}
+    numbers = {"sink_rate": float(rate), "spike_ratio": float((first / typical).max())}
     for name in ("repeat", "text"):
-        attention, loss = [], []
+        given, loss = [], []
         for row, word in zip(ids[:4].tolist(), words, strict=True):
             tokens = torch.tensor([[row[0], *[word] * 47, *row[48:]]] if name == "repeat" else [row])
-            out = model(tokens, output_attentions=True, use_cache=False)
-            attention += [layer[0, :, 48:, 1:48].sum(2).mean() for layer in out.attentions]
-            loss.append(cross_entropy(out.logits[0, 23:47], tokens[0, 24:48]))
-        numbers[f"{name}_attention"] = float(torch.stack(attention).mean())
+            given.append(attention(model, tokens)[:, 0, :, 48:, 1:48].sum(3).mean())
+            loss.append(cross_entropy(model(tokens).logits[0, 23:47], tokens[0, 24:48]))
+        numbers[f"{name}_attention"] = float(torch.stack(given).mean())
         numbers[f"{name}_loss"] = float(torch.stack(loss).mean())
-    model.set_attn_implementation("sdpa")
     return numbers
 
 
