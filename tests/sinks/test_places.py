@@ -112,16 +112,6 @@ def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_
     assert found == () and left.count == 2
 
 
-def test_what_the_words_leave_out_is_a_piece_of_its_own():
-    ids = texts()
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    there[:, 0] = True
-    there[:24, 1:3] = torch.rand(24, 2, generator=torch.Generator().manual_seed(0)) < 0.5
-    (first, rest), left = pieces(ids, there, decode)
-    assert first.words == "the first token" and rest.rule is None and left.count == 0
-    assert (first.there(ids) ^ rest.there(ids)).equal(there) and first.coverage + rest.coverage == pytest.approx(1)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 0.3), st.booleans())
 @example(2713, 0.09375, False)  # the words of two pieces mean some places both
