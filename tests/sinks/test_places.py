@@ -62,14 +62,6 @@ def test_the_simplest_words_are_taken():
     assert said(ids, torch.zeros_like(comma)) is None
 
 
-def test_of_several_special_tokens_the_one_that_is_a_sink_is_named():
-    ids = texts()
-    ids[:, 1] = 2
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    there[:, 1] = True
-    assert said(ids, there) == "'t2' at position 1"
-
-
 def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
     ids = torch.randint(10, 90, (4, 64))
     ids[:, [5, 9]] = torch.tensor([3, 7])
