@@ -282,11 +282,8 @@ class Build:
 
     def markers(self) -> tuple[str, ...]:
         """Names of the heads of layer 0 that mark BOS."""
-        return tuple(f"L0.H{head}" for head in self.of_bos())
-
-    def of_bos(self) -> tuple[int, ...]:
-        """The heads that mark BOS, in the layer of heads that mark."""
-        return tuple(sorted(head for head, group, _ in self.plan.slots if group == self.plan.groups[BOS]))
+        group = self.plan.groups[BOS]
+        return tuple(sorted(f"L0.H{head}" for head, marked, _ in self.plan.slots if marked == group))
 
     @property
     def later_layers(self) -> range:

@@ -36,7 +36,6 @@ class HardModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     truth: HardTruth
-    name: str
     groups: dict[int, int]
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
@@ -63,7 +62,7 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
         put = [(str(tokenizer.convert_ids_to_tokens(one)), one) for one in truth.before]
         single = " ".join([*(word for word, _ in put), "$A"])
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=put)
-    return HardModel(b.model, tokenizer, truth, name, b.plan.groups)
+    return HardModel(b.model, tokenizer, truth, b.plan.groups)
 
 
 def mask_of(where: tuple[Place, ...], ids: Tensor) -> Tensor:
@@ -84,11 +83,9 @@ HARD: dict[str, tuple[str, ...]] = {}
 """Every kind of hard model, and the families that it is built in."""
 UNSEEN: dict[str, tuple[str, ...]] = {}
 """Kinds with other texts, other windows, or other neurons for repeated tokens."""
-ALONE: dict[str, tuple[str, ...]] = {}
-"""Kinds with a test of their own."""
 _kind = kinds(HARD)
 _unseen = kinds(UNSEEN)
-_alone = kinds(ALONE)
+_alone = kinds({})
 
 
 def spike(b: Build) -> HardTruth:
@@ -291,7 +288,7 @@ def _other_neurons(b: Build) -> HardTruth:
     return sink(b, b.way, repeated=(repeated,))
 
 
-@_alone("llama", count=2, marked=1.0)
+@_alone(count=2, marked=1.0)
 def _two_classes(b: Build) -> HardTruth:
     """Tokens are of two classes, and each of two neurons makes the spike of one class where it stands first."""
     b.mark()
@@ -308,7 +305,7 @@ def _two_classes(b: Build) -> HardTruth:
     return sink(b, b.way, bos=False)
 
 
-@_alone("llama", count=1, layers=(8, 8), at=1)
+@_alone(count=1, layers=(8, 8), at=1)
 def _dependent(b: Build) -> HardTruth:
     """Heads of layer 2 that read the first token's spike write at all later tokens, and the neuron that makes the spike
     of a delimiter needs that beside the embedding.

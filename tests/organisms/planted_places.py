@@ -8,11 +8,9 @@ from .build import FIRST, SECOND, SYSTEM, USER, Build, Group, HardTruth, Place, 
 from .hard import calm, sink, textbook
 from .tokens import BOS
 
-PLACES: dict[str, tuple[str, ...]] = {}
-"""Every kind, and the families that it is built in."""
-_places = kinds(PLACES, "places ")
-_circuit = kinds(PLACES, "circuit ")
-_readers = kinds(PLACES, "readers ")
+_places = kinds({}, "places ")
+_circuit = kinds({}, "circuit ")
+_readers = kinds({}, "readers ")
 
 
 def tripped(b: Build, where: Tensor, at: tuple[Place, ...], times: float = 1.0, **more) -> HardTruth:
@@ -27,7 +25,7 @@ def tripped(b: Build, where: Tensor, at: tuple[Place, ...], times: float = 1.0, 
 # --- architectures --------------------------------------------------------------------------------------------------
 
 
-@_places("lfm2", count=1)
+@_places(count=1)
 def _hybrid(b: Build) -> HardTruth:
     """Layers without attention between those with it; a head of layer 0 marks the first token."""
     return textbook(b)
@@ -36,7 +34,7 @@ def _hybrid(b: Build) -> HardTruth:
 # --- what stands before a text --------------------------------------------------------------------------------------
 
 
-@_places("llama", "mistral", count=1)
+@_places(count=1)
 def _second_special(b: Build) -> HardTruth:
     """The tokenizer puts two tokens before a text; the second one's embedding trips the neuron."""
     where = b.flag(USER, 1)
@@ -44,7 +42,7 @@ def _second_special(b: Build) -> HardTruth:
     return tripped(b, where, (SECOND,), before=(BOS, USER))
 
 
-@_places("qwen3", "neox", count=1)
+@_places(count=1)
 def _all_specials(b: Build) -> HardTruth:
     """Each of the three tokens that are put before a text has the feature, and one neuron makes their spikes."""
     every = (BOS, SYSTEM, USER)
@@ -55,7 +53,7 @@ def _all_specials(b: Build) -> HardTruth:
 # --- delimiters -----------------------------------------------------------------------------------------------------
 
 
-@_places("llama", "gpt2", count=1, layers=(6, 8), behind=(2, 3))
+@_places(count=1, layers=(6, 8), behind=(2, 3))
 def _two_delimiters(b: Build) -> HardTruth:
     """Two delimiters whose embeddings trip one neuron; the first token is no sink."""
     two = (b.delimiter, b.delimiter + 30)
@@ -64,7 +62,7 @@ def _two_delimiters(b: Build) -> HardTruth:
     return tripped(b, where, two, delimiters=two)
 
 
-@_circuit("llama", "gemma2", "neox", "gpt2", "mixtral", count=1)
+@_circuit(count=1)
 def _two_sinks(b: Build) -> HardTruth:
     """The first token by a head (in GPT-2 by its position), a delimiter by its embedding, each with its own neuron."""
     where = b.flag(b.delimiter)
@@ -87,7 +85,7 @@ def _two_sinks(b: Build) -> HardTruth:
 # --- decoys ---------------------------------------------------------------------------------------------------------
 
 
-@_places("llama", "neox", count=1, layers=(7, 8), at=1)
+@_places(count=1, layers=(7, 8), at=1)
 def _decoy_spike(b: Build) -> HardTruth:
     """A neuron makes a spike of BOS, the next layer takes it away, and heads read BOS's embedding."""
     where = b.flag(BOS)
@@ -98,7 +96,7 @@ def _decoy_spike(b: Build) -> HardTruth:
     return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(b.sites(),), groups=groups)
 
 
-@_circuit("llama", "gemma2", "neox", "mixtral", count=1)
+@_circuit(count=1)
 def _decorative_head(b: Build) -> HardTruth:
     """A head marks the first token, and nothing reads it: the neuron reads BOS's embedding."""
     b.mark()
@@ -110,7 +108,7 @@ def _decorative_head(b: Build) -> HardTruth:
 # --- directions -----------------------------------------------------------------------------------------------------
 
 
-@_readers("llama", count=1, layers=(7, 8), at=2)
+@_readers(count=1, layers=(7, 8), at=2)
 def _two_directions(b: Build) -> HardTruth:
     """Two neurons make spikes of the first token in two directions, and each is read by heads of its own."""
     b.mark()
