@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 from typing import get_args
 
 import pytest
 import torch
 from checkpoints import checkpoint, with_images
-from covering import every_nth
+from covering import covering, every_nth
 from intervention_kit import logits
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
@@ -28,14 +29,9 @@ HYBRIDS = ["jamba", "bamba", "falcon_h1", "qwen3_next", "recurrent_gemma"]
 UNSUPPORTED = {("falcon", "bridge")}
 # Every second architecture in one kind of model, each kind with a third of them; those between are streamed by default
 # (test_stream.py), and all other pairs are slow.
-PAIRS = [
-    pytest.param(
-        t, b, marks=[] if (i % 2 and (i // 2 + j) % 3 == 0) or (t, b) == ("falcon", "hf") else [pytest.mark.slow]
-    )
-    for i, t in enumerate(MODEL_TYPES)
-    for j, b in enumerate(get_args(Kind))
-    if (t, b) not in UNSUPPORTED
-]
+QUICK = {(name, get_args(Kind)[number // 2 % 3]) for number, name in enumerate(MODEL_TYPES) if number % 2}
+SUPPORTED = [pair for pair in product(MODEL_TYPES, get_args(Kind)) if pair not in UNSUPPORTED]
+PAIRS = covering(SUPPORTED, QUICK | {("falcon", "hf")})
 D_MLP = {"qwen2_moe": 32, "qwen3_moe": 32, "glm4_moe": 24}
 KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)
 

@@ -41,24 +41,17 @@ def changed(folder: Path, change) -> Path:
     return folder
 
 
-def quantised(kind: str, beside: Callable[[str, Tensor], dict[str, Tensor]]):
-    """Projections as checkpoints of a kind store them; what the numbers are is never looked at."""
-
-    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
-        return beside(name, weight) if name.endswith("proj.weight") else {name: weight}
-
-    return change, kind
+def quantised(stored: Callable[[str, Tensor], dict[str, Tensor]]) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    """A change of the weights of projections alone; what the numbers are is never looked at."""
+    return lambda name, weight: stored(name, weight) if name.endswith("proj.weight") else {name: weight}
 
 
-STORED = [
-    quantised("F8_E4M3", lambda name, w: {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}),
-    quantised("I8", lambda name, w: {name: w.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(w))}),
-    quantised("qweight", lambda name, _: {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}),
-]
-(IN_FP8, _), (IN_INT8, _), _ = STORED
+IN_FP8 = quantised(lambda name, w: {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)})
+IN_INT8 = quantised(lambda name, w: {name: w.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(w))})
+IN_FOUR_BITS = quantised(lambda name, _: {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)})
 
 
-@pytest.mark.parametrize(("change", "kind"), STORED)
+@pytest.mark.parametrize(("change", "kind"), [(IN_FP8, "F8_E4M3"), (IN_INT8, "I8"), (IN_FOUR_BITS, "qweight")])
 def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
     folder = changed(tmp_path / "m", change)
     for measured in (str(folder), lambda: load(folder)):
