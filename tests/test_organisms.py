@@ -24,7 +24,7 @@ def check(o: Organism, seed: int):
     with torch.no_grad():
         logits = o.model(tokens).logits
     assert torch.isfinite(logits).all() and 0.3 < float(logits.std(-1)[:, 1:].mean()) < 15
-    if not truth.has_sink:
+    if not truth.neurons:
         assert truth.sink_layer is None and truth.neurons == () and truth.stages == ()
         assert (first < 2 * typical).all()
         assert (rest[-1].min() > 100) == (o.kind == "massive_dim")

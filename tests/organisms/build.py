@@ -121,7 +121,6 @@ class Build:
         behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
         at: int | None = None,  # the sink layer, where it is not to be drawn
         count: int | None = None,  # of sink neurons
-        thin: bool = False,
         marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
         window: int | None = None,  # 1024, where it is not given and the family draws that it has one
         **changes,
@@ -129,8 +128,7 @@ class Build:
         self.rng = rng = random.Random(f"hard {name} {family} {seed}")
         n = rng.randint(*layers)
         number = rng.getrandbits(30)
-        width = None if not thin or family == "gemma2" else 64 if family in ("gpt2", "neox") else 48
-        plan = make_plan(family, number, "sink", n, width, True)
+        plan = make_plan(family, number, n_layers=n)
         if count is not None:
             free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
             neurons = (*plan.neurons, *free)[:count]

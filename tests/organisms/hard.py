@@ -123,7 +123,7 @@ def _plain(b: Build) -> HardTruth:
     return textbook(b)
 
 
-@_kind(*ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
+@_kind(*ALL, layers=(28, 30), behind=(11, 12), count=1, spike=42.0)
 def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     b.mark()
