@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.app.cli import main
 from sinkscope.opening.load import load
 from sinkscope.opening.open import open_stream
 
-SHORT = {"max_repeats": 64}
+READERS = (load, partial(ss.find_sinks, max_repeats=64))
 
 
 @cache
@@ -54,9 +53,9 @@ IN_FOUR_BITS = quantised(lambda name, _: {name.replace("weight", "qweight"): tor
 @pytest.mark.parametrize(("change", "kind"), [(IN_FP8, "F8_E4M3"), (IN_INT8, "I8"), (IN_FOUR_BITS, "qweight")])
 def test_quantised_weights_need_a_configuration(tmp_path, change, kind):
     folder = changed(tmp_path / "m", change)
-    for measured in (str(folder), lambda: load(folder)):
+    for read in READERS:
         with refused(words=["m stores 35 weights quantised", kind, "no quantization_config", "16 bits"]):
-            ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
+            read(folder)
 
 
 def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
@@ -64,7 +63,7 @@ def test_shards_of_a_hub_are_looked_at_when_they_come(tmp_path):
     with hub(tmp_path / "cache") as server:
         server.add("org/name", folder)
         with refused(words=["org/name stores", "F8_E4M3"]):
-            ss.find_sinks("org/name", **SHORT)
+            ss.find_sinks("org/name")
 
 
 BESIDE = {  # tensors that would change what the model computes
@@ -78,10 +77,9 @@ BESIDE = {  # tensors that would change what the model computes
 @pytest.mark.parametrize("tensor", BESIDE.values(), ids=BESIDE)
 def test_tensors_of_parts_that_the_model_has_are_not_left_out(tmp_path, tensor):
     folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: torch.ones(4)})
-    with refused(words=[f"m has the tensor {tensor}", "no place"]):
-        load(folder)
-    with refused(words=[tensor, "no place"]):
-        ss.find_sinks(str(folder), **SHORT)
+    for read in READERS:
+        with refused(words=[tensor, "no place"]):
+            read(folder)
 
 
 HARMLESS = {  # what released checkpoints hold beside the weights of a text model
@@ -115,25 +113,21 @@ def adapter_in(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside):
+def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, typed, beside):
     folder = tmp_path / "m"
     if beside:
         planted().save(folder)
     adapter_in(folder)
     words = ["adapter (LORA) of meta-llama/Llama-2-7b-hf", "sinkscope.load('meta-llama/Llama-2-7b-hf')"]
     words += ["peft.PeftModel.from_pretrained(base", "to measure the model alone" if beside else "not a whole model"]
-    with refused(words=words):
-        load(folder)
-    with refused(words=words):
-        ss.find_sinks(str(folder))
-    assert main(["circuit", "--model", str(folder)]) == 2
-    assert words[0] in capsys.readouterr().err
     with hub(tmp_path / "cache") as server:
         server.add("org/name", folder)
-        with refused(words=["org/name", *words]):
-            load("org/name")
-        with refused(words=["org/name", *words]):
-            ss.find_sinks("org/name")
+        for read in READERS:
+            with refused(words=words):
+                read(folder)
+            with refused(words=["org/name", *words]):
+                read("org/name")
+    assert words[0] in typed(["circuit", "--model", str(folder)], 2).err
 
 
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
@@ -147,9 +141,9 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
 
 def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
     (tmp_path / "m-Q8_0.gguf").write_bytes(b"GGUF")
-    for read in (load, ss.find_sinks):
+    for read in READERS:
         with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
-            read(str(tmp_path))
+            read(tmp_path)
 
 
 def test_pickled_weights_of_one_byte_are_refused(tmp_path):
