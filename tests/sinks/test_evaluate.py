@@ -77,15 +77,16 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
 def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path):
     o = organism(family, seed)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path), seed=1)
+    text = text_file(o, tmp_path)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
-    drawn = random_patch(made, patch)
-    assert len(drawn.checked_sites) == len(patch.checked_sites)
-    assert {(s.layer, s.expert) for s in drawn.checked_sites} == {(s.layer, s.expert) for s in patch.checked_sites}
-    assert not set(drawn.checked_sites) & set(patch.checked_sites)
-    assert drawn.checked_sites == random_patch(made, patch).checked_sites
-    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path), seed=2), patch)
-    assert other.checked_sites != drawn.checked_sites
+
+    def drawn(seed: int):
+        return random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text, seed=seed), patch).checked_sites
+
+    sites = drawn(1)
+    assert len(sites) == len(patch.checked_sites) and not set(sites) & set(patch.checked_sites)
+    assert {(s.layer, s.expert) for s in sites} == {(s.layer, s.expert) for s in patch.checked_sites}
+    assert sites == drawn(1) != drawn(2)
 
 
 @pytest.mark.parametrize(
