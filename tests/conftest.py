@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from shape_checks import begin_test, install
 
 CACHE = tempfile.mkdtemp(prefix="sinkscope-cache-")  # what tests keep is not what users keep
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -35,15 +36,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # compiled once, and not by
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
 settings.register_profile("sinkscope", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
-
-
-def pytest_configure(config: pytest.Config):
-    """What imports and runs tests has the checks; the process that only hands tests out to workers imports no torch."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
-        from shape_checks import install
-
-        install("sinkscope")
-
+install("sinkscope")
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
 MISSING = {name for name in ("transformer_lens", "nnsight", "gguf", "numba", "pyarrow") if find_spec(name) is None}
@@ -155,7 +148,6 @@ def pytest_sessionfinish():
 def _same_start():
     """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
     import torch
-    from shape_checks import begin_test
 
     torch.manual_seed(0)
     begin_test()

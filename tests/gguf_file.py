@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +26,9 @@ def write_gguf(path: Path, model, tokenizer):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     tokens = tokenizer.convert_ids_to_tokens(list(range(config.vocab_size)))
-    scheme = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    if scheme["type"] == "BPE":
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(tokens)
-        writer.add_token_merges([" ".join(merge) for merge in scheme["merges"]])
-    else:  # whole words, which llama.cpp has no form for: they stand in the vocabulary, no text leads to them
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list([t if t.startswith("<") else "\u2581" + t for t in tokens])
+    # Whole words, which llama.cpp has no form for: they stand in the vocabulary, no text leads to them.
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([t if t.startswith("<") else "\u2581" + t for t in tokens])
     writer.add_token_scores([-float(i) for i in range(len(tokens))])
     writer.add_token_types([3 if t.startswith("<") else 1 for t in tokens])
     writer.add_bos_token_id(1)

@@ -58,7 +58,7 @@ class Hub:
         return [match[3] for match in matches if match]
 
     def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body for a path, before ranges and breaks."""
+        """Status, headers and body for a path, before breaks."""
         match = FILE.fullmatch(unquote(path))
         repo, revision, name = match.groups() if match else ("", "", "")
         if not any(repo == other for other, _ in self.folders):
@@ -72,7 +72,7 @@ class Hub:
         if not (folder / name).is_file():
             return 404, head | {"X-Error-Code": "EntryNotFound"}, b"{}"
         body = (folder / name).read_bytes()
-        return 200, head | {"ETag": f'"{digest(body)}"', "Accept-Ranges": "bytes"}, body
+        return 200, head | {"ETag": f'"{digest(body)}"'}, body
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -86,11 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.hub.log.append((self.command, self.path))
         status, headers, body = self.hub.answer(self.path, self.headers.get("Authorization", ""))
-        wanted = self.headers.get("Range")
-        if wanted and status == 200 and self.command == "GET":
-            start = int(wanted.removeprefix("bytes=").split("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-            status, body = 206, body[start:]
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

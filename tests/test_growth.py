@@ -26,16 +26,8 @@ def one_line(count: int) -> str:
     return " ".join(words(count))
 
 
-def no_space(count: int) -> str:
-    return "".join(words(count))
-
-
 def one_json_line(count: int) -> str:
     return json.dumps({"text": one_line(count)})
-
-
-def json_lines(count: int) -> str:
-    return "\n".join(json.dumps({"text": one_line(20)}) for _ in range(count // 20))
 
 
 def events(count: int) -> str:
@@ -48,7 +40,7 @@ def one_event(count: int) -> str:
     return f"data: {part}\n\ndata: [DONE]\n\n"
 
 
-MADE = [one_line, no_space, one_json_line, json_lines, events, one_event]
+MADE = [one_line, one_json_line, events, one_event]
 CASES = covering(
     [*product(["--follow", ""], MADE)], {("--follow", one_json_line), ("--follow", one_event), ("", one_line)}
 )

@@ -18,7 +18,7 @@ LAYERS = 9
 @pytest.fixture(scope="module")
 def deep():
     """A Llama of 9 layers whose sink is in the first three, so that reading may stop before the end."""
-    seed = next(s for s in range(200) if make_plan("llama", s, "sink", LAYERS, None, True).sink_layer in (1, 2))
+    seed = next(s for s in range(200) if make_plan("llama", s, n_layers=LAYERS).sink_layer in (1, 2))
     return organism("llama", seed, n_layers=LAYERS)
 
 

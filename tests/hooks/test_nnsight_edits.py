@@ -86,15 +86,11 @@ def test_a_remote_trace_cannot_take_an_edit_along(traced, remote):
     assert vars(traced) == before
 
 
-@pytest.mark.parametrize("kind", ["LanguageModel", pytest.param("TransformersModel", marks=pytest.mark.slow)])
 @torch.no_grad()
-def test_a_model_made_by_name_is_loaded_when_it_is_first_used(tmp_path, folder, kind):
-    options = {"tokenizer": planted().tokenizer}
-    if kind == "TransformersModel":
-        options["task"] = "text-generation"
+def test_a_model_made_by_name_is_loaded_when_it_is_first_used(tmp_path, folder):
     with hub(tmp_path) as server:
         server.add("org/name", folder)
-        model = getattr(nnsight, kind)("org/name", **options)
+        model = nnsight.LanguageModel("org/name", tokenizer=planted().tokenizer)
         edit = edits()["ablate"]
         with edit.on(model):
             with model.trace(IDS):

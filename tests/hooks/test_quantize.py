@@ -30,13 +30,6 @@ def ids_of(family: str) -> torch.Tensor:
     return model_of(family).natural(3, 24)
 
 
-def exact_tokens(ids: torch.Tensor) -> torch.Tensor:
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    there[:, 0] = True
-    there[1, 7] = True
-    return there
-
-
 # --- against plain hooks -------------------------------------------------------------------------------------------
 
 
@@ -46,8 +39,10 @@ def exact_tokens(ids: torch.Tensor) -> torch.Tensor:
 def test_it_rounds_as_by_hand(family, scale, what):
     model, ids = model_of(family).model, ids_of(family)
     neurons = [(1, 3), (2, 5)]
+    exact = torch.zeros_like(ids, dtype=torch.bool)
+    exact[:, 0] = exact[1, 7] = True
     how = ByHand(
-        **{what: 6}, scale=scale, tokens=exact_tokens(ids), neurons=neurons, layers=[0], modules=[(3, DOWN[family])],
+        **{what: 6}, scale=scale, tokens=exact, neurons=neurons, layers=[0], modules=[(3, DOWN[family])],
         down=DOWN[family],
     )  # fmt: skip
     expected = logs_by_hand(model, ids, how)

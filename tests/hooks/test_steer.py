@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from intervention_kit import KINDS, count_hooks, generated, greedy, listing_1, loud_model
 from organisms import tiny_model
+from raw_kit import inputs_edited
 from refusals import refused
 
 from sinkscope.hooks.edit import Ablate, Add, SinkPatch
-from sinkscope.models.modules.linear import is_transposed
 from sinkscope.opening.live import target_of
-
-IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 
 
 def without_heads(model, heads: list[tuple[int, int]]):
     """The same model with these heads' columns of the output projection set to zero: no hook involved."""
     edited = copy.deepcopy(model)
-    target = target_of(edited)
     for layer, head in heads:
-        module = target.sub(layer, "o")
-        weight = module.weight.data
-        weight = weight if is_transposed(module) else weight.T
-        width = weight.shape[0] // target.n_heads
-        weight[head * width : (head + 1) * width] = 0
+        edited.model.layers[layer].self_attn.o_proj.weight.data[:, 8 * head : 8 * head + 8] = 0
     return edited
-
-
-def vector_of(model) -> torch.Tensor:
-    return torch.randn(target_of(model).d_model, generator=torch.Generator().manual_seed(1))
-
-
-@contextmanager
-def added(model, layer: int, vector: torch.Tensor) -> Iterator[None]:
-    """By hand: after a layer of a plain model."""
-
-    def hook(_module, _args, output):
-        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
-
-    handle = target_of(model).layers[layer].register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,9 +28,13 @@ def test_in_generation_and_nothing_stays(kind):
     """Token by token with a cache, against the whole sequence again for every token, edited by hand."""
     model, tokenizer, sites = loud_model()
     model.generation_config.eos_token_id = None
-    ids, vector, heads = IDS[:1], 3 * vector_of(model), [(1, 2), (2, 0), (2, 1)]
+    ids, heads = torch.tensor([[1, 5, 6, 7, 8, 9]]), [(1, 2), (2, 0), (2, 1)]
+    vector = 3 * torch.randn(32, generator=torch.Generator().manual_seed(1))
     cases = [
-        (Add(vector, "blocks.1.hook_resid_post"), greedy(model, ids, 8, lambda: added(model, 1, vector))),
+        (
+            Add(vector, "blocks.1.hook_resid_post"),
+            greedy(model, ids, 8, lambda: inputs_edited(model.model.layers[2], lambda x: x + vector)),
+        ),
         (Ablate(heads=heads), without_heads(model, heads).generate(ids, max_new_tokens=8, do_sample=False)),
         (SinkPatch(sites=sites), greedy(model, ids, 8, lambda: listing_1(model, sites))),
     ]

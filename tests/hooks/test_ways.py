@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from covering import covering, each_other
 from edit_kit import EDITS, IDS, MASK
 from kv_kit import decode, model_of
 from refusals import refused
@@ -233,13 +235,9 @@ def expected(plain):
     return found
 
 
-CASES = []
-for _number, _way in enumerate(WAYS):
-    for _index, _name in enumerate(EDITS):
-        _quick = _index == _number % len(EDITS) and "compiled" not in _way
-        _quick = _quick or (_way == "compiled MLP" and _name in ("ablate", "patch and h2o"))
-        _marks = [] if _quick else [pytest.mark.slow]
-        CASES.append(pytest.param(_way, _name, id=f"{_way}, {_name}", marks=_marks))
+COMPILED = [way for way in WAYS if "compiled" in way]
+CASES = each_other([way for way in WAYS if way not in COMPILED], list(EDITS), len(EDITS))
+CASES += covering(product(COMPILED, EDITS), {("compiled MLP", "ablate"), ("compiled MLP", "patch and h2o")})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -111,14 +111,3 @@ def test_every_field_of_a_policy_or_intervention_refuses_wrong_values(name):
                 made(**{**NEEDED.get(name, {}), field: value})
             tried += 1
     assert tried
-
-
-def test_what_used_to_be_measured_under_another_name_is_refused():
-    with refused("--read 'smell': expected 'norm', 'attention', 'distance' or 'probability'"):
-        sinkscope.repeat(read="smell")
-    with refused("--scheme 'a1': expected 'a8-tensor'"):
-        sinkscope.precision(schemes=["a1"])
-    with refused("tolerance=nan: expected a number from 0"):
-        sinkscope.check_cache("transformers:DynamicCache", tolerance=math.nan)
-    with refused("--all-layers 'no': expected True or False"):
-        sinkscope.repeat(all_layers="no")

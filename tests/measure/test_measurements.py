@@ -10,7 +10,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
 import pytest
 import stranger
@@ -22,9 +21,8 @@ from same_kit import differences
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.app import cli
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.catalog import Command, commands, kind_modules
+from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.files.envelope import class_of
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import Full, StreamingLLM
@@ -56,11 +54,6 @@ QUICK = {  # arguments with which a measurement takes about a second
 }
 
 
-def arguments(command: Command) -> dict[str, Any]:
-    """Those of a quick run."""
-    return QUICK.get(command.name, {})
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Make quick runs on the model of the package, each of them once, with the beginning of the typical text."""
@@ -69,8 +62,7 @@ def measured(tmp_path_factory):
 
     @cache
     def run(command, backend=None):
-        more = arguments(command)
-        return command.load()(bundled(backend), text=text, **more)
+        return command.load()(bundled(backend), text=text, **QUICK.get(command.name, {}))
 
     return run
 
@@ -156,14 +148,6 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
-def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on standard error of a command that is refused."""
-    assert cli.main(words) == 2, words
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1, words
-    return printed.err
-
-
 @pytest.fixture(scope="module")
 def wordy(tmp_path_factory):
     """A model whose tokenizer knows few words."""
@@ -193,24 +177,22 @@ def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():
         _ = ss.find_sink
 
 
-def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
+def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
     """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
     source = stranger.SOURCE.read_text()
     assert len(source.splitlines()) <= 60
     (tmp_path / "package").mkdir()
     monkeypatch.chdir(tmp_path)
     with stranger.installed(tmp_path / "package", source):
-        assert cli.main(["attention-entropy", "--last", "32", "--json", "a.json", "--html", "a.html"]) == 0
-        printed = capsys.readouterr()
+        printed = typed("attention-entropy --last 32 --json a.json --html a.html")
         assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == "JSON: a.json\nPage: a.html\n"
-        assert "--last 0" in _refused(["attention-entropy", "--last", "0"], capsys)
-        assert cli.main(["attention-entropy", "--help"]) == 0
-        help_text = capsys.readouterr().out
+        printed = typed("attention-entropy --last 0", 2)
+        assert printed.out == "" and printed.err.startswith("error: --last 0") and printed.err.count("\n") == 1
+        help_text = typed("attention-entropy --help").out
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
         loaded = Result.load("a.json")
         assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and loaded.entropy.shape == (6, 8)
-        model = load()
-        again = getattr(ss, stranger.NAME)(model, last=32)
+        again = getattr(ss, stranger.NAME)(load(), last=32)
     assert (again.entropy == loaded.entropy).all() and loaded.settings["last"] == 32
     assert json.loads((tmp_path / "a.json").read_text())["kind"] == "attention-entropy"
     assert "Conclusion: " in (tmp_path / "a.html").read_text()

@@ -8,27 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
+from calls_kit import edits
 from checkpoints import checkpoint
 from covering import every_nth
 from kv_kit import model_of
 from organisms import organism, tiny_model
 
 import sinkscope as ss
-from sinkscope.hooks.edit import Ablate, SinkPatch
-from sinkscope.hooks.edit.steer import Add
-from sinkscope.kv import make_policy, policies
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.opening.live import target_of
 
-ACTING = {
-    **{name: make_policy(name, budget=80) for name in policies()},
-    "guard": ss.LoopGuard(64),
-    "serve": ss.LoopServe(80),
-    "second": SinkPatch(layer=1, neurons=[3]),
-    "mean": Ablate(layer=1, neurons=[3], value="mean"),
-    "write": Ablate(layer=1, neurons=[3], value=2.0, positions=3),
-    "add": Add(torch.ones(32), "blocks.1.hook_resid_post"),
-}
+ACTING = edits(tiny_model("llama")[0].config) | {"guard": ss.LoopGuard(64)}
 
 
 @pytest.fixture

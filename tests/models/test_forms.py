@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ from organisms import Organism, organism
 from organisms.decoders import decoder
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.app.cli import main
 from sinkscope.opening.load import load
 from sinkscope.opening.open import open_stream
 
-SHORT = {"max_repeats": 64}
+READERS = (load, partial(ss.find_sinks, max_repeats=64))
 
 
 @cache
@@ -39,38 +40,29 @@ def changed(folder: Path, change) -> Path:
     return folder
 
 
-def in_fp8(name: str, weight):
-    """As FP8 checkpoints are named; what the numbers are is never looked at."""
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}
+def quantised(stored: Callable[[str, Tensor], dict[str, Tensor]]) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    """A change of the weights of projections alone; what the numbers are is never looked at."""
+    return lambda name, weight: stored(name, weight) if name.endswith("proj.weight") else {name: weight}
 
 
-def in_int8(name: str, weight):
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    return {name: weight.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(weight))}
-
-
-def in_four_bits(name: str, weight):
-    if not name.endswith("proj.weight"):
-        return {name: weight}
-    return {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}
+IN_FP8 = quantised(lambda name, w: {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)})
+IN_INT8 = quantised(lambda name, w: {name: w.to(torch.int8), name.replace("weight", "SCB"): torch.ones(len(w))})
+IN_FOUR_BITS = quantised(lambda name, _: {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)})
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (in_fp8, ["m has the tensor", "weight_scale_inv", "no place", "quantisation"]),
-        (in_int8, ["m has the tensor", "SCB", "no place", "quantisation"]),
-        (in_four_bits, ["m lacks 35 tensors", "proj.weight"]),
+        (IN_FP8, ["m has the tensor", "weight_scale_inv", "no place", "quantisation"]),
+        (IN_INT8, ["m has the tensor", "SCB", "no place", "quantisation"]),
+        (IN_FOUR_BITS, ["m lacks 35 tensors", "proj.weight"]),
     ],
 )
 def test_quantised_weights_need_a_configuration(tmp_path, change, words):
     folder = changed(tmp_path / "m", change)
-    for measured in (str(folder), lambda: load(folder)):
+    for read in READERS:
         with refused(words=words):
-            ss.find_sinks(measured() if callable(measured) else measured, **SHORT)
+            read(str(folder))
 
 
 BESIDE = {  # tensors that would change what the model computes
@@ -84,10 +76,9 @@ BESIDE = {  # tensors that would change what the model computes
 @pytest.mark.parametrize("tensor", BESIDE.values(), ids=BESIDE)
 def test_tensors_of_parts_that_the_model_has_are_not_left_out(tmp_path, tensor):
     folder = changed(tmp_path / "m", lambda name, weight: {name: weight, tensor: torch.ones(4)})
-    with refused(words=[f"m has the tensor {tensor}", "no place"]):
-        load(folder)
-    with refused(words=[tensor, "no place"]):
-        ss.find_sinks(str(folder), **SHORT)
+    for read in READERS:
+        with refused(words=[tensor, "no place"]):
+            read(folder)
 
 
 HARMLESS = {  # what released checkpoints hold beside the weights of a text model
@@ -121,25 +112,21 @@ def adapter_in(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, capsys, beside):
+def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, typed, beside):
     folder = tmp_path / "m"
     if beside:
         planted().save(folder)
     adapter_in(folder)
     words = ["holds an adapter", "sinkscope.load(", "peft.PeftModel.from_pretrained(base", "without the adapter"]
-    with refused(words=words):
-        load(folder)
-    with refused(words=words):
-        ss.find_sinks(str(folder))
-    assert main(["circuit", "--model", str(folder)]) == 2
-    assert words[0] in capsys.readouterr().err
     with hub(tmp_path / "cache") as server:
         server.add("org/name", folder)
-        words = words if beside else ["has no config.json", "of an adapter the model"]
-        with refused(words=["org/name", *words]):
-            load("org/name")
-        with refused(words=["org/name", *words]):
-            ss.find_sinks("org/name")
+        in_repo = words if beside else ["has no config.json", "of an adapter the model"]
+        for read in READERS:
+            with refused(words=words):
+                read(str(folder))
+            with refused(words=["org/name", *in_repo]):
+                read("org/name")
+    assert words[0] in typed(["circuit", "--model", str(folder)], 2).err
 
 
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
@@ -153,6 +140,6 @@ def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
 
 def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
     (tmp_path / "m-Q8_0.gguf").write_bytes(b"GGUF")
-    for read in (load, ss.find_sinks):
+    for read in READERS:
         with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
             read(str(tmp_path))

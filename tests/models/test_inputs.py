@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from covering import each_other, slow
+from covering import each_other
 from intervention_kit import KINDS
 from organisms import tiny_model
 from refusals import refused
@@ -28,11 +28,8 @@ def rows_of(tokenizer) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"),  # of other kinds than hf every third form, all if asked for slow tests
-    [(k, 1 if k == "hf" else 3) for k in KINDS] + [slow(k, 1) for k in KINDS if k != "hf"],
-)
-def test_every_form_gives_the_same(kind, step):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_gives_the_same(kind):
     model, tokenizer = tiny_model("llama")
     one = rows_of(tokenizer)[0]
     plain = trace(model, torch.tensor([one]), [SITE])[SITE]
@@ -40,7 +37,7 @@ def test_every_form_gives_the_same(kind, step):
     other = KINDS[kind](model, tokenizer)
     forms = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
     forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
-    for form in forms[::step]:
+    for form in forms if kind == "hf" else forms[::3]:
         got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
         assert_close(got, plain, atol=1e-5, rtol=1e-4)
         assert generate(other, form, tokenizer=tokenizer, max_new_tokens=3)[0].tokens == continued[0]
@@ -118,15 +115,12 @@ def masked(ids, mask) -> dict:
     [
         (None, {}, ["no tokens are given", "list of texts"]),
         ([], {}, ["no token id in a row"]),
-        ([[]], {}, ["no token id in a row"]),
         ([[1, 2], []], {}, ["no token id in a row"]),
         ([[1, -2]], {}, ["token id -2", "expected 0 to"]),
-        ([1, 96], {}, ["token id 96", "0 to 95"]),
-        (torch.tensor([[1, -1]]), {}, ["token id -1", "expected 0 to"]),
+        (torch.tensor([[1, 96]]), {}, ["token id 96", "0 to 95"]),
         ([1.0, 2.0], {}, ["token id 1.0", "expected"]),
         (torch.ones(2, 2, dtype=torch.bool), {}, ["token id True"]),
         (torch.ones(1, 2, 3, dtype=torch.long), {}, ["token id [1, 1, 1]"]),
-        (5, {}, ["type int"]),
         (object(), {}, ["type object"]),
         (["the dog", " "], {}, ["prompt 2 is empty"]),
         (["the dog", 5], {}, ["token id 'the dog'"]),

@@ -14,22 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from organisms import organism
-from organisms.decoders import byte_tokenizer
+from organisms import organism, tiny_model
 from refusals import refused
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.shards import ALONE, Shards, check_divides
 
 ROOT = Path(__file__).parents[2]
-READINGS = "repeat,barcode,lines,trace"
-EDITS = "ablate,patch,quantize,policies,guard,serve"
-REFUSED = "adakv,unequal_seeds,unequal_settings,alone"
-DENSE = "ablate,trace,serve"
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+POLICIES = ["streaming", "h2o", "tova", "snapkv"]
+EDITS = ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "SinkPatch", "Quantize", "LoopServe", "LoopGuard"]
+READ = ["repeat", "barcode", "lines", "trace"]
+REFUSED = ["adakv", "unequal_seeds", "unequal_settings", "alone"]
 
 
 def started(*words: str) -> subprocess.CompletedProcess[str]:
@@ -40,9 +34,9 @@ def started(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def compared(out: Path, *folders: str) -> tuple[dict[str, dict[str, list[str]]], str]:
-    """What differs, or is refused, of each use of each model; what the command printed."""
-    made = started(str(ROOT / "tests/shard_kit.py"), str(out), *folders)
+def compared(out: Path, calls: dict[str, list[str]]) -> tuple[dict[str, dict[str, list[str]]], str]:
+    """What differs, or is refused, of each call of each model; what the command printed."""
+    made = started(str(ROOT / "tests/shard_kit.py"), str(out), json.dumps(calls))
     assert made.returncode == 0, made.stderr[-3000:]
     assert made.stderr.count("JSON: ") == 1
     return json.loads(out.read_text()), made.stdout
@@ -56,11 +50,8 @@ def planted(family: str, folder: Path) -> str:
 
 
 def random(family: str, folder: Path, **sizes: Any) -> str:
-    torch.manual_seed(3)
-    tokenizer = byte_tokenizer()
-    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), **{**SIZES, **sizes})
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / family)
-    tokenizer.save_pretrained(folder / family)
+    for part in tiny_model(family, **sizes):
+        part.save_pretrained(folder / family)
     return str(folder / family)
 
 
@@ -69,13 +60,13 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     qwen3 = planted("qwen3", tmp_path)
     phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
     mixtral = planted("mixtral", tmp_path)
-    report, printed = compared(
-        tmp_path / "a.json",
-        f"{qwen3}:{READINGS},{EDITS},{REFUSED}",
-        f"{phi3}:{DENSE}",
-        f"{mixtral}:patch,trace",
-    )
-    adakv, seeds, settings, alone = (report["qwen3"].pop(name) for name in REFUSED.split(","))
+    calls = {
+        qwen3: [*READ, *EDITS, *POLICIES, *REFUSED],
+        phi3: ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
+        mixtral: ["SinkPatch", "trace"],
+    }
+    report, printed = compared(tmp_path / "a.json", calls)
+    adakv, seeds, settings, alone = (report["qwen3"].pop(name) for name in REFUSED)
     for lines, words in (
         (settings, "processes 0 and 1 of 2 have a different setting"),
         (seeds, "processes 0 and 1 of 2 have a different prompt, temperature or seed"),
@@ -96,17 +87,16 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
 
 @pytest.mark.slow
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
-    calls = f"find_sinks,{READINGS},heads,circuit,{EDITS}"
+    every = ["find_sinks", *READ, "heads", "circuit", *EDITS, *POLICIES]
     llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
-    report, _ = compared(
-        tmp_path / "a.json", f"{llama}:{calls}", f"{qwen3}:attack,patch_make,why,probability", f"{mixtral}:{calls}"
-    )
+    calls = {llama: every, qwen3: ["attack", "patch make", "why", "probability"], mixtral: every}
+    report, _ = compared(tmp_path / "a.json", calls)
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 
 
 @pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
-    folder = random("llama", tmp_path, num_key_value_heads=1, intermediate_size=64)
+    folder = random("llama", tmp_path, num_key_value_heads=1)
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
     assert failed.returncode != 0 and failed.stdout == ""
     assert failed.stderr.count("error: 2 processes cannot share the 1 heads (num_key_value_heads)") == 1

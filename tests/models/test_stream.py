@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import with_images
+from covering import covering
 from organisms import MODEL_TYPES, tiny_model
 from organisms.decoders import decoder
 from refusals import refused
@@ -73,11 +75,8 @@ def llama(tmp_path_factory):
 
 
 # Every second architecture, in turns in one file and in half precision and shards; what else there is is slow.
-SAVED = [
-    pytest.param(name, half, id=f"{name}-{way}", marks=() if i % 4 == 2 * half else pytest.mark.slow)
-    for i, name in enumerate(MODEL_TYPES)
-    for half, way in enumerate(("one-file", "half-sharded"))
-]
+QUICK = {(name, number % 4 == 2) for number, name in enumerate(MODEL_TYPES) if number % 2 == 0}
+SAVED = covering(product(MODEL_TYPES, (False, True)), QUICK)
 
 
 @pytest.mark.parametrize(("model_type", "half"), SAVED)

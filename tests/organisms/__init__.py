@@ -1,5 +1,7 @@
 """Models whose answer is known, made without downloads: planted circuits (sinks, loops) and tiny random models."""
 
+from . import planted_places  # noqa: F401  (enters its kinds)
+from .hard import HARD, UNSEEN, HardModel, hard, mask_of
 from .loop import LoopOrganism, loop_organism
 from .organism import Organism, Truth, organism
 from .plan import FAMILIES, KINDS
@@ -9,14 +11,19 @@ from .tokens import bpe_tokenizer, tokenizer_for, word_tokenizer
 
 __all__ = [
     "FAMILIES",
+    "HARD",
     "KINDS",
     "MODEL_TYPES",
+    "UNSEEN",
+    "HardModel",
     "LoopOrganism",
     "Organism",
     "SharedSink",
     "Truth",
     "bpe_tokenizer",
+    "hard",
     "loop_organism",
+    "mask_of",
     "organism",
     "shared_sink",
     "tiny_model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,45 +20,62 @@ from .views import Probe, views
 
 Site = tuple[int, ...]
 Head = tuple[int, int]  # (layer, query head)
+Place = str | int
+FIRST, SECOND = "first", "second"
+USER, SYSTEM = 4, 5  # ids of further tokens, where the tokenizer puts several before a text
 
 LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
 
 
 @dataclass(frozen=True)
+class Group:
+    """Heads that attend to the sink, and what they need: without any part of `needs` they lose it."""
+
+    heads: tuple[Head, ...]
+    needs: tuple[str | Site, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class HardTruth:
-    """What is so.
+    """What is so. A place is FIRST, SECOND, or the id of a token, which is meant wherever it stands.
 
     Attributes:
-        spike: the first token's norm stands out at some layer.
-        sink: heads attend to the first token.
-        carried_by: what these heads read.
-        sink_layer: whose MLP makes most of the spike; None: no MLP does.
-        sets: each a smallest set of sites whose zeroing removes the spike and, with it, the attention.
-        step_up: layers whose MLP builds the spike.
-        step_down: layers whose MLP takes it away again.
-        shared_dims: residual dimensions that are massive on every token.
-        reading: (layer, query head) planted to attend to the first token.
-        repeated: neurons that make the spike of repeated tokens, where they are others than the first token's.
-        bos: texts begin with BOS.
-        share: share of the vocabulary that is a sink where it stands first.
-        window: positions that the reading heads see.
-        places: the same as sets of places, and what each group of heads needs.
+        spike: Places whose norm stands out after some layer.
+        sink: Places that heads attend to.
+        carried_by: What these heads read.
+        sink_layer: Whose MLP makes most of the spike; None: no MLP does.
+        sets: Each a smallest set of sites whose zeroing removes a spike and, with it, the attention.
+        step_up: Layers whose MLP builds the spike.
+        step_down: Layers whose MLP takes it away again.
+        shared_dims: Residual dimensions that are massive on every token.
+        groups: The heads that attend to the sink, by what they need.
+        marks: Parts without which the spike of a place is lost, where it is said.
+        decoys: Parts that look like marks and are not.
+        delimiters: Tokens that stand a few times in every text.
+        before: Ids that the tokenizer puts before every text.
+        repeated: Neurons that make the spike of repeated tokens, where they are others than the first token's.
+        bos: Texts begin with BOS.
+        share: Share of the vocabulary that is a sink where it stands first.
+        window: Positions that the reading heads see.
     """
 
-    spike: bool
-    sink: bool
-    carried_by: str | None
+    spike: tuple[Place, ...] = ()
+    sink: tuple[Place, ...] = ()
+    carried_by: str | None = None
     sink_layer: int | None = None
     sets: tuple[frozenset[Site], ...] = ()
     step_up: tuple[int, ...] = ()
     step_down: tuple[int, ...] = ()
     shared_dims: tuple[int, ...] = ()
-    reading: tuple[Head, ...] = ()
+    groups: tuple[Group, ...] = ()
+    marks: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    decoys: tuple[str, ...] = ()
+    delimiters: tuple[int, ...] = ()
+    before: tuple[int, ...] = (BOS,)
     repeated: tuple[Site, ...] = ()
     bos: bool = True
     share: float = 1.0
     window: int | None = None
-    places: Any = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,6 @@ class Build:
         behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
         at: int | None = None,  # the sink layer, where it is not to be drawn
         count: int | None = None,  # of sink neurons
-        thin: bool = False,
         marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
         window: int | None = None,  # 1024, where it is not given and the family draws that it has one
         **changes,
@@ -112,8 +128,7 @@ class Build:
         self.rng = rng = random.Random(f"hard {name} {family} {seed}")
         n = rng.randint(*layers)
         number = rng.getrandbits(30)
-        width = None if not thin or family == "gemma2" else 64 if family in ("gpt2", "neox") else 48
-        plan = make_plan(family, number, "sink", n, width, True)
+        plan = make_plan(family, number, n_layers=n)
         if count is not None:
             free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
             neurons = (*plan.neurons, *free)[:count]
@@ -265,11 +280,8 @@ class Build:
 
     def markers(self) -> tuple[str, ...]:
         """Names of the heads of layer 0 that mark BOS."""
-        return tuple(f"L0.H{head}" for head in self.of_bos())
-
-    def of_bos(self) -> tuple[int, ...]:
-        """The heads that mark BOS, in the layer of heads that mark."""
-        return tuple(sorted(head for head, group, _ in self.plan.slots if group == self.plan.groups[BOS]))
+        group = self.plan.groups[BOS]
+        return tuple(sorted(f"L0.H{head}" for head, marked, _ in self.plan.slots if marked == group))
 
     @property
     def later_layers(self) -> range:

@@ -15,11 +15,6 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.trace.layer_view import (
-    contributions,
-    expert_and_neuron,
-    view_layer,
-)
 from sinkscope.kv.scope import scope_line
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.modules.down_projections import column_factor
@@ -88,12 +83,8 @@ class TypeReport:
 
 
 @torch.no_grad()
-def examine(model_type: str, *, quick: bool = False) -> TypeReport:
-    """Build a type, plant a neuron and check everything.
-
-    A quick examination looks at the neurons of the planted layer instead of all measurements of `find_sinks`, and at
-    one policy, and does not write the model to a folder.
-    """
+def examine(model_type: str) -> TypeReport:
+    """Build a type, plant a neuron and check everything."""
     report = TypeReport(model_type)
     model = decoder(model_type)
     tokenizer = byte_tokenizer()
@@ -101,7 +92,7 @@ def examine(model_type: str, *, quick: bool = False) -> TypeReport:
     if target is None:
         return report
     report.scope = scope_line(target)
-    sites = check_sites(model, edits=not quick)
+    sites = check_sites(model)
     report.wrong += [f"site {wrong}" for wrong in sites.wrong]
     report.sites = {"right": len(sites.right), "not offered": sorted({s.split(".", 2)[2] for s in sites.refused})}
     before = _state(model)
@@ -109,14 +100,11 @@ def examine(model_type: str, *, quick: bool = False) -> TypeReport:
     for layer in range(1, target.n_layers):
         if target.skips_layers:
             report.must(begins_at(target, layer, target.n_layers - 1), f"a pass from layer {layer} on ends otherwise")
-    _check_generation(report, target, quick)
+    _check_generation(report, target)
     report.must(_state(model) == before, "the model was not left as it was")
     if model_type in NOT_PLANTED:
         return report
     planted = _plant(target)
-    if quick:
-        _check_largest(report, target, planted)
-        return report
     found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer, max_repeats=4, top_k=4))
     if found is not None:
         _check_neurons(report, target, planted, found)
@@ -275,28 +263,14 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
 
 
 def _check_neurons(report: TypeReport, target: Target, planted: Planted, found):
-    first = found.neurons[0] if found.neurons else None
-    _check_neuron(report, target, planted, first and first.site, first and first.contribution_norm)
-    report.must(first is not None and first.causal, "it is not called causal")
-
-
-def _check_neuron(report: TypeReport, target: Target, planted: Planted, site, contribution: float | None):
     """What is found is what was planted, and contributes what is missing when it is zeroed."""
+    first = found.neurons[0] if found.neurons else None
+    site = first and first.site
     report.must(site == planted.site, f"the first neuron is {site}, planted is {planted.site}")
-    if site == planted.site and contribution is not None:
-        off = abs(contribution / _removed(target, planted) - 1)
+    if first is not None and site == planted.site:
+        off = abs(first.contribution_norm / _removed(target, planted) - 1)
         report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
-
-
-def _check_largest(report: TypeReport, target: Target, planted: Planted):
-    """Of all neurons of its layer, the planted one contributes most at the first token."""
-    ids = torch.tensor([[0, *range(20, 40)]])
-    view = view_layer(target, planted.layer, ids, torch.arange(21)[None] == 0)
-    (contribution,), (ranks,) = contributions(target, view)
-    largest = int(ranks.argmax())
-    expert, neuron = expert_and_neuron(target, planted.layer, largest)
-    site = (planted.layer, *[number for number in (expert, neuron) if number is not None])
-    _check_neuron(report, target, planted, site, float(contribution[largest]))
+    report.must(first is not None and first.causal, "it is not called causal")
 
 
 def _removed(target: Target, planted: Planted) -> float:
@@ -345,11 +319,10 @@ def _check_attention(report: TypeReport, target: Target):
         report.must(off < 1e-4, f"{site} is off by {off:.2g}")
 
 
-def _check_generation(report: TypeReport, target: Target, quick: bool):
+def _check_generation(report: TypeReport, target: Target):
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
     model, ids = target.hf, _ids()
-    new = 4 if quick else 16
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 2, "use_cache": True}
+    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "use_cache": True}
     plain = model.generate(ids, **options)
 
     def under(policy) -> Tensor:
@@ -360,7 +333,7 @@ def _check_generation(report: TypeReport, target: Target, quick: bool):
     if full is None:
         return
     report.must(torch.equal(full, plain), "Full gives other tokens than plain generate")
-    for name, make in list(POLICIES.items())[: 1 if quick else None]:
+    for name, make in POLICIES.items():
         output = report.attempt("policies", lambda make=make: under(make()))
         if output is not None:
             report.must(output.shape == plain.shape, f"{name} gives {output.shape[1]} tokens")

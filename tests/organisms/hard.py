@@ -12,14 +12,16 @@ on every token (`shared_dims`), it is left out of the norm. A **sink** is a firs
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .build import KINDS, Build, HardTruth, kinds
+from .build import FIRST, KINDS, SECOND, Build, Group, HardTruth, Place, kinds
 from .noise import NORM
 from .organism import mixed
 from .plant import MARK, unit
@@ -34,16 +36,19 @@ class HardModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     truth: HardTruth
-    name: str
     groups: dict[int, int]
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
-        """`n` rows of BOS and mixed tokens."""
-        return mixed(self.model.config.vocab_size, self.groups, True, n, length, seed)
-
-    def text(self, n: int = 6, length: int = 64) -> str:
-        """The same as words: what a tokenizer cuts into rows of `length` with BOS before each."""
-        return " ".join(self.tokenizer.decode(row[1:]) for row in self.natural(n, length))
+        """`n` rows of mixed tokens as the tokenizer puts them; delimiters stand twice in the first half of each."""
+        rows = mixed(self.model.config.vocab_size, self.groups, True, n, length, seed)
+        before, delimiters = self.truth.before, self.truth.delimiters
+        rng = random.Random(f"delimiters {seed}")
+        for row in rows:
+            for planted in sorted((*before[1:], *delimiters)):
+                row[row == planted] += 1
+            row[: len(before)] = torch.tensor(before)
+            row[rng.sample(range(2, length // 2), 2 * len(delimiters))] = torch.tensor(delimiters * 2, dtype=row.dtype)
+        return rows
 
 
 def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
@@ -53,7 +58,22 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
     with torch.no_grad():
         truth = kind.make(b)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
-    return HardModel(b.model, tokenizer, truth, name, b.plan.groups)
+    if truth.before != (BOS,):
+        put = [(str(tokenizer.convert_ids_to_tokens(one)), one) for one in truth.before]
+        single = " ".join([*(word for word, _ in put), "$A"])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=put)
+    return HardModel(b.model, tokenizer, truth, b.plan.groups)
+
+
+def mask_of(where: tuple[Place, ...], ids: Tensor) -> Tensor:
+    """The places that are described, [text, position]."""
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for one in where:
+        if one in (FIRST, SECOND):
+            mask[:, (FIRST, SECOND).index(one)] = True
+        else:
+            mask |= ids == one
+    return mask
 
 
 # --- the kinds -----------------------------------------------------------------------------------------------------
@@ -63,23 +83,21 @@ HARD: dict[str, tuple[str, ...]] = {}
 """Every kind of hard model, and the families that it is built in."""
 UNSEEN: dict[str, tuple[str, ...]] = {}
 """Kinds with other texts, other windows, or other neurons for repeated tokens."""
-ALONE: dict[str, tuple[str, ...]] = {}
-"""Kinds with a test of their own."""
 _kind = kinds(HARD)
 _unseen = kinds(UNSEEN)
-_alone = kinds(ALONE)
+_alone = kinds({})
 
 
 def spike(b: Build) -> HardTruth:
     """A spike that the neurons of the sink layer make, and that nothing reads."""
     layer = b.at
-    return HardTruth(True, False, None, layer, (b.sites(),), step_up=(layer,))
+    return HardTruth(spike=(FIRST,), sink_layer=layer, sets=(b.sites(),), step_up=(layer,))
 
 
 def sink(b: Build, way: Tensor, layers: Iterable[int] | None = None, **more) -> HardTruth:
     """A spike along `way` that heads of `layers` now come to read."""
     reading = b.read(b.behind if layers is None else layers, way)
-    return replace(spike(b), sink=True, carried_by="spike", reading=reading, **more)
+    return replace(spike(b), sink=(FIRST,), carried_by="spike", groups=(Group(reading, ("spike",)),), **more)
 
 
 def textbook(b: Build, **more) -> HardTruth:
@@ -89,7 +107,8 @@ def textbook(b: Build, **more) -> HardTruth:
 
 def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
     """Heads of all layers but the first read `way`; no norm stands out."""
-    return replace(HardTruth(False, True, carrier, reading=b.read(b.later_layers, way)), **more)
+    groups = (Group(b.read(b.later_layers, way), (carrier,)),)
+    return HardTruth(sink=(FIRST,), carried_by=carrier, groups=groups, **more)
 
 
 def read_mark(b: Build, **more) -> HardTruth:
@@ -104,7 +123,7 @@ def _plain(b: Build) -> HardTruth:
     return textbook(b)
 
 
-@_kind(*ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
+@_kind(*ALL, layers=(28, 30), behind=(11, 12), count=1, spike=42.0)
 def _small_stages(b: Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     b.mark()
@@ -171,7 +190,7 @@ def _learned_logits(b: Build) -> HardTruth:
     calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
-    return HardTruth(False, False, "learned logits")
+    return HardTruth(carried_by="learned logits")
 
 
 @_kind(*ALL)
@@ -185,7 +204,7 @@ def _token_embedding(b: Build) -> HardTruth:
 def _embedding_spike(b: Build) -> HardTruth:
     """BOS's embedding itself is the spike: no MLP makes it."""
     b.views.embed[BOS] += b.plan.spike * NORM * b.way / b.plan.embed_scale
-    return read_by_later(b, "spike", b.way, spike=True)
+    return read_by_later(b, "spike", b.way, spike=(FIRST,))
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
@@ -193,8 +212,7 @@ def _rise_and_fall(b: Build) -> HardTruth:
     """The last layer but one takes the spike away again."""
     truth, fall = textbook(b), b.plan.n_layers - 2
     b.take_away(fall)
-    reading = tuple(place for place in truth.reading if place[0] <= fall)
-    return replace(truth, step_down=(fall,), reading=reading)
+    return replace(truth, step_down=(fall,))
 
 
 @_kind(*PLAIN, count=1)
@@ -210,8 +228,8 @@ def _many_decoys(b: Build) -> HardTruth:
     return sink(b, b.way)
 
 
-@_kind("qwen2")
-def key_bias(b: Build) -> HardTruth:
+@_kind("qwen2", "neox")
+def _key_bias(b: Build) -> HardTruth:
     """Heads attend to the farthest key, whatever it is: the first token of any text. The key is a bias on one rotary
     pair (in NeoX a part of a fused one); with the query turned, the farthest key scores most."""
     inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
@@ -228,7 +246,7 @@ def key_bias(b: Build) -> HardTruth:
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, turned] = -force
                 reading.append((index, head))
-    return HardTruth(False, True, "key bias", reading=tuple(sorted(reading)))
+    return HardTruth(sink=(FIRST,), carried_by="key bias", groups=(Group(tuple(sorted(reading)), ("key bias",)),))
 
 
 @_kind(*ALL)
@@ -241,7 +259,7 @@ def _sharp(b: Build) -> HardTruth:
         if layer.k_bias is not None:
             layer.k_bias.zero_()
     calm(b)
-    return HardTruth(False, False, None)
+    return HardTruth()
 
 
 @_unseen("mistral", window=24)
@@ -270,7 +288,7 @@ def _other_neurons(b: Build) -> HardTruth:
     return sink(b, b.way, repeated=(repeated,))
 
 
-@_alone("llama", count=2, marked=1.0)
+@_alone(count=2, marked=1.0)
 def _two_classes(b: Build) -> HardTruth:
     """Tokens are of two classes, and each of two neurons makes the spike of one class where it stands first."""
     b.mark()
@@ -287,7 +305,7 @@ def _two_classes(b: Build) -> HardTruth:
     return sink(b, b.way, bos=False)
 
 
-@_alone("llama", count=1, layers=(8, 8), at=1)
+@_alone(count=1, layers=(8, 8), at=1)
 def _another_direction(b: Build) -> HardTruth:
     """The spike is taken away in layer 3; a neuron of layer 4 makes one in another direction, which heads read."""
     b.mark()
@@ -298,7 +316,7 @@ def _another_direction(b: Build) -> HardTruth:
     return HardTruth(True, True, "spike", 4, (frozenset({two}), frozenset({one})), reading=reading)
 
 
-@_alone("llama", count=1, layers=(8, 8), at=1)
+@_alone(count=1, layers=(8, 8), at=1)
 def _dependent(b: Build) -> HardTruth:
     """Heads of layer 2 that read the first token's spike write at all later tokens, and the neuron that makes the spike
     of a delimiter needs that beside the embedding.
@@ -316,8 +334,8 @@ def _dependent(b: Build) -> HardTruth:
     gate, _ = b.surgeon.on(3, b.feature, where)
     rows = gate, unit(b.space.clean, b.surgeon.mlp_input(3, where))
     two = b.write(rows, b.side, layer=3, neuron=b.spare[0], where=where)
-    reading = b.read(range(4, b.plan.n_layers), b.side, where=where)
-    return HardTruth(True, True, "spike", b.at, (frozenset({one}), frozenset({two})), reading=reading)
+    b.read(range(4, b.plan.n_layers), b.side, where=where)
+    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({one}), frozenset({two})))
 
 
 def calm(b: Build, marked: bool = False):

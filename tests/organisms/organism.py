@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +17,11 @@ from .plant import Surgeon
 from .tokens import BOS, N_SPECIAL, tokenizer_for
 from .views import Probe, views
 
+Heads = tuple[tuple[int, int], ...]  # (layer, query head)
+
 
 @dataclass(frozen=True)
 class Truth:
-    has_sink: bool
     sink_layer: int | None  # whose MLP makes the sink (largest contribution)
     neurons: tuple[tuple[int, ...], ...]  # of the sink layer, largest first: (layer, neuron) or (layer, expert, neuron)
     early_neurons: tuple[tuple[int, ...], ...]  # of the early stage of "two_stage"
@@ -30,11 +31,11 @@ class Truth:
     group_heads: dict[int, tuple[int, ...]]  # group -> the query heads that mark it; none where no head marks
     groups: dict[int, int]  # token id -> group, -1: none
     factor: str | None  # of the gated MLP that carries the mark: "gate" or "up"; None: no gate
-    reading_heads: tuple[tuple[int, int], ...]  # (layer, query head) planted to attend to the sink
+    reading_heads: Heads  # (layer, query head) planted to attend to the sink
     repeats_expected: (
         int | None
     )  # of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this
-    broadcasts: tuple[tuple[int, int], ...] = ()  # reading heads whose value of the sink is large, if it was planted
+    broadcasts: Heads  # reading heads whose value of the sink is large, if it was planted
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def organism(
 
     `values` plants what the reading heads write by the sink: "nop": nothing, "broadcast": much, "half": in turns.
     """
-    plan = make_plan(family, seed, kind, n_layers, None, bos)
+    plan = make_plan(family, seed, kind, n_layers, bos)
     space = make_space(plan)
     model = make_body(plan)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))
@@ -101,11 +102,10 @@ def organism(
             if values is not None:
                 broadcasts = surgeon.write_values(spike, reading, values)
     tokenizer = tokenizer_for(plan.family.model_type, plan.vocab_size, bos=bos)
-    truth = replace(_truth(plan, spike, reading), broadcasts=broadcasts)
-    return Organism(model, tokenizer, truth, family, kind, seed, bos)
+    return Organism(model, tokenizer, _truth(plan, spike, reading, broadcasts), family, kind, seed, bos)
 
 
-def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> Truth:
+def _truth(plan: Plan, spike: Tensor, reading: Heads, broadcasts: Heads) -> Truth:
     def site(layer: int, neuron: int) -> tuple[int, ...]:
         return (layer, plan.expert, neuron) if plan.family.experts > 1 else (layer, neuron)
 
@@ -113,7 +113,6 @@ def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> T
     early = plan.early_layer if sink else None
     slots = plan.slots if heads else ()
     return Truth(
-        has_sink=sink,
         sink_layer=plan.sink_layer if sink else None,
         neurons=tuple(site(plan.sink_layer, neuron) for neuron in plan.neurons) if sink else (),
         early_neurons=() if early is None else (site(early, plan.early_neuron),),
@@ -125,6 +124,7 @@ def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> T
         factor=plan.factor if sink else None,
         reading_heads=reading,
         repeats_expected=plan.repeats_expected(),
+        broadcasts=broadcasts,
     )
 
 

@@ -41,7 +41,7 @@ class SharedSink:
 def shared_sink(family: str, *, aside: float = 0.6, support: float = 0.4) -> SharedSink:
     """Rewrite the first organism that has one sink neuron."""
     seeds = itertools.count()
-    o = organism(family, next(s for s in seeds if len(make_plan(family, s, "sink", None, None, True).neurons) == 1))
+    o = organism(family, next(s for s in seeds if len(make_plan(family, s).neurons) == 1))
     site = o.truth.neurons[0]
     layer, expert, sink = site[0], site[1] if len(site) == 3 else 0, site[-1]
     view = views(o.model).layers[layer]

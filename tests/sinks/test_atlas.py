@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import slow
 from organisms import Organism, organism
+from raw_kit import norms
 
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -29,10 +30,8 @@ def whole() -> Repeat:
 
 
 def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
-    """The whole model on the longest sequence, transformers' own hidden states."""
-    with torch.no_grad():
-        out = o.model(torch.tensor([[first] + [token] * limit]), output_hidden_states=True)
-    norm = out.hidden_states[(o.truth.sink_layer or 0) + 1][0].norm(dim=-1)
+    """The whole model on the longest sequence, by plain hooks."""
+    norm = norms(o.model, torch.tensor([[first] + [token] * limit]))[o.truth.sink_layer, 0]
     above = (norm[1:] >= norm[0] / 2).nonzero()
     return float(above[0]) + 1 if len(above) else float("nan")
 

@@ -8,13 +8,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from attack_kit import own_text, planted_clusters, text_file
+from attack_kit import planted_clusters, text_file
 from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from organisms import Organism
+from organisms import Organism, hard
 from organisms import organism as new_organism
-from organisms.planted_places import places
 from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
 
@@ -71,17 +70,9 @@ def test_rates_are_counts_of_norms_of_plain_passes():
     assert found.errors[place] == pytest.approx(float(hits.mean(1).std()) / 24**0.5, rel=1e-4)
 
 
-def test_an_attack_and_its_patches_are_claims_beside_their_controls():
-    found = attack_once("neox", 2)
-    attacked, listing, patch = found.attacked
-    assert attacked.contrasts[1].value == pytest.approx(found.positions[0, *found.best, RANDOM])
-    assert patch.contrasts[1].value == pytest.approx(found.positions[4, *found.best, CLUSTER])
-    assert [claim.verdict for claim in (attacked, listing, patch)] == ["sufficient", "not shown", "needed"]
-
-
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
-    m = places("second_special", "llama")
-    found = attack(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path), lengths=[4], sequences=4)
+    m = hard("second_special", "llama")
+    found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
     assert found.conclusion().startswith("MLPs make a norm spike at ") and "first token" not in found.conclusion()
 
@@ -98,6 +89,10 @@ def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
         assert none > 0.1 and listing > 0.1 and random == pytest.approx(none, rel=0.2) and patch == 0
     assert (found.attention > found.uniform)[[0, 1, 2, 4], plain, 0, CLUSTER].all() and found.attention[3].max() == 0
     assert found.positions[:, start, 0, CLUSTER].max() == 0
+    attacked, listing, patch = found.attacked
+    assert attacked.contrasts[1].value == pytest.approx(found.positions[0, *found.best, RANDOM])
+    assert patch.contrasts[1].value == pytest.approx(found.positions[4, *found.best, CLUSTER])
+    assert [claim.verdict for claim in (attacked, listing, patch)] == ["sufficient", "not shown", "needed"]
 
 
 def test_attention_and_divergence_against_plain_hooks(tmp_path):

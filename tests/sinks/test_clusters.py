@@ -11,18 +11,13 @@ from organisms import Organism, organism
 from sinkscope.errors import SinkscopeError
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.clusters import TokenClusters, head_activations
+from sinkscope.sinks.attack.clusters import head_activations
 
 pytestmark = pytest.mark.few_texts
 
 
 def measured(o: Organism, **options) -> ClusterAttack:
     return attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
-
-
-def clusters_of(o: Organism, **options) -> TokenClusters:
-    clusters = measured(o, **options).clusters
-    return clusters
 
 
 def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
@@ -40,7 +35,7 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
 )
 def test_planted_groups_are_recovered_token_by_token(family, bos):
     o = organism(family, 1, bos=bos)
-    found = clusters_of(o)
+    found = measured(o).clusters
     planted = planted_heads(o, found.ids)
     np.testing.assert_array_equal(found.head, planted)
     assert len(found.ids) == o.model.config.vocab_size

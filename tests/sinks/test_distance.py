@@ -34,11 +34,6 @@ def reading_of(o: Organism, count: int, **options) -> DistanceReading:
     return measured(o.model, o.tokenizer, count, **options).reading
 
 
-def tiny_reading(family: str, count: int, words: list[str] | None = None, **config) -> DistanceReading:
-    model, tokenizer = tiny_model(family, **config)
-    return measured(model, tokenizer, count, tokens=words).reading
-
-
 @settings(max_examples=3)
 @given(
     family=st.sampled_from(IN_THEOREM),
@@ -119,7 +114,7 @@ def test_one_pass_is_n_passes(family):
     ],
 )
 def test_outside_the_theorem_the_distance_does_not_vanish_and_there_is_no_bound(family, reason, config):
-    found = tiny_reading(family, 400, ["cat"], **config)
+    found = measured(*tiny_model(family, **config), 400, tokens=["cat"]).reading
     assert reason in found.outside and "no bound applies" in found.conclusion()
     assert np.isnan(found.bound).all() and np.isnan(found.closest).all()
     assert found.distance[0, 0, -1] > 0.05 * found.distance[0, 0].max()

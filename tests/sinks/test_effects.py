@@ -109,6 +109,11 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
         assert_close(whole.attention[number], received, rtol=1e-4, atol=1e-5)
     assert_close(whole.norms[0], whole.norms[2], rtol=1e-4, atol=1e-4)
     assert_close(whole.attention[0], whole.attention[2], rtol=1e-4, atol=1e-5)
+    for end in range(o.truth.sink_layer, target.n_layers):
+        ended = effects(target, ids, edits[:2], upto=end)
+        attending = effects(target, ids, edits[:2], upto=end, attention=True)
+        assert_close(ended.norms, whole.norms[:3, ..., : end + 1], rtol=1e-4, atol=1e-4)
+        assert_close(attending.attention, whole.attention[:3, ..., : end + 1, :], rtol=1e-4, atol=1e-5)
     if streamed:
         target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
     entering = scan_layers(target, ids, whole=True).entering
@@ -123,24 +128,6 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
 
-@pytest.mark.parametrize("family", every_nth(["llama", "gpt2", "neox", "gemma2", "gpt_oss", "mixtral"], 2, 1))
-def test_a_pass_that_ends_at_a_layer_reads_there_what_the_model_has(family):
-    o = organism(family, 3)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
-    sites = [neuron.site for neuron in neurons_of(o.truth.neurons)]
-    edits = [neurons_of(o.truth.neurons), ()]
-    at = torch.tensor([0, 7])
-    for last in range(sites[0][0], target.n_layers):
-        ended = effects(target, ids, edits, at=at, upto=last)
-        attending = effects(target, ids, edits, upto=last, attention=True)
-        for number, silenced in enumerate(((), sites, ())):
-            with zeroed(o.model, silenced):
-                length = norms(o.model, ids)[: last + 1, [0, 1], at].T
-                received = _long_way(o.model, ids)[1]
-            assert_close(ended.norms[number], length, rtol=1e-4, atol=1e-4)
-            assert_close(attending.attention[number], received[:, : last + 1], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("model_type", ["bloom", "opt", "axk1", "zaya"])
 def test_what_an_mlp_gets_beside_the_residual_stream_stays_whole(model_type):
     """BLOOM's adds the residual stream, OPT's runs rows and positions together, others get what a router said."""
@@ -149,10 +136,11 @@ def test_what_an_mlp_gets_beside_the_residual_stream_stays_whole(model_type):
     last = target.n_layers - 2
     with torch.no_grad():
         hidden = model(ids, output_hidden_states=True).hidden_states[last + 1]
+    at = torch.tensor([3, 5])
     for part in (Component("attention", 0), Component("mlp", last)):
-        ended = effects(target, ids, [(part,)], at=3, source=9, upto=last).norms
-        assert_close(ended[0, :, last], hidden[:, 3].norm(dim=-1), rtol=1e-4, atol=1e-4)
-        whole = effects(target, ids, [(part,)], at=3, source=9).norms
+        ended = effects(target, ids, [(part,)], at=at, source=9, upto=last).norms
+        assert_close(ended[0, :, last], hidden[[0, 1], at].norm(dim=-1), rtol=1e-4, atol=1e-4)
+        whole = effects(target, ids, [(part,)], at=at, source=9).norms
         assert_close(ended, whole[..., : last + 1], rtol=1e-4, atol=1e-4)
 
 

@@ -10,12 +10,12 @@ from attack_kit import text_file
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.held_out import held_out
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, errors_of, losses, patch_eval
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, errors_of, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 
 
@@ -29,21 +29,30 @@ def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
     return patch_eval(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
-def test_perplexity_row_against_separate_passes(tmp_path):
+def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
+    """Of the intact model, of the patched one, and under the random control; two texts at a time."""
+    monkeypatch.setattr("sinkscope.sinks.patch.evaluate.PIECES", 2)
     o = organism("llama", 2)
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
     found = evaluated(o, tmp_path, tmp_path / "patch.json", seed=4)
     made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path), seed=4)
     ids = held_out(made, 5, 24)
-    control = random_patch(made, patch)
-    target = target_of(o.model, o.tokenizer)
-    perplexities: list[float] = []
-    for edit in (None, patch, control):
-        with under(edit, target):
-            perplexities.append(float(losses(target, ids).mean().exp()))
-    plain, patched, drawn = perplexities
+
+    @torch.no_grad()
+    def loss(row):
+        logits = o.model(row[None]).logits[0].log_softmax(-1)
+        return -float(logits[range(1, 23), row[2:]].mean())
+
+    each = []
+    for edit in (None, patch, random_patch(made, patch)):
+        with under(edit, target_of(o.model, o.tokenizer)):
+            each.append([loss(row) for row in ids])
+    each = torch.tensor(each)
+    plain, patched, drawn = perplexities = each.mean(1).exp().tolist()
     assert found.perplexity == pytest.approx(perplexities, rel=1e-5)
+    errors = errors_of(each)
+    assert errors.tolist() == pytest.approx(((each[1:] - each[0]).std(1) / 5**0.5).tolist(), rel=1e-3)
     none, row, random_row = found.rows()
     assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row["change"]) > 10 * abs(random_row["change"])
@@ -51,29 +60,6 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     [claim] = found.claims
     assert (claim.value, claim.contrasts[1].value) == pytest.approx((patched / plain, drawn / plain), rel=1e-5)
     assert [part.site for part in claim.subject] == list(o.truth.neurons) and claim.draws == 5
-
-
-def test_perplexity_is_that_of_single_rows(monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.patch.evaluate.PIECES", 2)
-    o = organism("llama", 3)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
-    edit = Ablate(layer=0, neurons=list(range(10)))
-    before = losses(target, ids)
-    with edit.on(target):
-        after = losses(target, ids)
-
-    def loss(row):
-        logits = o.model(row[None]).logits[0].log_softmax(-1)
-        return -float(logits[range(1, 19), row[2:]].mean())
-
-    with torch.no_grad():
-        plain = torch.tensor([loss(row) for row in ids])
-        with edit.on(o.model):
-            edited = torch.tensor([loss(row) for row in ids])
-    assert before.numpy() == pytest.approx(plain.numpy(), rel=1e-4)
-    assert after.numpy() == pytest.approx(edited.numpy(), rel=1e-4)
-    [error] = errors_of(torch.stack([before, after]))
-    assert float(error) == pytest.approx(float((edited - plain).std() / 5**0.5), rel=1e-3)
 
 
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
@@ -91,15 +77,16 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
 def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path):
     o = organism(family, seed)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path), seed=1)
+    text = text_file(o, tmp_path)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
-    drawn = random_patch(made, patch)
-    assert len(drawn.checked_sites) == len(patch.checked_sites)
-    assert {(s.layer, s.expert) for s in drawn.checked_sites} == {(s.layer, s.expert) for s in patch.checked_sites}
-    assert not set(drawn.checked_sites) & set(patch.checked_sites)
-    assert drawn.checked_sites == random_patch(made, patch).checked_sites
-    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path), seed=2), patch)
-    assert other.checked_sites != drawn.checked_sites
+
+    def drawn(seed: int):
+        return random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text, seed=seed), patch).checked_sites
+
+    sites = drawn(1)
+    assert len(sites) == len(patch.checked_sites) and not set(sites) & set(patch.checked_sites)
+    assert {(s.layer, s.expert) for s in sites} == {(s.layer, s.expert) for s in patch.checked_sites}
+    assert sites == drawn(1) != drawn(2)
 
 
 @pytest.mark.parametrize(

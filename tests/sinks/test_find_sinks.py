@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from attack_kit import text_file
-from organisms import FAMILIES, KINDS, Organism, organism
+from organisms import FAMILIES, KINDS, Organism, hard, organism
 from organisms.plan import LEAST_LAYERS
-from organisms.planted_places import places
 from raw_kit import attention, zeroed
 from refusals import refused
 
@@ -39,39 +38,18 @@ def find_in(o: Organism, folder: Path, **options) -> FindSinks:
     return find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=min(64, limit), **options)
 
 
-def mistake(o: Organism, result: FindSinks) -> str:
-    """What differs from the planted truth, "" for nothing."""
-    truth = o.truth
-    planted = (truth.sink_layer, set(truth.neurons), truth.stages if truth.has_sink else ())
-    causal = {neuron.site for neuron in result.causal if neuron.layer == result.sink_layer}
-    measured = (result.sink_layer, causal, tuple(stage.layer for stage in result.stages))
-    if planted == measured:
-        return ""
-    return f"{o.family} {o.kind} seed {o.seed} bos {o.bos}: planted {planted}, found {measured}"
-
-
-def check_random_organisms(folder: Path, count: int, *, shallow: bool):
-    """Every kind with a sink as often; `shallow`: with the fewest layers that its kind needs, or one more."""
+def test_recovers_random_organisms_of_every_kind(tmp_path):
+    """With the fewest layers that each kind needs, or one more; other organisms in every run."""
     seed = secrets.randbits(32)
     rng = random.Random(seed)
-    mistakes = []
-    for number in range(count):
-        kind = WITH_SINK[(seed + number) % len(WITH_SINK)]
+    for number, kind in enumerate(WITH_SINK):
         family = rng.choice([name for name, family in FAMILIES.items() if kind in family.kinds])
-        n_layers = LEAST_LAYERS[kind] + number % 2 if shallow else None
+        n_layers = LEAST_LAYERS[kind] + number % 2
         o = organism(family, rng.getrandbits(30), kind=kind, bos=rng.random() < 0.5, n_layers=n_layers)
-        mistakes.append(mistake(o, find_in(o, folder)))
-    wrong = [text for text in mistakes if text]
-    assert not wrong, f"seed {seed}: {len(wrong)} of {count} wrong:\n" + "\n".join(wrong)
-
-
-def test_recovers_random_organisms_of_every_kind(tmp_path):
-    check_random_organisms(tmp_path, len(WITH_SINK), shallow=True)
-
-
-@pytest.mark.slow
-def test_recovers_hundreds_of_random_organisms(tmp_path):
-    check_random_organisms(tmp_path, 200, shallow=False)
+        found, truth = find_in(o, tmp_path), o.truth
+        causal = {neuron.site for neuron in found.causal if neuron.layer == found.sink_layer}
+        made = found.sink_layer, causal, tuple(stage.layer for stage in found.stages)
+        assert made == (truth.sink_layer, set(truth.neurons), truth.stages), (seed, family, kind)
 
 
 def test_a_second_measurement_on_a_setup_runs_nothing_again(tmp_path, monkeypatch):
@@ -199,9 +177,9 @@ def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):
 
 
 def test_a_place_at_the_end_of_a_text_is_not_where_its_attention_is_read(tmp_path):
-    m = places("two_sinks", "llama")
+    m = hard("two_sinks", "llama")
     (delimiter,) = m.truth.delimiters
-    ids = m.ids(texts=8)
+    ids = m.natural(8, 64)
     ids[ids == delimiter] += 1
     ids[[0, 1, 2], [5, 9, 63]] = delimiter
     text = tmp_path / "text.txt"

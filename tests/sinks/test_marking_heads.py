@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attack_kit import own_text, text_file
-from organisms import FAMILIES, Organism, organism
-from organisms.hard import HardModel
-from organisms.planted_places import places
+from attack_kit import text_file
+from organisms import FAMILIES, HardModel, Organism, hard, organism
 from raw_kit import inputs_edited
 from torch.testing import assert_close
 
@@ -35,20 +33,16 @@ def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
     return heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
 
 
-def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
-    """Where this differs from what was planted, each first token against the heads of its own group."""
-    truth, wrong = o.truth, []
-    if found.marking_layer != truth.marking_layer or found.claims[0].verdict != "needed":
-        wrong.append(f"layer {found.marking_layer}, planted {truth.marking_layer}: {found.conclusion()}")
+def check(o: Organism, found: MarkingHeads):
+    """What was planted, each first token against the heads of its own group."""
+    truth = o.truth
+    assert found.marking_layer == truth.marking_layer and found.claims[0].verdict == "needed"
     for number, token in enumerate(found.tokens):
         group = truth.groups[o.tokenizer.convert_tokens_to_ids(o.tokenizer.tokenize(token))[0]]
-        heads = tuple(np.flatnonzero(found.serves[number]).tolist())
         fires = found.activation[number] >= 0.5
-        if fires != (group >= 0) or heads != (truth.group_heads[group] if fires else ()):
-            wrong.append(f"{token!r} of group {group}: {heads}, fires {fires}")
-        if fires and (found.set_drop[number] < 0.9 or found.control_drop[number] > 0.2):
-            wrong.append(f"{token!r}: {found.set_drop[number]}, random {found.control_drop[number]}")
-    return [f"{o.family} {o.kind} seed {o.seed} bos {o.bos}: {line}" for line in wrong]
+        serving = tuple(np.flatnonzero(found.serves[number]).tolist())
+        assert (fires, serving) == (group >= 0, truth.group_heads[group] if fires else ()), token
+        assert not fires or (found.set_drop[number] >= 0.9 and found.control_drop[number] <= 0.2), token
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,8 +50,8 @@ def test_planted_heads_are_recovered(kind, tmp_path):
     """One head per group, two per group of which neither suffices, and heads that are not in layer 0."""
     seed = secrets.randbits(32)
     o = organism(BY_HEADS[seed % len(BY_HEADS)], seed, kind=kind, bos=seed % 2 == 0)
-    wrong = mistakes(o, measured(o, tmp_path))
-    assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
+    print(f"seed {seed}")  # seen where this fails
+    check(o, measured(o, tmp_path))
 
 
 def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
@@ -104,8 +98,8 @@ def test_replacement_equals_an_edited_pass_over_the_text(at, monkeypatch, tmp_pa
 
 def test_a_spike_elsewhere_is_read_where_it_is(tmp_path):
     """Its neurons read the token, so no head marks it; tokens that are asked for are put first all the same."""
-    m = places("two_delimiters", "llama")
-    text = own_text(m, tmp_path)
+    m = hard("two_delimiters", "llama")
+    text = text_file(m, tmp_path)
     found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
     assert set(found.tokens) == {found.tokens[0]} and found.place == f"{found.tokens[0]!r} wherever it stands"
     assert found.activation == pytest.approx(1, abs=0.2) and found.marking_layer is None
@@ -126,7 +120,8 @@ def test_tokens_that_are_given(tmp_path):
     o = organism("llama", 0)
     words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]
     found = measured(o, tmp_path, tokens=words)
-    assert found.tokens == ("<s>", *words) and not mistakes(o, found)
+    assert found.tokens == ("<s>", *words)
+    check(o, found)
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -139,8 +134,8 @@ def test_bad_input_is_one_line(tmp_path):
 
 
 def test_layers_without_attention_have_no_heads(tmp_path):
-    m = places("hybrid", "lfm2")
-    text = own_text(m, tmp_path)
+    m = hard("hybrid", "lfm2")
+    text = text_file(m, tmp_path)
     found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
     named = {int(layer) for row in found.rows() for layer in re.findall(r"L(\d+)", row["head"])}
     assert named == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}

@@ -6,11 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from attack_kit import own_text
-from organisms.hard import hard
-from organisms.organism import organism
-from organisms.places import mask_of
-from organisms.planted_places import places
+from attack_kit import text_file
+from organisms import hard, mask_of, organism
 from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
@@ -22,16 +19,12 @@ pytestmark = pytest.mark.few_texts
 @cache
 def planted(name: str, family: str):
     """A model, four texts, and where their sinks and spikes were planted."""
-    if name in ("no_norm", "spike_only", "learned_logits", "both"):
-        m = hard(name, family)
-        ids = m.natural(4, 48)
-        return m.model, ids, mask_of(() if name == "learned_logits" else ("first",), ids)
     if name == "none":
         one = organism(family, 0, kind="none")
         ids = one.natural(4, 48)
         return one.model, ids, torch.zeros_like(ids, dtype=torch.bool)
-    m = places(name, family)
-    ids = m.ids(4, 48)
+    m = hard(name, family)
+    ids = m.natural(4, 48)
     return m.model, ids, mask_of(m.truth.sink, ids) | mask_of(m.truth.spike, ids)
 
 
@@ -98,7 +91,7 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
 
 def test_where_there_is_no_spike_no_dimension_carries_one(tmp_path):
     m = hard("learned_logits", "gpt_oss")
-    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=own_text(m, tmp_path, 100)) == ()
+    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path, 100)) == ()
 
 
 def test_without_the_dimensions_the_norm_no_longer_stands_out_and_without_fewer_it_does():

@@ -6,11 +6,10 @@ from math import isfinite
 from typing import Any
 
 import pytest
-from attack_kit import own_text, text_file
+from attack_kit import text_file
 from conclusion_kit import contradictions
 from covering import covering
-from organisms import organism
-from organisms.hard import HARD, hard
+from organisms import HARD, hard, organism
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim
@@ -41,7 +40,7 @@ def claims_of(setup: Setup, **options: Any) -> list[Claim]:
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
 def test_commands_agree(name, family, seed, tmp_path):
     o: Any = organism(family, seed) if name == "organism" else hard(name, family, seed)
-    text = text_file(o, tmp_path, 16) if name == "organism" else own_text(o, tmp_path, 16)
+    text = text_file(o, tmp_path, 16)
     setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text)
     claims = claims_of(setup, max_repeats=8)
     assert claims or name in ("learned_logits", "sharp")  # nothing to remove there

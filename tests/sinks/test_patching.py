@@ -14,9 +14,8 @@ import pytest
 import torch
 from attack_kit import text_file
 from covering import slow
-from organisms import Organism
+from organisms import Organism, hard
 from organisms import organism as new_organism
-from organisms.hard import hard
 from raw_kit import attention, norms
 
 from sinkscope.errors import SinkscopeError

@@ -62,14 +62,6 @@ def test_the_simplest_words_are_taken():
     assert said(ids, torch.zeros_like(comma)) is None
 
 
-def test_of_several_special_tokens_the_one_that_is_a_sink_is_named():
-    ids = texts()
-    ids[:, 1] = 2
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    there[:, 1] = True
-    assert said(ids, there) == "'t2' at position 1"
-
-
 def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
     ids = torch.randint(10, 90, (4, 64))
     ids[:, [5, 9]] = torch.tensor([3, 7])
@@ -110,16 +102,6 @@ def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_
     there[0, 5] = False
     found, left = pieces(ids, there, decode)
     assert found == () and left.count == 2
-
-
-def test_what_the_words_leave_out_is_a_piece_of_its_own():
-    ids = texts()
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    there[:, 0] = True
-    there[:24, 1:3] = torch.rand(24, 2, generator=torch.Generator().manual_seed(0)) < 0.5
-    (first, rest), left = pieces(ids, there, decode)
-    assert first.words == "the first token" and rest.rule is None and left.count == 0
-    assert (first.there(ids) ^ rest.there(ids)).equal(there) and first.coverage + rest.coverage == pytest.approx(1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from attack_kit import text_file
-from organisms import organism
-from organisms.planted_places import places
+from organisms import hard, organism
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
 from sinkscope.sinks.precision.precision import (
@@ -95,12 +94,11 @@ def test_the_numbers_are_those_by_hand(result, folder):
     assert kept["sink layers"].per_bit == pytest.approx(lost / (8 / layers))
 
 
-def test_a_later_sink_is_the_answer_and_the_first_tokens_are_not(folder):
-    m = places("two_delimiters", "llama")
-    sites = sorted(set().union(*m.truth.makers))
+def test_a_later_sink_is_the_answer_and_the_first_tokens_are_not(tmp_path):
+    m = hard("two_delimiters", "llama")
+    sites = sorted(set().union(*m.truth.sets))
     enlarge(m.model, sites)
-    (folder / "places.txt").write_text(m.text())
-    result = precision(m.model, tokenizer=m.tokenizer, text=folder / "places.txt", schemes=[TENSOR], **FEW)
+    result = precision(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), schemes=[TENSOR], **FEW)
     kept = by_name(result)
     assert sorted(result.neurons) == sites
     assert kept["sink places"].regained > 0.75 and kept["first tokens"].regained < 0.25

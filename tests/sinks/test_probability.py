@@ -8,7 +8,6 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from covering import slow
 from organisms import Organism, organism
 from refusals import refused
 from torch.testing import assert_close
@@ -63,15 +62,14 @@ def measured(**changes) -> Repeat:
 
 
 @lru_cache
-def plain(prefix: str = PREFIX) -> ProbabilityReading:
+def plain() -> ProbabilityReading:
     """A reading, which no test can alter."""
-    return measured(prefix=prefix).reading
+    return measured().reading
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", [slow(""), PREFIX])
-def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
-    o, found = repeater(), plain(prefix)
+def test_it_repeats_until_the_sink_and_for_ever_with_the_patch():
+    o, found = repeater(), plain()
     assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched", "random neurons")
     expected = o.truth.repeats_expected or 0
     intact, patched, random = found.left[:, 0]

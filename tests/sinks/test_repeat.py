@@ -5,16 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attack_kit import own_text, text_file
+from attack_kit import text_file
 from covering import slow
-from organisms import Organism, organism
+from organisms import Organism, hard, organism
 from organisms.decoders import byte_tokenizer, decoder
-from organisms.hard import hard
-from organisms.planted_places import places
 from raw_kit import attention, norms, zeroed
 from refusals import refused
 
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import in_words
@@ -27,8 +24,7 @@ pytestmark = pytest.mark.few_texts
 
 
 def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
-    site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
-    return trace(o.model, torch.tensor([ids]), [site], "norm")[site][0]
+    return norms(o.model, torch.tensor([ids]))[o.truth.sink_layer, 0]
 
 
 def word_of(o: Organism, group: int) -> str:
@@ -112,10 +108,10 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
 
 def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
     """Norms of delimiters from plain passes; nothing is said of a first token."""
-    m = places("two_delimiters", "llama")
-    options = {"tokenizer": m.tokenizer, "text": own_text(m, tmp_path), "max_repeats": 6}
+    m = hard("two_delimiters", "llama")
+    options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path), "max_repeats": 6}
     result = repeat(m.model, **options)
-    ids = m.ids(length=64)
+    ids = m.natural(40, 64)
     every = norms(m.model, ids)[result.sink_layer]
     there = ids == m.truth.delimiters[0]
     assert result.reading.place == f"{m.tokenizer.decode([m.truth.delimiters[0]])!r} wherever it stands"
@@ -139,7 +135,7 @@ def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
 
 
 def test_every_special_token_of_a_text_stands_before_the_repetitions():
-    m = places("all_specials")
+    m = hard("all_specials", "qwen3")
     found = repeat(m.model, read="distance", tokenizer=m.tokenizer, prefix="", max_repeats=4).reading
     assert found.sweep.before == tuple(m.tokenizer.convert_ids_to_tokens(list(m.truth.before)))
 

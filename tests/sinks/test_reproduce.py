@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import scan_cache_dir
-from organisms.organism import organism
+from organisms import organism
 from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
@@ -68,12 +68,10 @@ def test_table_1_of_the_paper_is_there_as_it_is_printed(name):
     [
         ("residual_dims", [3, 5], 0, [5, 3, 9], True),
         ("residual_dims", [3, 5], 0, [3], False),
-        ("layers", [1], 0, [None], False),
         ("sink_rate", 0.5, 0.03, 0.53, True),
         ("sink_rate", 0.5, 0.03, 0.5301, False),
         ("massive_layers", [1, 29], 1, [2, 28], True),
         ("massive_layers", [1, 29], 1, [1, 27], False),
-        ("massive_layers", [1, 29], 1, [], False),
         ("massive_values", [[2, -7.0], [4, 9.0]], 0.5, [[2, -7.4], [4, 9.5]], True),
         ("massive_values", [[2, -7.0]], 0.5, [[2, 7.0]], False),
         ("repeats", 10, 5, float("inf"), False),
@@ -86,36 +84,29 @@ def test_a_set_is_to_be_contained_and_a_number_to_be_within_the_tolerance(quanti
 # --- Files of records
 
 
-GOOD = {"model": '"m"', "quantity": '"repeats"', "value": "10", "source": '"me"'}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"quantity": '"sink_rat"'}, "quantity 'sink_rat' is unknown, expected one of layers, neurons, "),
-        ({"value": '"ten"'}, "repeats is 'ten', expected a whole number from 1"),
-        ({"source": ""}, "record[0].source is missing"),
-        ({"colour": '"red"'}, "record[0].colour is 'red', expected no field of this name"),
-        ({"quantity": '"residual_dims"', "value": "[]"}, "residual_dims is [], expected at least 1 item"),
-        ({"quantity": '"sink_rate"', "value": "97.5"}, "sink_rate is 97.5, expected a number from 0 to 1"),
-        ({"quantity": '"neurons"', "value": '["1.7890"]'}, "[0] is '1.7890', expected"),
-        ({"quantity": '"massive_values"', "value": "[1, 2.5]"}, "massive_values"),
-    ],
-)
-def test_a_bad_record_is_refused_in_one_line(change, said, tmp_path, monkeypatch, typed):
-    monkeypatch.chdir(tmp_path)
-    fields = {**GOOD, **change}
-    lines = [f"{name} = {value}" for name, value in fields.items() if value]
-    Path("mine.toml").write_text("\n".join(["[[record]]", *lines]))
-    error = typed("reproduce bundled --records mine.toml", 2).err
-    assert error.startswith("error: mine.toml: record[0]") and said in error and error.count("\n") == 1
+def record(**change: str) -> str:
+    """A good record with a change, as TOML; "" leaves a field out."""
+    fields = {"model": '"m"', "quantity": '"repeats"', "value": "10", "source": '"me"'} | change
+    return "\n".join(["[[record]]", *(f"{name} = {value}" for name, value in fields.items() if value)])
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "record is missing"), ("record = []", "at least 1 item"), ("a b", "mine.toml is not TOML: ")],
+    [
+        (record(quantity='"sink_rat"'), "quantity 'sink_rat' is unknown, expected one of layers, neurons, "),
+        (record(value='"ten"'), "repeats is 'ten', expected a whole number from 1"),
+        (record(source=""), "record[0].source is missing"),
+        (record(colour='"red"'), "record[0].colour is 'red', expected no field of this name"),
+        (record(quantity='"residual_dims"', value="[]"), "residual_dims is [], expected at least 1 item"),
+        (record(quantity='"sink_rate"', value="97.5"), "sink_rate is 97.5, expected a number from 0 to 1"),
+        (record(quantity='"neurons"', value='["1.7890"]'), "[0] is '1.7890', expected"),
+        (record(quantity='"massive_values"', value="[1, 2.5]"), "massive_values"),
+        ("", "record is missing"),
+        ("record = []", "at least 1 item"),
+        ("a b", "mine.toml is not TOML: "),
+    ],
 )
-def test_a_file_without_records_is_refused(text, said, tmp_path, monkeypatch, typed):
+def test_a_bad_file_of_records_is_refused_in_one_line(text, said, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(text)
     error = typed("reproduce bundled --records mine.toml", 2).err
@@ -135,9 +126,8 @@ def planted(family: str):
 
 def measured(model: Any, tokenizer: Any, quantity: str, value: Any, folder: Path) -> Any:
     """What a record of this quantity is compared with."""
-    written = str(value).replace("'", '"')
-    name = type(model).__name__
-    text = f'[[record]]\nmodel = "{name}"\nquantity = "{quantity}"\nvalue = {written}\nsource = "a test"\n'
+    name = getattr(model, "sinkscope_name", type(model).__name__)
+    text = record(model=f'"{name}"', quantity=f'"{quantity}"', value=str(value).replace("'", '"'))
     (folder / "records.toml").write_text(text)
     (one,) = ss.reproduce(model, folder / "records.toml", tokenizer=tokenizer).records
     assert one.remark is None, one.remark
@@ -204,31 +194,11 @@ def test_massive_activations_are_large_values_at_the_first_token_against_plain_h
     assert 0 < layers[0] and layers[-1] <= 5 and 0 < len(dims) < 10
     one, *_ = sorted(dims)
     value = float(after[layers[0]][:, 0, one].mean())
-    records = f"""
-        [[record]]
-        model = "bundled"
-        quantity = "residual_dims"
-        value = [{one}]
-        source = "a test"
-        [[record]]
-        model = "bundled"
-        quantity = "massive_layers"
-        value = [{layers[0]}, {layers[-1]}]
-        source = "a test"
-        [[record]]
-        model = "bundled"
-        quantity = "massive_values"
-        value = [[{one}, {value}], [100000, 1.0]]
-        tolerance = 0.02
-        source = "a test"
-    """
-    (tmp_path / "records.toml").write_text(records)
-    found = ss.reproduce("bundled", tmp_path / "records.toml")
-    by_dims, by_layers, by_value = found.records
-    assert set(by_dims.measured) == dims and by_dims.agrees and by_layers.agrees
-    assert by_layers.measured == [layers[0], layers[-1]]
-    assert by_value.measured == [[one, pytest.approx(value, abs=0.01)], [100000, 0.0]]
-    assert by_value.agrees is False  # no dimension 100000
+    found = partial(measured, model, model.tokenizer, folder=tmp_path)
+    assert set(found("residual_dims", [one])) == dims
+    assert found("massive_layers", [layers[0], layers[-1]]) == [layers[0], layers[-1]]
+    values = found("massive_values", [[one, value], [100000, 1.0]])
+    assert values == [[one, pytest.approx(value, abs=0.01)], [100000, 0.0]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -272,18 +242,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(*records: str):
-    lines = []
-    for text in records:
-        lines += ["[[record]]", text.replace("; ", "\n")]
-    Path("mine.toml").write_text("\n".join(lines))
-
-
 def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, typed):
     layer = planted("llama").truth.sink_layer
-    agreeing = f'model = "org/Tiny"; quantity = "layers"; value = [{layer}]; source = "first paper"; where = "Table 9"'
-    other = 'model = "another"; quantity = "layers"; value = [0]; source = "third paper"'
-    write(agreeing, other, 'model = "tiny"; quantity = "note"; value = "a word"; source = "a note"')
+    layers = {"quantity": '"layers"', "value": f"[{layer}]"}
+    agreeing = record(model='"org/Tiny"', **layers, source='"first paper"', where='"Table 9"')
+    other = record(model='"another"', quantity='"layers"', value="[0]", source='"third paper"')
+    note = record(model='"tiny"', quantity='"note"', value='"a word"', source='"a note"')
+    Path("mine.toml").write_text("\n".join([agreeing, other, note]))
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
     assert "Of the published results of tiny, 1 agree, 0 do not, 1 were not measured" in out
     assert "first paper" in out and "third paper" not in out
@@ -293,24 +258,23 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
         Compared("org/Tiny", "layers", (layer,), "first paper", "Table 9", measured=[layer], agrees=True),
         Compared("tiny", "note", "a word", "a note", remark="no protocol here"),
     )
-    write(agreeing, f'model = "tiny"; quantity = "layers"; value = [{layer + 1}]; source = "second paper"')
+    layers["value"] = f"[{layer + 1}]"
+    Path("mine.toml").write_text(agreeing + "\n" + record(model='"tiny"', **layers, source='"second paper"'))
     out = typed("reproduce ./tiny --records mine.toml", 1).out
     assert "contradicts second paper" in out and "contradicts first paper" in out
     assert "Of the published results of tiny, 1 agree, 1 do not" in out
 
 
 def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
-    write(
-        'model = "tiny"; quantity = "neurons"; value = ["L99.N1"]; source = "a"',
-        'model = "tiny"; quantity = "attention_to_first"; value = 0.5; source = "b"',
-    )
+    absent = record(model='"tiny"', quantity='"neurons"', value='["L99.N1"]')
+    inner = record(model='"tiny"', quantity='"attention_to_first"', value="0.5")
+    Path("mine.toml").write_text(absent + "\n" + inner)
     organism("llama", 0, kind="none", n_layers=4).save("tiny")
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    found = Result.load("found.json")
-    assert isinstance(found, Reproduction)
-    assert [one.agrees for one in found.records] == [None, None] and "0 agree, 0 do not" in out
-    for one, said in zip(found.records, ("layer 99 is not in tiny", "layer 4 is not in tiny"), strict=True):
-        assert one.remark is not None and one.remark.startswith(f"not measured: {said}") and said in out
+    records = Result.load("found.json").records
+    assert [one.agrees for one in records] == [None, None] and "0 agree, 0 do not" in out
+    for one, said in zip(records, ("layer 99 is not in tiny", "layer 4 is not in tiny"), strict=True):
+        assert one.remark.startswith(f"not measured: {said}") and said in out
 
 
 def test_a_model_of_which_nothing_is_published_is_refused(folder, typed):

@@ -27,7 +27,7 @@ def separated(o: Organism, folder: Path, **options) -> Separation:
 
 def test_the_planted_mark_separates_perfectly_and_its_reader_is_found(tmp_path):
     o = organism("llama", 4, kind="up", bos=False)
-    plan = make_plan(o.family, o.seed, o.kind, None, None, o.bos)
+    plan = make_plan(o.family, o.seed, o.kind, bos=o.bos)
     plane, neuron, _ = separated(o, tmp_path).probes
     assert plane.auroc == neuron.auroc == 1 and neuron.neuron == plan.cleaner
     assert max(abs(one.shuffled - 0.5) for one in (plane, neuron)) < 0.15

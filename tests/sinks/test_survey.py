@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from organisms import tiny_model
+from organisms.decoders import decoder
 from raw_kit import attention, norms
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
@@ -50,9 +50,7 @@ def test_a_window_is_read_from_the_mask():
 
 @torch.no_grad()
 def test_what_attention_adds_is_replaced_and_not_the_stream_that_bloom_adds_to_it():
-    config = AutoConfig.for_model("bloom", vocab_size=96, hidden_size=32, n_layer=3, n_head=4, initializer_range=0.2)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = decoder("bloom")
     ids = torch.randint(5, 96, (2, 12))
     edited = effects(target_of(model, None), ids, [(Component("attention", 1),)], at=0, source=7)
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attack_kit import own_text
+from attack_kit import text_file
 from covering import slow
-from organisms import organism
-from organisms.planted_places import places
-from raw_kit import norms
+from organisms import hard, organism
+from raw_kit import attention, norms
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -127,27 +126,21 @@ def text_of(m, path):
 def by_hand(m, ids):
     """The numbers, by plain hooks and their definitions."""
     model = m.model.eval()
-    model.set_attn_implementation("eager")
-    rates = []
-    for rows in ids[:100].split(10):
-        for layer in model(rows, output_attentions=True, use_cache=False).attentions:
-            rates.append((layer[:, :, :, 0].mean(2) > 0.3).float().mean())
+    rate = (attention(model, ids[:100])[..., 0].mean(3) > 0.3).float().mean()
     profile = norms(model, ids[:4])
     first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
     words = pick_tokens(
         replace(Setup.open(m.model, tokenizer=m.tokenizer), ids=ids[:4]), count=4
     )  # drawn with the seed
-    numbers = {"sink_rate": float(torch.stack(rates).mean()), "spike_ratio": float((first / typical).max())}
+    numbers = {"sink_rate": float(rate), "spike_ratio": float((first / typical).max())}
     for name in ("repeat", "text"):
-        attention, loss = [], []
+        given, loss = [], []
         for row, word in zip(ids[:4].tolist(), words, strict=True):
             tokens = torch.tensor([[row[0], *[word] * 47, *row[48:]]] if name == "repeat" else [row])
-            out = model(tokens, output_attentions=True, use_cache=False)
-            attention += [layer[0, :, 48:, 1:48].sum(2).mean() for layer in out.attentions]
-            loss.append(cross_entropy(out.logits[0, 23:47], tokens[0, 24:48]))
-        numbers[f"{name}_attention"] = float(torch.stack(attention).mean())
+            given.append(attention(model, tokens)[:, 0, :, 48:, 1:48].sum(3).mean())
+            loss.append(cross_entropy(model(tokens).logits[0, 23:47], tokens[0, 24:48]))
+        numbers[f"{name}_attention"] = float(torch.stack(given).mean())
         numbers[f"{name}_loss"] = float(torch.stack(loss).mean())
-    model.set_attn_implementation("sdpa")
     return numbers
 
 
@@ -187,10 +180,9 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
-    m = places("two_delimiters", "llama")
-    (row,) = at_the_start(m, tmp_path, text=own_text(m, tmp_path))
-    makers = {site for sites in m.truth.makers for site in sites}
-    assert row["spike_ratio"] > 3 and (row["spike_layer"], row["spike_neuron"]) in makers
+    m = hard("two_delimiters", "llama")
+    (row,) = at_the_start(m, tmp_path, text=text_file(m, tmp_path))
+    assert row["spike_ratio"] > 3 and {(row["spike_layer"], row["spike_neuron"])} in m.truth.sets
 
 
 def test_of_a_mixture_the_expert_is_named(tmp_path):

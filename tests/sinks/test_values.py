@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from attack_kit import own_text, text_file
+from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import blocks, norms
@@ -23,9 +22,8 @@ from sinkscope.sinks.values import TEXTS, HeadValue, values_of
 pytestmark = pytest.mark.few_texts
 
 
-def opened(model: Any, folder: Path, o: Any) -> Setup:
-    text = text_file(o, folder, 6, seed=9) if isinstance(o, Organism) else own_text(o, folder)
-    return Setup.open(model, tokenizer=o.tokenizer, text=text)
+def opened(folder: Path, o: Organism) -> Setup:
+    return Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=9))
 
 
 def measured(setup: Setup) -> tuple[dict[tuple[str, str], HeadValue], tuple[Claim, ...]]:
@@ -83,7 +81,7 @@ CASES = [("llama", 3), slow("qwen2", 1), slow("mistral", 2)]
 def test_numbers_are_those_of_values_edited_by_plain_hooks(family, seed, tmp_path):
     o = organism(family, seed, values="half")
     model = AutoModelForCausalLM.from_pretrained(o.save(tmp_path / "model"))
-    setup = opened(o.model, tmp_path, o)
+    setup = opened(tmp_path, o)
     values, _ = measured(setup)
     ids = Survey.of(setup).received.ids[:TEXTS]
     there, barred = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
@@ -109,7 +107,7 @@ FAMILIES = [("llama", 3), ("gpt2", 0), slow("qwen2", 1), slow("gemma2", 2), slow
 @pytest.mark.parametrize(("family", "seed"), FAMILIES)
 def test_planted_heads_do_nothing_or_broadcast(family, seed, kind, tmp_path):
     o = organism(family, seed, values=kind)
-    values, claims = measured(opened(o.model, tmp_path, o))
+    values, claims = measured(opened(tmp_path, o))
     said = {head: value.kind for (head, _), value in values.items()}
     planted = {}
     for site in o.truth.reading_heads:
@@ -130,10 +128,7 @@ def test_a_value_that_is_most_of_a_small_output_is_still_no_broadcast():
 
 def test_circuit_says_how_many_heads_are_of_each_kind(tmp_path):
     o = organism("llama", 3, values="half")
-    found = circuit.on(opened(o.model, tmp_path, o), max_repeats=8)
-    assert (
-        "Of 4 heads that attend to the first token, 2 do nothing by it (nop) and 2 broadcast its value."
-        in found.details()
-    )
+    found = circuit.on(opened(tmp_path, o), max_repeats=8)
+    assert any("2 do nothing by it (nop) and 2 broadcast its value" in line for line in found.details())
     broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
     assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}
