@@ -17,8 +17,8 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.models.grouped_heads import output_factors, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import count_of, head_name, word_form, word_list
-from sinkscope.results.parts import VALUE
+from sinkscope.results.notation import count_of, word_form, word_list
+from sinkscope.results.parts import VALUE, Head
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.survey import Survey
@@ -53,7 +53,7 @@ class HeadValue:
         control: As `share`, of an ordinary position.
     """
 
-    head: str
+    head: Head
     place: str
     share: float
     change: float
@@ -92,10 +92,10 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
         texts = there.any(1).nonzero().flatten()[:TEXTS]
         beside = ordinary_position(survey.received.norms[max(heads)[0], texts], barred[texts])
         read = _read(target, ids[texts], there[texts], beside, ~barred[texts], heads)
-        names = [head_name(*head) for head in heads]
+        attending = [Head(*head) for head in heads]
         groups: dict[str, list[int]] = {}
-        for number, name in enumerate(names):
-            values.append(HeadValue(name, place.words, *read[..., number].mean(1).tolist()))
+        for number, head in enumerate(attending):
+            values.append(HeadValue(head, place.words, *read[..., number].mean(1).tolist()))
             groups.setdefault(values[-1].kind, []).append(number)
         for kind, numbers in groups.items():
             taken, change, typical, control = read[..., numbers].clamp(max=1)
@@ -103,7 +103,8 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
             if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
                 taken, control, name = change, typical, "a typical value there"
             other = Contrast("other", 1 - float(control.mean()), 1, name)
-            outcome = Outcome("output", heads=tuple(names[number] for number in numbers))
+            some = f"the output of {count_of(len(numbers), 'head')} at {{}}"
+            outcome = Outcome("output", heads=tuple(attending[number] for number in numbers), effect=some)
             left, search = 1 - taken.mean(1), Search("heads", len(heads))
             claims.append(claim_of(WRITES, (VALUE,), outcome, place.words, left, [INTACT, other], search))
     return tuple(values), tuple(claims)

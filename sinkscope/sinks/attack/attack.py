@@ -18,13 +18,11 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
 from sinkscope.results.claims import Claims
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import (
     NONE,
     SOURCES,
-    WHERE,
     Attempts,
     attack_contexts,
     attack_patches,
@@ -32,7 +30,7 @@ from sinkscope.sinks.attack.attempts import (
     make_pools,
     no_cells,
 )
-from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
+from sinkscope.sinks.attack.clusters import FIRES, TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
@@ -52,7 +50,7 @@ class ClusterAttack(Result):
     Attributes:
         sink_layer: Layer where norms are read. None if no MLP makes a norm spike; nothing was tried then.
         clusters: The head of layer 0 that serves each token. None if clusters were given, or no neuron is causal.
-        absence: What there is instead, if there is no spike at the first token that MLPs make.
+        instead: What there is instead of a finding.
         patches: "none"; "Listing 1": the paper's patch as printed, which holds the up factor of the sink neurons at its
             value at the second token, even if this is a sink; "second value": the same with the whole neuron instead of
             one factor; "patch": that of `patch_make`; "random neurons": as many others, held as by "patch". Only "none"
@@ -82,7 +80,7 @@ class ClusterAttack(Result):
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
-    absence: str | None = None
+    instead: str | None = None
     patches: tuple[str, ...] = (NONE,)
     contexts: tuple[str, ...]
     sources: tuple[str, ...] = SOURCES
@@ -97,61 +95,22 @@ class ClusterAttack(Result):
     attacked: Claims = ()
 
     @property
-    def best(self) -> tuple[int, int] | None:
-        """Context and length of the cluster attack with most successful positions; None if none was tried."""
-        tried = np.nan_to_num(self.positions[0, :, :, 0], nan=-1.0)
-        context, length = max(np.ndindex(*tried.shape), key=lambda place: (tried[place], place[1]))
-        if tried[context, length] < 0:
-            return None
-        return context, length
-
-    @property
     def claims(self) -> Claims:
-        """What the heads of the clusters do, what the attack does, and what patches leave of that."""
-        return (*(self.clusters.claims if self.clusters is not None else ()), *self.attacked)
-
-    def conclusion(self) -> str:
-        """The largest share of positions that succeeds, beside random tokens."""
-        if self.best is None and self.clusters is not None:
-            return self.clusters.sentence()
-        if self.best is None:
-            return self.absence or "No single neuron makes the sink, so there are no clusters to attack with."
-        context, length = self.best
-        cluster, random, _ = self.positions[0, context, length]
-        return (
-            f"{self.lengths[length]} different tokens of one cluster make spikes at {cluster:.0%} of their positions "
-            f"{WHERE[self.contexts[context]]}, random tokens at {random:.0%}."
-        )
-
-    def details(self) -> list[str]:
-        """One such token alone, what is left under the patches, and the clusters."""
-        lines = [claim.sentence() for claim in self.attacked]
-        if lines and self.clusters is not None:
-            lines.append(self.clusters.sentence())
-        return lines
+        """What the attack does, what patches leave of that, and what the heads of the clusters do."""
+        return (*self.attacked, *(self.clusters.claims if self.clusters is not None else ()))
 
     def rows(self) -> Table:
         """One row per patch, context, length and source; without an attack, one per head that serves tokens."""
-        if self.best is None:
-            return [claim.row() for claim in self.claims]
+        if not self.attacked:
+            return [] if self.clusters is None else self.clusters.rows()
         return [row for row in super().rows() if row["positions"] is not None]
-
-    def numbers(self) -> list[Number]:
-        """Success of the attack, and the tokens that one head serves."""
-        numbers = []
-        if self.clusters is not None:
-            served = float(np.isfinite(self.clusters.head).mean())
-            label, without = "tokens that one head of layer 0 marks", self.clusters.without_heads
-            numbers.append(Number("served", label, served, without, share=True, contrast="without heads"))
-        return [*numbers, *numbers_of(self.attacked)]
 
 
 def draw(result: ClusterAttack) -> go.Figure:
     """Draw the success of the attack by length, a panel per patch and context; without an attack, the clusters."""
     rows = result.rows()
-    if result.best is None:
-        heads = [html.escape(row["subject"]) for row in rows]
-        fig = px.bar({"head": heads, "tokens": [row["draws"] for row in rows]}, x="head", y="tokens")
+    if not result.attacked:
+        fig = px.bar(rows or {"head": [], "tokens": []}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
     for row in rows:
         row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
@@ -208,7 +167,7 @@ def attack(
     result = ClusterAttack(
         sink_layer=None if made is None else made.scan.layer,
         clusters=found,
-        absence=_absence(setup, made),
+        instead=_instead(setup, made, found),
         contexts=tuple(contexts),
         lengths=np.array(lengths),
         sequences=sequences,
@@ -217,7 +176,7 @@ def attack(
     size = int(setup.target.config.vocab_size)
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
     pools, everyone = (make_pools(each, size, left_out) for each in (clusters, {-1: ordinary}))
-    if made is None or result.absence or not pools or not sequences:
+    if made is None or not made.spike.place.is_first or not pools or not sequences:
         return replace(result, sequences=0)
     drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
     if not drawn[0]:
@@ -228,21 +187,26 @@ def attack(
     return _attacked(result, Attempts(setup, made.scan, contexts, attack_patches(setup), drawn))
 
 
-def _absence(setup: Setup, made: MadeSpike | None) -> str | None:
-    """What there is instead of a spike that can be attacked; None if there is one."""
+def _instead(setup: Setup, made: MadeSpike | None, clusters: TokenClusters | None) -> str | None:
+    """What there is instead of clusters of tokens; None if there are some."""
     if made is None:
         return without_spike(setup, "there are no sink neurons to attack")
     if not made.spike.place.is_first:
         return f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
+    if clusters is None:
+        return "No single neuron makes the sink, so there are no clusters to attack with."
+    if not clusters.heads:
+        share = (clusters.background >= FIRES).mean()
+        return f"No single head of layer 0 is enough to mark a token; {share:.1%} have their mark without these heads."
     return None
 
 
 def _attacked(result: ClusterAttack, attempts: Attempts) -> ClusterAttack:
-    """What the attempts show."""
+    """What the attempts show; the claims are of the cluster attack with most successful positions."""
     hold_layers(attempts.setup.target, attempts.scan.layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
         result = replace(result, patches=tuple(attempts.patches), **attempts.cells())
-    if result.best is None:
-        return result
-    return replace(result, attacked=attempts.claims(result.best))
+    tried = np.nan_to_num(result.positions[0, :, :, 0], nan=-1.0)
+    best = max(np.ndindex(*tried.shape), key=lambda place: (tried[place], place[1]))
+    return replace(result, attacked=attempts.claims(best), instead=None)

@@ -144,17 +144,21 @@ class Attempts:
         where, lead = list(self.leads.items())[best[0]]
         rows, others, _ = self.drawn[best[1]]
         length = rows.shape[1]
-        place = f"{WHERE[where]}, {length} tokens"
+        place = WHERE[where]
         single = self.spikes(after(lead, one_copy(others, rows)), len(lead))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
-        claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
+        words = {"effect": f"the spike at {length} tokens {{}}", "gives": "make spikes at {} of their positions {}"}
+        outcome = Outcome("spikes", unit="cases", **words)
+        claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
-            for words, left in (("Listing 1", listing), ("the patch", patched)):
-                outcome = Outcome(f"spikes under {words}", unit="cases")
-                claims.append(claim_of_cases(patch.checked_sites, place, outcome, torch.stack([left, intact, control])))
+            edits = ("Listing 1", "held as in Listing 1", listing), ("the patch", "patched", patched)
+            for name, edit, left in edits:
+                held = Outcome(f"spikes under {name}", unit="cases", **words)
+                values = torch.stack([left, intact, control])
+                claims.append(claim_of_cases(patch.checked_sites, place, held, values, edit=edit))
         return tuple(claims)
 
 

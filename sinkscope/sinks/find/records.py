@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.parts import Component, Neuron, Parts, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, Parts, sites_of
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.removal.components import Neurons, Sites
 
@@ -135,7 +135,7 @@ class Readers:
         claim: What is left of the attention without it. None if nothing was found.
     """
 
-    heads: tuple[str, ...]
+    heads: tuple[Head, ...]
     attention: tuple[float, ...]
     left: tuple[float, ...]
     needs: Parts
@@ -177,14 +177,19 @@ class Sink:
     window: int | None = None
 
     @property
-    def heads(self) -> set[str]:
+    def heads(self) -> set[Head]:
         """The heads that attend to a place."""
         return {head for group in self.groups for head in group.heads}
 
     @property
+    def claims(self) -> Claims:
+        """What its heads need, of the largest group first."""
+        return tuple(group.claim for group in self.groups if group.claim is not None)
+
+    @property
     def words(self) -> str:
         """Where it is."""
-        return "their learned sink logits" if self.place is None else self.place.words
+        return "learned sink logits" if self.place is None else self.place.words
 
 
 @dataclass(frozen=True)

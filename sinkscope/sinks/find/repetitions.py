@@ -168,8 +168,9 @@ def repetition_spike(
     trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
     trials.append(Trial(torch.cat(beside), [], **reading))
     edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
-    outcome, intact = Outcome("norm", layers=(layer,)), edited[0]
+    intact = edited[0]
     heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]
+    outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
     result = RepetitionSpike(token.token, copies, by_copies)

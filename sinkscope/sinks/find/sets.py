@@ -19,7 +19,7 @@ from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, S
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
-from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
+from sinkscope.sinks.find.left import INTACT, attention_of, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO, by_count
 from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
@@ -209,7 +209,7 @@ class _SpikeSearch:
         intact, after = given.mean(1)
         readers = readers_of(self.heads, intact, after, chosen, self.search_so_far)
         contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
-        outcome = Outcome("attention", heads=readers.heads)
+        outcome = attention_of(readers, len(self.heads))
         claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
         return replace(readers, by_spike=True, claim=claim)
 

@@ -10,10 +10,10 @@ import torch
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, Claim, Contrast, Search
 from sinkscope.results.parts import POSITION, Component, Head, Part, Parts
 from sinkscope.sinks.find.layer_scan import ordinary_position
-from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
+from sinkscope.sinks.find.left import INTACT, attention_of, beside, by_chance, readers_of
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
 from sinkscope.sinks.find.sets import FoundSet
@@ -219,7 +219,7 @@ class HeadByHead:
         claim = Claim(
             role="carries",
             subject=parts,
-            outcome=Outcome("attention", heads=readers.heads),
+            outcome=attention_of(readers, len(self.effect.heads)),
             place=self.place,
             value=float(edited.mean()) / attention,
             contrasts=tuple(contrasts),

@@ -111,7 +111,7 @@ def instead_of_spike(setup: Setup) -> str:
     if survey.sinks:
         return f"heads attend to {survey.sinks[0].words}, see `circuit`"
     if survey.received.learned_heads:
-        return "heads attend to their learned sink logits"
+        return "heads attend to learned sink logits"
     if survey.spikes:
         return f"the norm at {survey.spikes[0].words} stands out, see `circuit`"
     return f"no attention sink was found either ({survey.received.most_attended})"

@@ -14,7 +14,6 @@ from sinkscope.hooks.edit.quantize import Quantize, down_projection, linear_modu
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
-from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.held_out import logits_of
@@ -24,7 +23,8 @@ from sinkscope.sinks.tokens import TokenRows
 
 DRAWS = 3
 """Random ones with which what stays exact is compared."""
-PLACES, NEURONS, PROJECTIONS, LAYERS = "sink places", "sink neurons", "down projections", "sink layers"
+PLACES, FIRST = "sink places", "first tokens"
+NEURONS, PROJECTIONS, LAYERS = "sink neurons", "down projections", "sink layers"
 
 
 Compared = tuple[str, Sequence[Any]]
@@ -78,13 +78,13 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there | first, 2.0)
     random = (others.argsort(-1).argsort(-1) < count).unbind()
     compared: dict[str, Compared] = {}
-    for name, places in ((PLACES, there), ("first tokens", first)):
+    for name, places in ((PLACES, there), (FIRST, first)):
         if places.any():
             compared[name] = "places", [one.nonzero().tolist() for one in (places, *random)]
     if sink.neurons and not experts:
         sets = [sink.neurons]
         sets += [random_neurons(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared[NEURONS] = "neurons", list(map(sites_of, sets))
+        compared[NEURONS] = "neurons", sets
     layers = beside_layers(setup, sink.layers)
     if sink.layers and not experts:
         compared[PROJECTIONS] = "layers", [down_projections(target, one) for one in layers]
