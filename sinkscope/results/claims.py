@@ -189,7 +189,7 @@ class Claim:
         outcome = self.outcome
         place = self.place.partition(" (")[0] if brief else self.place
         names, effect = in_words(self.subject, named), outcome.at(place)
-        several = len(self.subject) > 1 or isinstance(self.subject[0], Tokens)
+        several = len(self.subject) > 1 or any(isinstance(part, Tokens) for part in self.subject)
         lost = self.verdict == "needed" and outcome.unit == "intact"
         value, control = self.finding(lost=lost)
         of = f" of {outcome.lost_of}" if outcome.lost_of and not brief else ""

@@ -117,32 +117,35 @@ class Result(Envelope):
         """The status with which the command ends that prints it; a subclass overrides it."""
         return 0
 
-    @property
-    def claims(self) -> Claims:
-        """What edits show, the conclusion first; a field or property of a subclass."""
-        return ()
-
-    @property
-    def instead(self) -> str | None:
-        """The conclusion if no claim carries it; a field or property of a subclass. None: the first claim does."""
-        return None if self.claims else f"{self.kind} on {self.model.name}."
-
     def facts(self) -> list[str]:
         """Sentences that no claim carries; a subclass overrides it."""
         return []
 
     def conclusion(self) -> str:
-        """The conclusion in one sentence that includes the control: what the first claim says."""
-        return self.instead or self.claims[0].shortest()
+        """The conclusion in one sentence that includes the control.
+
+        It is what the first of the subclass's `claims` says, or what it has `instead`.
+        """
+        if self._instead is None and self._claims:
+            return self._claims[0].shortest()
+        return self._instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion: the next claims, and the facts."""
-        further = self.claims[0 if self.instead else 1 :]
+        further = self._claims[0 if self._instead else 1 :]
         return [*(claim.sentence() for claim in further[:MOST_DETAILS]), *self.facts()]
 
     def numbers(self) -> list[Number]:
         """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""
-        return numbers_of(self.claims)
+        return numbers_of(self._claims)
+
+    @property
+    def _claims(self) -> Claims:
+        return getattr(self, "claims", ())
+
+    @property
+    def _instead(self) -> str | None:
+        return getattr(self, "instead", None)
 
     def headline(self) -> Number | None:
         """The number that stands on a sink card beside the conclusion: the first one that differs from its control."""

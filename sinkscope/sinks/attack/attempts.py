@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -148,15 +148,15 @@ class Attempts:
         single = self.spikes(after(lead, one_copy(others, rows)), len(lead))[:, -1].float()
         cluster, random = self.shares[*best, 0], self.shares[*best, 1]
         values = torch.stack([cluster[0], single, random[0]])
-        words = {"effect": f"the spike at {length} tokens {{}}", "gives": "make spikes at {} of their positions {}"}
-        outcome = Outcome("spikes", unit="cases", **words)
+        effect, gives = f"the spike at {length} tokens {{}}", "make spikes at {} of their positions {}"
+        outcome = Outcome("spikes", unit="cases", effect=effect, gives=gives)
         claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
             edits = ("Listing 1", "held as in Listing 1", listing), ("the patch", "patched", patched)
             for name, edit, left in edits:
-                held = Outcome(f"spikes under {name}", unit="cases", **words)
+                held = replace(outcome, kind=f"spikes under {name}")
                 values = torch.stack([left, intact, control])
                 claims.append(claim_of_cases(patch.checked_sites, place, held, values, edit=edit))
         return tuple(claims)

@@ -132,6 +132,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     texts = beside_copies(setup, rows, before)
     last = [attention_outputs(target, each, [first])[1][0].unflatten(0, each.shape)[:, -1] for each in texts]
     like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
+    like = like[:, like.isfinite().all(0)]  # it may write nothing on the token alone
     outside = outside_theorem(target, first, rows.shape[1])
     gives = "make the first layer's output {} like that on the token alone"
     outcome = Outcome("likeness to the token alone", (first,), gives=gives)
@@ -144,7 +145,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         alone=rounded(norms),
         bound=rounded(applies * torch.stack(bounds)[:, sweep.counts - 1]),
         closest=rounded(applies * torch.stack(closest)),
-        claims=(claim_of_copies(sweep.max_repeats, outcome, like),),
+        claims=(claim_of_copies(sweep.max_repeats, outcome, like),) if like.numel() else (),
     )
 
 

@@ -22,6 +22,7 @@ from sinkscope.sinks.repetition.probability import ProbabilityReading, in_memory
 from sinkscope.sinks.repetition.sweep import sweep_rows
 
 EVERY_TOKEN = "all"
+SILENT = "The first layer's attention writes nothing on a token alone, so copies have nothing to be like."
 AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
 
@@ -80,7 +81,7 @@ class Repeat(Result):
 
 def draw(result: Repeat) -> go.Figure:
     """Draw the reading over the number of repetitions, a line per token; of a vocabulary, a histogram."""
-    fig = go.Figure() if result.reading is None else result.reading.draw()
+    fig: Any = go.Figure() if result.reading is None else result.reading.draw()
     return figure_of(fig, result, width=1200, height=fig.layout.height or 480)
 
 
@@ -164,7 +165,8 @@ def repeat(
     figure, room = "ablation" if ablate else read, TAIL if read == "attention" else 0
     sweep, ids = sweep_rows(setup, figure, None if every else tokens, prefix, max_repeats, room)
     if read == "distance":
-        return Repeat(read=read, reading=read_distances(setup, sweep, ids, all_layers))
+        reading = read_distances(setup, sweep, ids, all_layers)
+        return Repeat(read=read, reading=reading, instead=None if reading.claims else SILENT)
     if read == "probability":
         reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
         return Repeat(read=read, reading=reading)
