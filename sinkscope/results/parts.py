@@ -139,11 +139,6 @@ def kind_of(parts: Parts) -> str:
     return "heads"
 
 
-def neurons_of(sites: Iterable[Sequence[int]]) -> tuple[Neuron, ...]:
-    """The neurons that interventions take in this form."""
-    return tuple(Neuron.of(site) for site in sites)
-
-
 def sites_of(neurons: Iterable[Neuron]) -> tuple[tuple[int, ...], ...]:
     """Neurons in the form that interventions take."""
     return tuple(neuron.site for neuron in neurons)

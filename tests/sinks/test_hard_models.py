@@ -20,12 +20,13 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, Sink
 from sinkscope.sinks.find.repetitions import repetition_spike
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.find.sentences import spike_sentences
+from sinkscope.sinks.find.sentences import spike_fact
 from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.norm import NormReading
@@ -93,10 +94,10 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
             "share of texts": (abs(share - truth.share) <= 0.25, True),
         }
     if truth.repeated:
-        sites = result.repetition and result.repetition.set and result.repetition.set.edit_sites
-        pairs["repetition"] = (set(sites or ()), set(truth.repeated))
+        others = result.repetition.others if result.repetition else ()
+        pairs["repetition"] = ({neuron.site for neuron in others}, set(truth.repeated))
     wrong = [f"{name}: found {got}, planted {planted}" for name, (got, planted) in pairs.items() if got != planted]
-    minimal = None if result.minimal is None else frozenset(result.minimal.edit_sites)
+    minimal = frozenset(sites_of(result.minimal)) or None
     carrier = carried(sink)
     if carrier not in {truth.carried_by} | ALSO.get(h.name, set()):
         wrong.append(f"carried by: found {carrier}, planted {truth.carried_by}")
@@ -107,13 +108,11 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
 
 def unproven(h: HardModel, result: FindSinks) -> list[str]:
     """Numbers that are no proof of what is said."""
-    truth, wrong, minimal = h.truth, [], result.minimal
-    if minimal is not None:
-        claim = minimal.claims[0]
-        if claim.verdict != "needed":
-            wrong.append(f"minimal set: {claim.phrase()}")
-        if truth.sink and truth.carried_by == "spike" and (minimal.heads_lost or 0.0) < 0.5:
-            wrong.append(f"minimal set: {minimal.heads_lost} of the heads lose their attention")
+    truth, wrong = h.truth, []
+    if result.minimal:
+        claim = result.spikes[0].claims[0]
+        if (claim.subject, claim.verdict) != (result.minimal, "needed"):
+            wrong.append(f"minimal set: {claim.sentence()}")
     planted = frozenset[tuple[int, ...]]().union(*truth.sets)
     for neuron in result.causal:  # neurons of smaller stages make their part of the norm
         smaller_stage = neuron.layer in truth.step_up and neuron.layer != truth.sink_layer
@@ -126,15 +125,15 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
     """What the conclusion says that is not so, and words that it lacks."""
     text, truth = result.conclusion(), h.truth
     check_size(text)
-    text = text.replace("heads lose", "heads attend to it and lose")  # who attends is said in either form
     attended = truth.sink or truth.carried_by == "learned logits"
     words = {
-        "attend to": attended and truth.carried_by != "learned logits",
+        "makes the attention sink at ": attended and truth.carried_by != "learned logits",
         "No attention sink": truth.spike and not attended,
         "Neither an attention sink nor a norm spike": not truth.spike and not attended,
         "(window ": truth.window is not None,
         "of texts": truth.share < 1,
     }
+    text = re.sub(" makes? ", " makes ", text)
     wrong = [word for word, there in words.items() if (word in text) != there]
     named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
     planted = {site[-1] for sites in truth.sets for site in sites}
@@ -166,7 +165,7 @@ def test_without_bos(tmp_path):
     """Texts that begin with a word: nothing where only BOS is marked."""
     h = hard("token_embedding", "gpt2", 1)
     result = look(h, tmp_path, bos=False)
-    assert not result.spikes and not result.sinks and result.minimal is None
+    assert not result.spikes and not result.sinks and not result.minimal
     assert result.conclusion().startswith("Neither an attention sink nor a norm spike")
 
 
@@ -196,7 +195,7 @@ def test_a_patch_holds_the_neurons_of_repetition_too_and_is_refused_without(tmp_
     result = look(h, tmp_path)
     first = {site for sites in h.truth.sets for site in sites}
     assert {site.site for site in SinkPatch.from_result(result).checked_sites} == first | set(h.truth.repeated)
-    unknown = replace(result, repetition=replace(result.repetition, set=None, candidates=()))
+    unknown = replace(result, repetition=replace(result.repetition, others=()))
     with pytest.raises(SinkscopeError, match="repeated"):
         SinkPatch.from_result(unknown)
 
@@ -206,7 +205,7 @@ def test_repeat_zeroes_the_set_that_find_sinks_names(tmp_path):
     h = hard("redundant_pair", "llama", 0)
     result = repeat(h.model, max_repeats=120, ablate=True, **options_of(h, tmp_path))
     assert isinstance(result.reading, NormReading)
-    assert set(result.reading.zeroed[1]) == set(h.truth.sets[0])
+    assert set(sites_of(result.reading.zeroed[1])) == set(h.truth.sets[0])
     assert float(result.reading.lost[1].max()) > 0.5
 
 
@@ -219,7 +218,7 @@ def test_neurons_that_serve_different_tokens_are_told_apart(seed, tmp_path):
     text = own_text(h, tmp_path, 40)
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, bos=False, max_repeats=8)
     (both,) = h.truth.sets
-    assert result.minimal is not None and {neuron.site for neuron in result.minimal.neurons} == both
+    assert set(sites_of(result.minimal)) == both
     serving = [claim for claim in result.claims if claim.role == "serves" and claim.place.startswith("the first token")]
     assert {claim.subject[0].site for claim in serving} == both
     sink = h.truth.sink_layer
@@ -246,21 +245,21 @@ def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, max_repeats=8)
     claims = [claim for claim in result.claims if claim.role == "depends"]
     first, other = result.spikes
-    assert first.set is not None and other.set is not None
+    assert first.set and other.set
     rows = torch.tensor(h.tokenizer(Path(text).read_text())["input_ids"][: 16 * 40]).view(16, 40)
     rows[:, 0] = h.tokenizer.bos_token_id
     there = norms(h.model, rows)[-1] > 10 * norms(h.model, rows)[-1].median()
     there[:, 0] = False
     assert there.sum() >= 3
     intact = norms(h.model, rows)[-1][there]
-    with zeroed(h.model, first.set.edit_sites):
+    with zeroed(h.model, sites_of(first.set)):
         gone = norms(h.model, rows)[-1][there] < 0.2 * intact
     assert gone.all() if depends else not gone.any()
-    assert [claim.subject for claim in claims] == ([first.set.neurons] if depends else [])
+    assert [claim.subject for claim in claims] == ([first.set] if depends else [])
     assert all(claim.place == other.place.words and claim.value < 0.2 for claim in claims)
     if depends:  # also where nothing at its own place was found to make it
-        said = spike_sentences(replace(other, claims=tuple(claims)))
-        assert "Of it, nothing that was removed takes it away" in said and "It depends on another spike" in said
+        assert "nothing that was removed takes it away" in spike_fact(replace(other, claims=tuple(claims)))
+        assert claims[0].sentence() in result.details()
 
 
 def test_copies_make_a_spike_that_no_neurons_are_known_of():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
+from textwrap import wrap
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +17,11 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Outcome, Search
-from sinkscope.results.notation import count_of, word_list
+from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Head
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
@@ -30,11 +31,12 @@ from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import prefixes, repeated
-from sinkscope.sinks.values import HeadValue, values_of, values_sentence
+from sinkscope.sinks.values import HeadValue, values_of
 
 TRACED = 4  # spikes whose marks are traced at most
 TEXTS = 2  # pieces of typical text in which they are traced
 MOST_PARTS = 4  # of a step that are drawn
+BOX = 34  # characters of a line in a box
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
 
@@ -44,8 +46,8 @@ class Circuit(SinkPlaces):
     """How each sink comes about.
 
     Attributes:
-        claims: What marks the places, what the heads need, what makes the spikes, and what heads write by the values
-            there; what marks the first spike comes first if the heads of the first sink need it.
+        claims: What marks the places, what the heads need, what they write by the values there, and what makes the
+            spikes; what marks the first spike comes first if the heads of the first sink need it.
         untested: What may carry a sink and cannot be replaced in this model.
         values: What each head that attends to a sink writes by the value there.
     """
@@ -87,36 +89,17 @@ class Circuit(SinkPlaces):
         return rows
 
     def facts(self) -> list[str]:
-        """Who attends where, what the values do there, and what was not tested."""
-        lines = super().facts()
-        for sink in self.sinks:
-            lines += values_sentence([value for value in self.values if value.place == sink.words])
-        if self.untested:
-            lines.append(f"Not tested: {word_list(self.untested)}.")
-        return lines
+        """Who attends where, and what was not tested."""
+        untested = [f"Not tested: {word_list(self.untested)}."] if self.untested else []
+        return super().facts() + untested
 
 
 def parts_of(result: Circuit) -> list[list[str]]:
-    """The parts of the circuit from the top down, each with what is lost without it, as lines of HTML."""
+    """The steps of the circuit from the top down: what is shown of each part, as lines of HTML."""
     steps: list[list[str]] = []
-    for roles in ((MARKS, COPIES), ("makes", "carries")):
-        named: dict[str, str] = {}
-        for row in result.rows():
-            if row["role"] in roles:
-                lost, control = (max(0.0, 1 - row[name]) for name in ("left", "control"))
-                words = (
-                    row["subject"],
-                    row["place"],
-                    f"{lost:.0%} lost without it",
-                    f"({row['contrast']}: {control:.0%})",
-                )
-                subject, *lines = map(html.escape, words)
-                named.setdefault(subject, "<br>".join([f"<b>{subject}</b>", *lines]))
-        steps.append(list(named.values())[:MOST_PARTS])
-    if result.spikes:
-        steps.append(["<b>spike</b><br>the norm far above the typical one"])
-    if result.readers():
-        steps.append([f"<b>{count_of(len(result.readers()), 'head')}</b><br>that attend to it (at the right)"])
+    for roles in ((MARKS, COPIES), ("makes",), ("carries",)):
+        claims = [claim for claim in result.claims if claim.role in roles][:MOST_PARTS]
+        steps.append(["<br>".join(map(html.escape, wrap(claim.shortest(), BOX))) for claim in claims])
     return [step for step in steps if step]
 
 
@@ -137,13 +120,14 @@ def draw(result: Circuit) -> go.Figure:
         above = across
     fig.update_xaxes(range=[0, 1], visible=False, col=1)
     fig.update_yaxes(range=[len(steps) - 0.5, -0.5], visible=False, col=1)
-    kept: dict[tuple[int, int], float] = {}
-    for row in result.readers():
-        kept.setdefault(head_of(row["subject"]), row["left"])
+    kept: dict[Head, float] = {}
+    for group in chain.from_iterable(sink.groups for sink in result.sinks):
+        for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
+            kept.setdefault(head, after / before)
     if kept:
-        grid = np.full(np.array([*kept]).max(0) + 1, np.nan)
-        for place, share in kept.items():
-            grid[place] = share
+        grid = np.full((max(head.layer for head in kept) + 1, max(head.head for head in kept) + 1), np.nan)
+        for head, share in kept.items():
+            grid[head.layer, head.head] = share
         bar = {"tickformat": ".0%"}
         fig.add_heatmap(z=grid, zmin=0, zmax=1, colorscale=[ORANGE, "#f7f7f7"], colorbar=bar, row=1, col=2)
     fig.update_xaxes(title_text="head", col=2)
@@ -187,11 +171,12 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         place = f"the last of {repeats} copies of {word.token!r}"
         claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
     values, of_values = values_of(target, survey)
-    parts = [*sinks.claims, *claims]
+    attended = [claim for claim in sinks.claims if claim.role == "carries"]
+    parts = [*attended, *claims]
     if sinks.sinks and any(group.by_spike for group in sinks.sinks[0].groups[:1]):
-        parts = [*claims, *sinks.claims]
+        parts = [*claims, *attended]
     return Circuit(
-        claims=(*parts, *of_values),
+        claims=(*parts, *of_values, *(claim for claim in sinks.claims if claim not in attended)),
         spikes=sinks.spikes,
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,

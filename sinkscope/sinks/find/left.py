@@ -11,7 +11,6 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
-from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.find.records import Readers
 from sinkscope.sinks.removal.components import Heads, Neurons, heads_of, one_by_one
@@ -61,18 +60,6 @@ def readers_of(
     ranked = intact.argsort(descending=True, stable=True)
     by_attention = tuple(Head(*heads[number]) for number in ranked.tolist())
     return Readers(by_attention, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), parts, search)
-
-
-def attention_of(readers: Readers, of: int) -> Outcome:
-    """What heads give to a place, of so many heads that attend to it."""
-    count = len(readers.heads)
-    some = count_of(count, "head") if count == of else f"{count} of {count_of(of, 'head')}"
-    return Outcome(
-        "attention",
-        heads=readers.heads,
-        effect=f"the attention sink at {{}} for {some}",
-        lost_of=word_form(count, "its attention", "their attention"),
-    )
 
 
 def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Contrast:

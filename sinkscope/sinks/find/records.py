@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.parts import Component, Head, Neuron, Parts, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, Parts
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.removal.components import Neurons, Sites
+from sinkscope.sinks.removal.components import Neurons
 
 PerLayer = tuple[float | None, ...]
 """A number for each layer; None where it was not read."""
@@ -50,30 +50,6 @@ Candidates = tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
-class CausalSet:
-    """Neurons that together make a spike, and the effect of zeroing all of them.
-
-    Attributes:
-        neurons: The neurons of the set.
-        heads_lost: Share of the heads in later layers that lose at least half of their attention to the place when the
-            set is zeroed. None if no such heads were read.
-        claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: These heads, if all of them lose that much; of a single neuron, because of several each head may need
-            another one.
-    """
-
-    neurons: Neurons
-    heads_lost: float | None
-    claims: Claims
-    readers: Readers | None = None
-
-    @property
-    def edit_sites(self) -> Sites:
-        """The neurons in the form that interventions take."""
-        return sites_of(self.neurons)
-
-
-@dataclass(frozen=True)
 class Spike:
     """Positions whose norm stands out (massive activations).
 
@@ -88,7 +64,7 @@ class Spike:
             make a norm which stands out before the neurons amplify it. Empty if none were found, or there is no such
             norm.
         by_mlp: Whether MLPs make it.
-        set: The smallest set of neurons found whose ablation removes the spike. None if none was found.
+        set: The smallest set of neurons found whose ablation removes the spike; empty if none was found.
         claims: Of its makers, and of those of other spikes without which this one is gone (role "depends").
         search: What was searched.
         margin: Two standard errors of the ratio over texts; None for too few texts.
@@ -102,7 +78,7 @@ class Spike:
     usual: float
     maker: Parts
     by_mlp: bool
-    set: CausalSet | None
+    set: Neurons
     claims: Claims
     search: Search
     margin: float | None = None
@@ -116,7 +92,7 @@ class Spike:
     def makers(self) -> Parts:
         """The parts that make the spike."""
         made = [*self.maker]
-        if self.by_mlp and (self.set is not None or not self.maker):
+        if self.by_mlp and (self.set or not self.maker):
             made += [Component("mlp", layer) for layer in self.step_up]
         return tuple(made)
 
@@ -230,16 +206,16 @@ class RepetitionSpike:
         repeats: Number of repetitions; the last one was examined.
         by_copies: What of the norm is there with these copies, beside one copy and other tokens at that position.
         same: What is left of it without the neurons that make the model's spike.
-        set: Other neurons that make it. None if these do, or if no set was found.
-        candidates: The neurons of this set, as they are on the last repetition.
+        others: Other neurons that make it, as they are on the last repetition; empty if these do, or none were found.
+        claims: What is left without them.
     """
 
     token: str
     repeats: int
     by_copies: Claim
     same: Claim | None = None
-    set: CausalSet | None = None
-    candidates: Candidates = ()
+    others: Candidates = ()
+    claims: Claims = ()
 
     @property
     def other_neurons(self) -> bool:

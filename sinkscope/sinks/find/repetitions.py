@@ -185,4 +185,4 @@ def repetition_spike(
         return result
     there = scan.elsewhere(rows, torch.tensor([copies]), layer)
     own = causal_set(there, by_copies.place, setup.seed)
-    return replace(result, set=own.minimal, candidates=own.members)
+    return replace(result, others=own.members, claims=own.claims)

@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claim, Claims, Search
 from sinkscope.results.notation import word_list
-from sinkscope.results.parts import in_words
+from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
     SHORT,
     Candidates,
-    CausalSet,
     PerLayer,
     PublishedSink,
     RepeatsNeeded,
@@ -132,9 +131,9 @@ class FindSinks(SinkPlaces):
         return next(iter(self.sinks), None)
 
     @property
-    def minimal(self) -> CausalSet | None:
-        """The smallest set of neurons found whose ablation removes the first spike."""
-        return None if self.spike is None else self.spike.set
+    def minimal(self) -> tuple[Neuron, ...]:
+        """The smallest set of neurons found whose ablation removes the first spike; empty if none was found."""
+        return () if self.spike is None else self.spike.set
 
     @property
     def claims(self) -> Claims:
@@ -146,7 +145,7 @@ class FindSinks(SinkPlaces):
             claims += spike.claims
         if self.repetition is not None:
             claims += filter(None, (self.repetition.by_copies, self.repetition.same))
-            claims += () if self.repetition.set is None else self.repetition.set.claims
+            claims += self.repetition.claims
         return tuple(claims)
 
     def numbers(self) -> list[Number]:
@@ -159,8 +158,8 @@ class FindSinks(SinkPlaces):
             ]
         if self.sink_layer is not None:
             numbers.append(Number("sink_layer", "sink layer", str(self.sink_layer)))
-        if self.minimal is not None:
-            numbers.append(Number("neurons", "neurons that make the spike", in_words(self.minimal.neurons)))
+        if self.minimal:
+            numbers.append(Number("neurons", "neurons that make the spike", in_words(self.minimal)))
         numbers.append(Number("sink", "where the attention sink is", sink.words if sink else NOWHERE))
         if sink is not None and sink.place is not None:
             share, mean = "share of heads that attend to the sink", "mean attention of these heads to the sink"

@@ -33,18 +33,24 @@ def sink_fact(sink: Sink) -> str:
             "logits, which stand in for a token."
         )
     attend = word_form(sink.readers, "attends", "attend")
-    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {sink.words}"
-    if sink.place.share < 1 and sink.place.is_first:
-        said += f" in {sink.place.share:.0%} of texts"
-    if sink.length > SHORT:
-        said += f" in texts of {sink.length} tokens"
-    if sink.window is not None:
-        said += f" (window {sink.window})"
+    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {sink.words}{when(sink)}"
     for group in sink.groups:
         if group.claim is None:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
             said += f"; {some}{NOTHING} ({group.search})"
     return f"{said}."
+
+
+def when(sink: Sink) -> str:
+    """In which texts and windows heads attend to a place, if not in all; as part of a sentence."""
+    words = ""
+    if sink.place is not None and sink.place.share < 1 and sink.place.is_first:
+        words = f" in {sink.place.share:.0%} of texts"
+    if sink.length > SHORT:
+        words = f"{words or ' in texts'} of {sink.length} tokens"
+    if sink.window is not None:
+        words += f" (window {sink.window})"
+    return words
 
 
 def spike_fact(spike: Spike) -> str:

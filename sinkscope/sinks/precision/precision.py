@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +28,6 @@ from sinkscope.sinks.precision.exact import (
     PLACES,
     PROJECTIONS,
     Rounded,
-    Sink,
     Texts,
     beside_layers,
     comparisons,
@@ -129,7 +129,7 @@ class Precision(Result):
         """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         kept = [other for other in self.rounded if other.scheme == one.scheme and other.kept != NOTHING]
         most = max(kept, key=lambda other: other.regained)
-        cost = f"most of the cost of rounding {WORDS[one.scheme]}"
+        cost = f"most of what rounding {WORDS[one.scheme]} costs"
         return Claim(
             role="protects",
             subject=self._parts(one),
@@ -223,17 +223,20 @@ def precision(
         raise UnsupportedError(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
         )
-    sink = Sink.of(find_sinks.on(setup))
+    sinks = find_sinks.on(setup)
+    places = [each.place for each in sinks.spikes or sinks.sinks if each.place is not None]
+    neurons = tuple(dict.fromkeys(chain.from_iterable(spike.set for spike in sinks.spikes)))
+    layers = tuple(sorted({part.layer for part in (*sinks.stages, *neurons)}))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
-    compared = comparisons(setup, sink, ids, experts)
+    compared = comparisons(setup, places, neurons, layers, ids, experts)
     rounded = []
     costliest: dict[str, tuple[int, ...]] = {}
     for name in names:
         setup.progress(f"precision, {name}", len(costliest), len(names))
         scheme = SCHEMES[name]
-        costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
+        costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(layers))]
         cost = texts.rounded(**scheme)
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
         compared[COSTLIEST] = "layers", beside_layers(setup, costliest[name])
@@ -244,9 +247,9 @@ def precision(
     return Precision(
         rounded=tuple(rounded),
         costliest=costliest,
-        place=word_list([place.words for place in sink.places]) if sink.places else "",
-        neurons=sink.neurons,
-        layers=sink.layers,
+        place=word_list(places) if places else "",
+        neurons=neurons,
+        layers=layers,
     )
 
 
