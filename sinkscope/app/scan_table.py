@@ -29,7 +29,7 @@ ON_CARDS = {
     "sink": ("find_sinks", "sink"),
     "sink_layer": ("find_sinks", "sink_layer"),
     "neurons": ("find_sinks", "neurons"),
-    "spike_lost": ("find_sinks", "spike_lost"),
+    "spike_lost": ("find_sinks", "spike.neurons"),
     "spike_ratio": ("find_sinks", "ratio"),
     "heads": ("find_sinks", "heads"),
     "copies": ("repeat", "norm.tokens"),
