@@ -93,7 +93,7 @@ class Outcome:
 
     def at(self, place: str) -> str:
         """The effect at a place, in a sentence."""
-        return (self.effect or f"the {self.kind} at {{}}").format(place)
+        return (self.effect or f"the {self.kind} at {{}}").replace("{}", place)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Claim:
             does = f"{'mark' if several else 'marks'} {place}"
         said, end = f"{names} {does}", "is gone" if lost else "stays"
         if self.brings and outcome.gives:
-            said = f"{names} {outcome.gives.format(value, place)}"
+            said = f"{names} {outcome.gives.replace('{}', value, 1).replace('{}', place)}"
         elif self.brings:
             said = f"{names} {'give' if several else 'gives'} {value} of {effect}"
         elif self.verdict == "sufficient":

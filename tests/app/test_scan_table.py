@@ -47,10 +47,10 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
         card = json.loads((folder / name / "card.json").read_text())["result"]
         numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
         for column, label in (
-            ("spike_lost", "spike lost without its neurons"),
+            ("spike_lost", f"spike lost without {row['neurons']}"),
             ("spike_ratio", "norm of the spike over the typical one"),
             ("heads", "share of heads that attend to the sink"),
-            ("copies", "norm with these tokens"),
+            ("copies", "norm with 8 copies of a token"),
         ):
             assert float(row[column]) == numbers[label]["value"]
             assert float(row[f"{column}_margin"]) == numbers[label]["margin"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -165,7 +165,6 @@ class PatchMade(Result):
             "a norm that stands out",
             tuple(proof.layers.tolist()),
             unit="cases",
-            effect="the norm that stands out at {}",
             gives="make the norms of {} of the words stand out",
         )
         stands_out, failing = torch.from_numpy(proof.stands_out).double(), torch.from_numpy(proof.failing)
@@ -173,7 +172,8 @@ class PatchMade(Result):
         if not failing.any():
             return (copies,)
         left = stands_out[[PATCHED, INTACT, RANDOM]][:, failing]
-        return claim_of_cases(self.sites, copies.place, outcome, left, edit="patched"), copies
+        high = replace(outcome, effect=f"the high norms of {count_of(int(failing.sum()), 'word')} at {{}}")
+        return claim_of_cases(self.sites, copies.place, high, left, edit="patched"), copies
 
     @property
     def instead(self) -> str | None:

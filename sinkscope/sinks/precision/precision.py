@@ -133,7 +133,7 @@ class Precision(Result):
         return Claim(
             role="protects",
             subject=self._parts(one),
-            outcome=Outcome(f"the cost of {one.scheme}", effect=cost, lost_of="it"),
+            outcome=Outcome(f"the cost of {one.scheme}", effect=cost),
             place=f"held-out text, with {one.kept} exact",
             value=min(1.0, 1 - one.regained),
             contrasts=(

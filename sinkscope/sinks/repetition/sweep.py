@@ -176,7 +176,8 @@ def claim_of_cases(
     role, beside = CONTRASTS[type(subject[0])]
     controls = values[1:].mean(1).tolist()
     contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
-    search = Search("tokens", tried or values.shape[1], float(values[0].max()))
+    most = None if isinstance(subject[0], Neuron) else float(values[0].max())  # of what an edit leaves it says nothing
+    search = Search("cases", tried or values.shape[1], most)
     return claim_of(role, subject, outcome, place, values[0], contrasts, search, edit)
 
 
