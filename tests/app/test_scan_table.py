@@ -14,7 +14,7 @@ from scan_kit import few_parts
 
 from sinkscope.app.card import SinkCard, read_card
 from sinkscope.app.scan import scan
-from sinkscope.app.scan_table import scan_table
+from sinkscope.app.scan_table import ON_CARDS, scan_table
 from sinkscope.results.result import Number
 
 pytestmark = pytest.mark.few_texts
@@ -45,15 +45,10 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(folder, typed):
     assert list(rows) == ["llama"]
     for name, row in rows.items():
         card = json.loads((folder / name / "card.json").read_text())["result"]
-        numbers = {number["label"]: number for part in card["parts"] for number in part["numbers"]}
-        for column, label in (
-            ("spike_lost", f"spike lost without {row['neurons']}"),
-            ("spike_ratio", "norm of the spike over the typical one"),
-            ("heads", "share of heads that attend to the sink"),
-            ("copies", "norm with 8 copies of a token"),
-        ):
-            assert float(row[column]) == numbers[label]["value"]
-            assert float(row[f"{column}_margin"]) == numbers[label]["margin"]
+        numbers = {(part["name"], number["key"]): number for part in card["parts"] for number in part["numbers"]}
+        for column in ("spike_lost", "spike_ratio", "heads", "copies"):
+            assert float(row[column]) == numbers[ON_CARDS[column]]["value"]
+            assert float(row[f"{column}_margin"]) == numbers[ON_CARDS[column]]["margin"]
         truth = organism(name, 2).truth
         assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
         assert row["sink_layer"] == str(truth.neurons[0][0]) and row["sink"] == "the first token"
