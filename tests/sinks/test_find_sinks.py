@@ -125,7 +125,7 @@ def test_copies_are_compared_with_one_copy_and_with_other_tokens_there():
     word, limit = o.tokenizer.decode([o.tokens_of(0)[0]]), o.model.config.max_position_embeddings - 1
     found = find_sinks(o.model, tokenizer=o.tokenizer, tokens=[word], max_repeats=limit)
     assert found.repetition is not None and found.sink_layer is not None
-    copies, same = found.repetition.by_copies, found.repetition.same
+    copies, same = found.repetition.claims
     ordinary = found.typical_norm[found.sink_layer] / found.spike_norm[found.sink_layer]
     assert copies.verdict == "sufficient" and copies.value > 0.5
     assert [contrast.value for contrast in copies.contrasts] == pytest.approx([ordinary] * 2, rel=0.5)

@@ -269,4 +269,4 @@ def test_copies_make_a_spike_that_no_neurons_are_known_of():
     token = setup.tokenizer.encode(" the", add_special_tokens=False)[-1]
     needed = RepeatsNeeded((RepeatedToken("the", token, 300),), 300.0, 0, 400)
     found = repetition_spike(setup, made.scan, needed, [setup.bos or 0], ())
-    assert found is not None and found.same is None and found.by_copies.verdict == "sufficient"
+    assert found is not None and [claim.verdict for claim in found.claims] == ["sufficient"]

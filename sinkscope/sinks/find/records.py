@@ -204,23 +204,21 @@ class RepetitionSpike:
     Attributes:
         token: The repeated token.
         repeats: Number of repetitions; the last one was examined.
-        by_copies: What of the norm is there with these copies, beside one copy and other tokens at that position.
-        same: What is left of it without the neurons that make the model's spike.
+        claims: What of the norm is there with these copies, beside one copy and other tokens at that position; what is
+            left of it without the neurons that make the model's spike, if any do; and without other neurons.
         others: Other neurons that make it, as they are on the last repetition; empty if these do, or none were found.
-        claims: What is left without them.
     """
 
     token: str
     repeats: int
-    by_copies: Claim
-    same: Claim | None = None
+    claims: Claims
     others: Candidates = ()
-    claims: Claims = ()
 
     @property
     def other_neurons(self) -> bool:
         """Whether copies make a spike that does not need the neurons of the model's spike."""
-        return self.by_copies.verdict == "sufficient" and (self.same is None or self.same.verdict != "needed")
+        copies, *same = self.claims[:2]
+        return copies.verdict == "sufficient" and not any(claim.verdict == "needed" for claim in same)
 
 
 @dataclass(frozen=True)

@@ -173,16 +173,15 @@ def repetition_spike(
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
-    result = RepetitionSpike(token.token, copies, by_copies)
     if not neurons:
-        return result
+        return RepetitionSpike(token.token, copies, (by_copies,))
     left = edited[1:] / intact
     place = f"the last of {copies} copies of {token.token!r}"
     contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
     same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
-    result = replace(result, same=same)
-    if same.verdict == "needed" or by_copies.verdict != "sufficient":
+    result = RepetitionSpike(token.token, copies, (by_copies, same))
+    if not result.other_neurons:
         return result
     there = scan.elsewhere(rows, torch.tensor([copies]), layer)
     own = causal_set(there, by_copies.place, setup.seed)
-    return replace(result, others=own.members, claims=own.claims)
+    return replace(result, others=own.members, claims=(*result.claims, *own.claims))

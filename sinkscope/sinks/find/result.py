@@ -144,7 +144,6 @@ class FindSinks(SinkPlaces):
         for spike in self.spikes:
             claims += spike.claims
         if self.repetition is not None:
-            claims += filter(None, (self.repetition.by_copies, self.repetition.same))
             claims += self.repetition.claims
         return tuple(claims)
 
