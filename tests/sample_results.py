@@ -42,7 +42,7 @@ def claim(role: str, kind: str, place: str, left: float) -> Claim:
 
 MADE = claim("makes", "spike", FIRST.words, 0.02)
 CARRIED = claim("carries", "attention", FIRST.words, 0.1)
-HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), PAIR, TRIED, True, CARRIED)
+HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), TRIED, True, CARRIED)
 
 
 def spike(place: Place, ratio: float) -> Spike:

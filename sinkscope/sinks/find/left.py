@@ -45,21 +45,18 @@ def claim_of(
     )
 
 
-def readers_of(
-    heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"], parts: Parts, search: Search
-) -> Readers:
+def readers_of(heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"], search: Search) -> Readers:
     """Heads, those with most attention first, and what each keeps without what it needs; their claim is still to come.
 
     Args:
         heads: The heads.
         intact: The attention of each.
         left: What is left of that.
-        parts: What they need; empty if nothing was found.
         search: What was tried.
     """
     ranked = intact.argsort(descending=True, stable=True)
     by_attention = tuple(Head(*heads[number]) for number in ranked.tolist())
-    return Readers(by_attention, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), parts, search)
+    return Readers(by_attention, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), search)
 
 
 def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Contrast:

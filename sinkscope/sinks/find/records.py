@@ -105,19 +105,22 @@ class Readers:
         heads: The heads.
         attention: Mean attention of each to the place.
         left: The same without what they need; the same as `attention` if nothing was found.
-        needs: What each of these heads needs: the neurons of a spike, or components. Empty if nothing was found.
         search: What was tried.
-        by_spike: Whether that is what makes the spike of the place.
-        claim: What is left of the attention without it. None if nothing was found.
+        by_spike: Whether what they need is what makes the spike of the place.
+        claim: What is left of the attention without what they need. None if nothing was found.
     """
 
     heads: tuple[Head, ...]
     attention: tuple[float, ...]
     left: tuple[float, ...]
-    needs: Parts
     search: Search
     by_spike: bool = False
     claim: Claim | None = None
+
+    @property
+    def needs(self) -> Parts:
+        """What each of these heads needs: the neurons of a spike, or components; empty if nothing was found."""
+        return () if self.claim is None else self.claim.subject
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ class _SpikeSearch:
         given = torch.cat([each.attention_from(self.heads)[:2] for each in read], 1)
         left = reduce(given[1] / given[0], "text pair -> text", "mean")
         intact, after = given.mean(1)
-        readers = readers_of(self.heads, intact, after, chosen, self.search_so_far)
+        readers = readers_of(self.heads, intact, after, self.search_so_far)
         contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
         outcome = Outcome("attention", heads=readers.heads)
         claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)

@@ -218,7 +218,7 @@ class HeadByHead:
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
         if not parts:
-            return readers_of(effect.heads, intact, intact, (), tried)
+            return readers_of(effect.heads, intact, intact, tried)
         contrasts = [INTACT]
         if POSITION in parts:
             typical, given = (effect.values(edits, reverse=True).mean(1) / attention).tolist()
@@ -228,8 +228,8 @@ class HeadByHead:
             left = beside_it[0].mean((1, 2))
             contrasts.append(by_chance(parts, left[1:] / left[0], name))
         if len(contrasts) < 2:  # too few other parts to compare with, so nothing is shown
-            return readers_of(effect.heads, intact, intact, (), tried)
-        readers = readers_of(effect.heads, intact, edited, parts, tried)
+            return readers_of(effect.heads, intact, intact, tried)
+        readers = readers_of(effect.heads, intact, edited, tried)
         claim = Claim(
             role="carries",
             subject=parts,
