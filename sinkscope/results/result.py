@@ -131,9 +131,11 @@ class Result(Envelope):
         return self._instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
-        """Lines of plain text below the conclusion: the next claims, and the facts."""
-        further = self._claims[0 if self._instead else 1 :]
-        return [*(claim.sentence() for claim in further[:MOST_DETAILS]), *self.facts()]
+        """Lines of plain text below the conclusion: the next claims, and the first if it was shortened; and the facts."""
+        conclusion = self.conclusion()
+        sentences = [claim.sentence() for claim in self._claims[: MOST_DETAILS + 1]]
+        further = [sentence for sentence in sentences if sentence != conclusion]
+        return [*further[:MOST_DETAILS], *self.facts()]
 
     def numbers(self) -> list[Number]:
         """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""

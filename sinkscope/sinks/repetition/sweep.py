@@ -20,6 +20,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search
+from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
 from sinkscope.results.tables import Table
@@ -177,7 +178,8 @@ def claim_of_cases(
     controls = values[1:].mean(1).tolist()
     contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
     most = None if isinstance(subject[0], Neuron) else float(values[0].max())  # of what an edit leaves it says nothing
-    search = Search("cases", tried or values.shape[1], most)
+    count = tried or values.shape[1]
+    search = Search(word_form(count, "case", "cases"), count, most)
     return claim_of(role, subject, outcome, place, values[0], contrasts, search, edit)
 
 
