@@ -131,7 +131,7 @@ class Result(Envelope):
         return self._instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
-        """Lines of plain text below the conclusion: the next claims, and the first if it was shortened; and the facts."""
+        """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
         conclusion = self.conclusion()
         sentences = [claim.sentence() for claim in self._claims[: MOST_DETAILS + 1]]
         further = [sentence for sentence in sentences if sentence != conclusion]
