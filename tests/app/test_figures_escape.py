@@ -17,7 +17,6 @@ from sinkscope.results.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
     "contexts",
-    "sources",
     "read",
     "verdict",
     "records.verdict",

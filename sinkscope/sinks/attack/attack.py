@@ -88,7 +88,7 @@ def draw(result: ClusterAttack) -> go.Figure:
         fig = px.bar(rows or {"head": [], "tokens": []}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
     for row in rows:
-        row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
+        row |= {name: html.escape(row[name]) for name in ("patch", "context", "source")}
     axes: dict[str, Any] = {"x": "length", "y": "positions", "facet_col": "context", "facet_row": "patch"}
     fig = px.line(rows, render_mode="svg", **axes, color="source", log_x=True, markers=True, range_y=(-0.06, 1.06))
     fig.update_traces(line_width=7, selector={"name": "cluster"})  # one token repeated leaves the same curve
