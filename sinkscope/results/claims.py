@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkscope.results.notation import short_sentence
-from sinkscope.results.parts import Head, Parts, Tokens, in_words, kind_of, removed
+from sinkscope.results.parts import Head, Parts, in_words, is_several, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
@@ -171,10 +171,15 @@ class Claim:
         """Whether it is about what the subject brings, and not about what an edit of it leaves."""
         return all(contrast.kind != "intact" for contrast in self.contrasts)
 
-    def finding(self, *, lost: bool = False) -> tuple[str, str]:
+    @property
+    def lost(self) -> bool:
+        """Whether a sentence gives the share that is lost, and not what is left."""
+        return self.verdict == "needed" and self.outcome.unit == "intact" and not self.brings
+
+    def finding(self) -> tuple[str, str]:
         """What is left, or lost, in per cent; and the control with its name and the same of it."""
         value, chance = self.value, self.control.value
-        if lost:
+        if self.lost:
             value, chance = 1 - value, 1 - chance
         first, second = percent_pair(value, chance)
         return first, f"{self.control.in_words(self.subject)}: {second}"
@@ -186,30 +191,35 @@ class Claim:
             named: Parts that are named.
             brief: Leave out what a share is lost of, the search, and what the words for the place add in brackets.
         """
-        outcome = self.outcome
         place = self.place.partition(" (")[0] if brief else self.place
-        names, effect = in_words(self.subject, named), outcome.at(place)
-        several = len(self.subject) > 1 or any(isinstance(part, Tokens) for part in self.subject)
-        lost = self.verdict == "needed" and outcome.unit == "intact"
-        value, control = self.finding(lost=lost)
-        of = f" of {outcome.lost_of}" if outcome.lost_of and not brief else ""
-        does = f"{'make' if several else 'makes'} {effect}"
-        if self.role.startswith("marks"):
-            does = f"{'mark' if several else 'marks'} {place}"
-        said, end = f"{names} {does}", "is gone" if lost else "stays"
-        if self.brings and outcome.gives:
-            said = f"{names} {outcome.gives.replace('{}', value, 1).replace('{}', place)}"
-        elif self.brings:
-            said = f"{names} {'give' if several else 'gives'} {value} of {effect}"
-        elif self.verdict == "sufficient":
-            said, end = f"{names} {'suppress' if several else 'suppresses'} {effect}", "is there"
-        elif self.verdict != "needed":
-            said = f"{DOUBTS[self.verdict]} {said}"
-        if not self.brings:
-            said += f": {removed(self.subject, self.edit)} {value}{of} {end}"
+        said, (value, control) = in_words(self.subject, named), self.finding()
+        if self.brings:
+            said += f" {self._brings(value, place)}"
+        else:
+            of = f" of {self.outcome.lost_of}" if self.outcome.lost_of and not brief else ""
+            end = "is gone" if self.lost else "stays"
+            if self.verdict == "sufficient":
+                end = "is there"
+            without = f"{removed(self.subject, self.edit)} {value}{of} {end}"
+            said = f"{DOUBTS.get(self.verdict, '')} {said} {self._does(place)}: {without}".strip()
         if self.verdict == "not shown" and not brief:
             control = f"{control}; {self.search}"
         return f"{said[:1].upper()}{said[1:]} ({control})."
+
+    def _does(self, place: str) -> str:
+        """What the subject does, if without it the effect is gone; or there."""
+        several = is_several(self.subject)
+        if self.verdict == "sufficient":
+            return f"{'suppress' if several else 'suppresses'} {self.outcome.at(place)}"
+        if self.role.startswith("marks"):
+            return f"{'mark' if several else 'marks'} {place}"
+        return f"{'make' if several else 'makes'} {self.outcome.at(place)}"
+
+    def _brings(self, value: str, place: str) -> str:
+        """How much the subject brings."""
+        if self.outcome.gives:
+            return self.outcome.gives.replace("{}", value, 1).replace("{}", place)
+        return f"{'give' if is_several(self.subject) else 'gives'} {value} of {self.outcome.at(place)}"
 
     def shortest(self) -> str:
         """The sentence with as many names as at most 30 words allow."""

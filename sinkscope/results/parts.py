@@ -117,6 +117,11 @@ def in_words(parts: Parts, most: int = 4) -> str:
     return word_list(names, most)
 
 
+def is_several(parts: Parts) -> bool:
+    """Whether a verb about these parts is in the plural."""
+    return len(parts) > 1 or any(isinstance(part, Tokens) for part in parts)
+
+
 def removed(parts: Parts, edit: str = "") -> str:
     """How a sentence goes on that says what is left: only heads and components still write, as elsewhere.
 
@@ -124,7 +129,7 @@ def removed(parts: Parts, edit: str = "") -> str:
         parts: The parts.
         edit: How they were edited, if they were neither zeroed nor replaced.
     """
-    it = "it" if len(parts) == 1 and not isinstance(parts[0], Tokens) else "them"
+    it = "them" if is_several(parts) else "it"
     if not edit and all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
         return f"without {it}"
     return f"with {it} {edit or 'replaced'}"
