@@ -23,7 +23,6 @@ from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outc
 from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
-from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
@@ -68,25 +67,13 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a model shows over the number of repetitions: arrays, claims, rows and a drawing of them.
+    """What a model shows over the number of repetitions; a subclass has arrays, facts, rows and a drawing of them.
 
     Attributes:
         claims: What neurons do after the copies, if that was measured; then what copies do.
     """
 
     claims: Claims = ()
-
-    def facts(self) -> list[str]:
-        """Sentences that no claim carries."""
-        return []
-
-    def rows(self) -> Table:
-        """The table."""
-        raise NotImplementedError
-
-    def draw(self) -> Any:
-        """The figure."""
-        raise NotImplementedError
 
 
 def sweep_rows(
