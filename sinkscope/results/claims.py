@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from sinkscope.results.notation import short_sentence
@@ -184,12 +185,13 @@ class Claim:
         first, second = percent_pair(value, chance)
         return first, f"{self.control.in_words(self.subject)}: {second}"
 
-    def sentence(self, named: int = NAMED, *, brief: bool = False) -> str:
+    def sentence(self, named: int = NAMED, *, brief: int = 0) -> str:
         """What is shown of the subject, with the value and its control; a negative says what was searched.
 
         Args:
             named: Parts that are named.
-            brief: Leave out what a share is lost of, the search, and what the words for the place add in brackets.
+            brief: 1 leaves out what a share is lost of, and what the words for the place add in brackets; 2 leaves out the
+                search, too.
         """
         place = self.place.partition(" (")[0] if brief else self.place
         said, (value, control) = in_words(self.subject, named), self.finding()
@@ -202,7 +204,7 @@ class Claim:
                 end = "is there"
             without = f"{removed(self.subject, self.edit)} {value}{of} {end}"
             said = f"{DOUBTS.get(self.verdict, '')} {said} {self._does(place)}: {without}".strip()
-        if self.verdict == "not shown" and not brief:
+        if self.verdict == "not shown" and brief < 2:
             control = f"{control}; {self.search}"
         return f"{said[:1].upper()}{said[1:]} ({control})."
 
@@ -223,8 +225,7 @@ class Claim:
 
     def shortest(self) -> str:
         """The sentence with as many names as at most 30 words allow."""
-        versions = [self.sentence(named) for named in (NAMED, 2, 1)]
-        return short_sentence([*versions, *[self.sentence(named, brief=True) for named in (2, 1)]])
+        return short_sentence(self.sentence(named, brief=brief) for brief, named in product(range(3), (NAMED, 2, 1)))
 
 
 Claims = tuple[Claim, ...]
