@@ -190,8 +190,8 @@ class Claim:
 
         Args:
             named: Parts that are named.
-            brief: 1 leaves out what a share is lost of, and what the words for the place add in brackets; 2 leaves out the
-                search, too.
+            brief: 1 leaves out what a share is lost of, and what the words for the place add in brackets; 2 the search,
+                too.
         """
         place = self.place.partition(" (")[0] if brief else self.place
         said, (value, control) = in_words(self.subject, named), self.finding()
