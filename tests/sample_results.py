@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Neuron
+from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.find.places import LeftOver, Place, Rule, TokenShare
 from sinkscope.sinks.find.records import (
     Candidate,
-    CausalSet,
     PublishedSink,
     Readers,
     RepeatedToken,
@@ -41,14 +40,14 @@ def claim(role: str, kind: str, place: str, left: float) -> Claim:
     return Claim(role, PAIR, Outcome(kind, (2,)), place, left, contrasts, 4, TRIED, 0.01)
 
 
-MADE = CausalSet(PAIR, 1.0, (claim("makes", "spike", FIRST.words, 0.02),))
+MADE = claim("makes", "spike", FIRST.words, 0.02)
 CARRIED = claim("carries", "attention", FIRST.words, 0.1)
-HEADS = Readers(("L3.H0", "L3.H1"), (0.8, 0.6), (0.1, 0.04), PAIR, TRIED, True, CARRIED)
+HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), TRIED, True, CARRIED)
 
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), True, MADE, MADE.claims, TRIED)
+    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), True, PAIR, (MADE,), TRIED)
 
 
 def sample_find_sinks(**changes) -> FindSinks:

@@ -32,7 +32,6 @@ from sinkscope.models.checks import attending_layers
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Lines
-from sinkscope.results.result import lost_without
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -154,8 +153,9 @@ class LineWeights(Result):
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
         i = self.shown_eta
         (claim,) = self.claims
-        label = f"of the attention on the heaviest {self.etas[i]:.0%} of lines"
-        numbers = [lost_without(f"mass.{self.etas[i]:g}", label, claim)]
+        label, random = f"of the attention on the heaviest {self.etas[i]:.0%} of lines", claim.control
+        on_lines = 1 - claim.value, 1 - random.value
+        numbers = [Number(f"mass.{self.etas[i]:g}", label, *on_lines, claim.margin, True, random.name)]
         if self.text_inputs is not None:
             margin = margin_of(self.text_inputs[i])
             if margin is not None:

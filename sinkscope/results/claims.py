@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
-from sinkscope.results.notation import word_form
-from sinkscope.results.parts import POSITION, Parts, Tokens, in_words, kind_of, removed
+from sinkscope.results.notation import short_sentence
+from sinkscope.results.parts import Head, Parts, in_words, is_several, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
 NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED = 4  # parts that a sentence names
+DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
@@ -74,17 +76,25 @@ class Outcome:
         kind: "spike": the projection of the residual stream on the direction of the spike; "attention": what heads give
             to the place; "norm": the norm; or the label of another measurement.
         layers: The layers after which it is read.
-        heads: The heads whose attention it is, as they are named.
+        heads: The heads whose attention or output it is.
         unit: What 1 is: "intact": the value without an edit; "cases": all cases.
+        effect: What a part makes, in a sentence; {} is the place. Empty: the kind, at the place.
+        lost_of: What a share is lost of, if the effect does not say it.
+        gives: What the subject does, in a sentence; {} is the value, a second one the place. Empty: it gives a share
+            of the effect.
     """
 
     kind: str
     layers: tuple[int, ...] = ()
-    heads: tuple[str, ...] = ()
+    heads: tuple[Head, ...] = ()
     unit: Literal["intact", "cases"] = "intact"
+    effect: str = ""
+    lost_of: str = ""
+    gives: str = ""
 
-    def __str__(self) -> str:
-        return {"attention": "that attention", "norm": "its norm", "spike": "the spike"}.get(self.kind, self.kind)
+    def at(self, place: str) -> str:
+        """The effect at a place, in a sentence."""
+        return (self.effect or f"the {self.kind} at {{}}").replace("{}", place)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class Claim:
         draws: Number of independent draws: texts times swaps, not queries.
         search: What was searched.
         margin: Two standard errors of the value over draws. None: too few draws to say, or they are all the same.
+        edit: How the subject was edited, such as "patched". Empty: it was zeroed or replaced, as its kind says.
     """
 
     role: str
@@ -115,6 +126,7 @@ class Claim:
     draws: int
     search: Search
     margin: float | None = None
+    edit: str = ""
 
     def __post_init__(self) -> None:
         if not self.subject or self.draws < 1 or len(self.contrasts) < 2:
@@ -155,65 +167,65 @@ class Claim:
             "verdict": self.verdict,
         }
 
-    def said(self, most: int = NAMED, called: str = "") -> str:
-        """What is shown of the subject, without numbers.
+    @property
+    def brings(self) -> bool:
+        """Whether it is about what the subject brings, and not about what an edit of it leaves."""
+        return all(contrast.kind != "intact" for contrast in self.contrasts)
 
-        Args:
-            most: Parts that are named.
-            called: What the subject is, if its names alone do not say so.
-        """
-        names, do = in_words(self.subject, most), word_form(len(self.subject), "is", "are")
-        if called:
-            names, do = f"{called} ({names})", "is"
-        match self.verdict:
-            case "needed":
-                return f"{names} {do} needed"
-            case "sufficient":
-                return f"{names} {do} enough"
-            case "not shown":
-                return f"no effect of {names} is shown"
-            case _:
-                return f"whether {names} {do} needed is undecided"
+    @property
+    def lost(self) -> bool:
+        """Whether a sentence gives the share that is lost, and not what is left."""
+        return self.verdict == "needed" and self.outcome.unit == "intact" and not self.brings
 
-    def phrase(self, most: int = NAMED, called: str = "") -> str:
-        """The same with what is left and the control, as a clause."""
-        if isinstance(self.subject[0], Tokens):
-            left, control = self.beside_control()
-            return f"{in_words(self.subject, most)} give {left} ({control})"
-        if self.verdict == "needed" and self.subject[0] != POSITION:
-            lost, control = self.beside_control(lost=True)
-            return f"{self.said(most, called)}: {removed(self.subject)} {lost} is lost ({control})"
-        left, control = self.beside_control()
-        if self.subject[0] != POSITION:
-            left = f"{removed(self.subject)} {left} stays"
-        return f"{self.said(most, called)}: {left} ({control})"
-
-    def finding(self, does: tuple[str, str], what: str, lost_of: str, most: int = NAMED) -> str:
-        """What needed parts do and what is lost without them, as a clause that begins with the parts.
-
-        Args:
-            does: The verb for one part and for several.
-            what: Its object.
-            lost_of: What is lost without them.
-            most: Parts that are named.
-        """
-        lost, control = self.beside_control(lost=True)
-        do = word_form(len(self.subject), *does)
-        without = f"{removed(self.subject)} {lost} of {lost_of} is lost ({control})"
-        return f"{in_words(self.subject, most)} {do} {what}: {without}"
-
-    def beside_control(self, *, lost: bool = False) -> tuple[str, str]:
+    def finding(self) -> tuple[str, str]:
         """What is left, or lost, in per cent; and the control with its name and the same of it."""
         value, chance = self.value, self.control.value
-        if lost:
+        if self.lost:
             value, chance = 1 - value, 1 - chance
         first, second = percent_pair(value, chance)
         return first, f"{self.control.in_words(self.subject)}: {second}"
 
-    def sentence(self) -> str:
-        """The clause, with what was read and where before it."""
-        outcome = str(self.outcome)
-        return f"{outcome[:1].upper()}{outcome[1:]} ({self.place}): {self.phrase()}."
+    def sentence(self, named: int = NAMED, *, brief: int = 0) -> str:
+        """What is shown of the subject, with the value and its control; a negative says what was searched.
+
+        Args:
+            named: Parts that are named.
+            brief: 1 leaves out what a share is lost of, and what the words for the place add in brackets; 2 the search,
+                too.
+        """
+        place = self.place.partition(" (")[0] if brief else self.place
+        said, (value, control) = in_words(self.subject, named), self.finding()
+        if self.brings:
+            said += f" {self._brings(value, place)}"
+        else:
+            of = f" of {self.outcome.lost_of}" if self.outcome.lost_of and not brief else ""
+            end = "is gone" if self.lost else "stays"
+            if self.verdict == "sufficient":
+                end = "is there"
+            without = f"{removed(self.subject, self.edit)} {value}{of} {end}"
+            said = f"{DOUBTS.get(self.verdict, '')} {said} {self._does(place)}: {without}".strip()
+        if self.verdict == "not shown" and brief < 2:
+            control = f"{control}; {self.search}"
+        return f"{said[:1].upper()}{said[1:]} ({control})."
+
+    def _does(self, place: str) -> str:
+        """What the subject does, if without it the effect is gone; or there."""
+        several = is_several(self.subject)
+        if self.verdict == "sufficient":
+            return f"{'suppress' if several else 'suppresses'} {self.outcome.at(place)}"
+        if self.role.startswith("marks"):
+            return f"{'mark' if several else 'marks'} {place}"
+        return f"{'make' if several else 'makes'} {self.outcome.at(place)}"
+
+    def _brings(self, value: str, place: str) -> str:
+        """How much the subject brings."""
+        if self.outcome.gives:
+            return self.outcome.gives.replace("{}", value, 1).replace("{}", place)
+        return f"{'give' if is_several(self.subject) else 'gives'} {value} of {self.outcome.at(place)}"
+
+    def shortest(self) -> str:
+        """The sentence with as many names as at most 30 words allow."""
+        return short_sentence(self.sentence(named, brief=brief) for brief, named in product(range(3), (NAMED, 2, 1)))
 
 
 Claims = tuple[Claim, ...]

@@ -9,9 +9,9 @@ from typing import Literal
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
 ComponentKind = Literal[
-    "token embedding", "position embedding", "attention", "mixer", "mlp", "key bias", "position", "value"
+    "token embedding", "position embedding", "attention", "mixer", "mlp", "layer", "key bias", "position", "value"
 ]
-Swap = Literal["copies", "one cluster", "tokens kept exact"]
+Swap = Literal["copies", "one cluster", "sink places", "first tokens"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Component:
-    """What else writes into the residual stream, or the bias of keys; "position" is the rotary embedding alone, and
-    "value" what heads read of a place, which is zeroed.
+    """What else writes into the residual stream, or the bias of keys; "position" is the rotary embedding alone, "layer"
+    all of a layer, and "value" what heads read of a place, which is zeroed.
 
     A mixer is what a layer without softmax attention has in its place, such as a convolution.
     """
@@ -69,7 +69,9 @@ class Component:
 
     def __str__(self) -> str:
         if self.layer is None:
-            return self.kind
+            return "value there" if self.kind == "value" else self.kind
+        if self.kind == "layer":
+            return f"layer {self.layer}"
         kind = "MLP" if self.kind == "mlp" else self.kind
         return f"{kind} of layer {self.layer}"
 
@@ -79,7 +81,7 @@ VALUE, POSITION = Component("value"), Component("position")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of the input: `count` copies of one, or so many that one head marks, or those that are kept exact."""
+    """Tokens of the input: `count` copies of one, or so many that one head marks, or those at some places."""
 
     which: Swap
     count: int = 0
@@ -110,16 +112,27 @@ def in_words(parts: Parts, most: int = 4) -> str:
     """Parts in a sentence: neurons and heads by their names, others with an article."""
     names: list[str] = []
     for part in parts:
-        names.append(f"the {part}" if isinstance(part, Component) else str(part))
+        bare = not isinstance(part, Component) or part.kind == "layer"
+        names.append(str(part) if bare else f"the {part}")
     return word_list(names, most)
 
 
-def removed(parts: Parts) -> str:
-    """How a sentence goes on that says what is left: only heads and components still write, as elsewhere."""
-    it = "it" if len(parts) == 1 else "them"
-    if all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
+def is_several(parts: Parts) -> bool:
+    """Whether a verb about these parts is in the plural."""
+    return len(parts) > 1 or any(isinstance(part, Tokens) for part in parts)
+
+
+def removed(parts: Parts, edit: str = "") -> str:
+    """How a sentence goes on that says what is left: only heads and components still write, as elsewhere.
+
+    Args:
+        parts: The parts.
+        edit: How they were edited, if they were neither zeroed nor replaced.
+    """
+    it = "them" if is_several(parts) else "it"
+    if not edit and all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
         return f"without {it}"
-    return f"with {it} replaced"
+    return f"with {it} {edit or 'replaced'}"
 
 
 def kind_of(parts: Parts) -> str:
@@ -129,11 +142,6 @@ def kind_of(parts: Parts) -> str:
     if all(isinstance(part, Tokens) for part in parts):
         return "tokens"
     return "heads"
-
-
-def neurons_of(sites: Iterable[Sequence[int]]) -> tuple[Neuron, ...]:
-    """The neurons that interventions take in this form."""
-    return tuple(Neuron.of(site) for site in sites)
 
 
 def sites_of(neurons: Iterable[Neuron]) -> tuple[tuple[int, ...], ...]:

@@ -13,9 +13,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
-from sinkscope.results.claims import Claim
+from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.notation import count_of
-from sinkscope.results.parts import kind_of
+from sinkscope.results.parts import in_words, kind_of
 from sinkscope.results.tables import WIDTH, Grid, Table, cell, glossary, height, long_table, shortened, strings
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
 COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_html to_json".split()
 """What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
+MOST_DETAILS = 6
+"""Claims below the conclusion."""
 LEAST_TABLE = 10
 """Lines that tables have before details take the rest."""
 
@@ -53,23 +55,24 @@ class Number:
     contrast: str = "control"
 
 
-def lost_without(key: str, label: str, claim: Claim) -> Number:
-    """What is lost without the parts of a claim, beside its nearest control."""
-    lost, control = 1 - claim.value, 1 - claim.control.value
-    return Number(key, label, lost, control, claim.margin, share=True, contrast=claim.control.in_words(claim.subject))
+def number_of(claim: Claim) -> Number:
+    """What a claim says is lost or, of what its subject brings, there; beside its nearest control."""
+    value, control = claim.value, claim.control.value
+    kind, names = claim.outcome.kind, in_words(claim.subject, 2)
+    label = f"{kind} with {names} {claim.edit}".strip()
+    if claim.outcome.unit == "intact" and not claim.brings:
+        value, control = 1 - value, 1 - control
+        label = f"{kind} lost with {names} {claim.edit}" if claim.edit else f"{kind} lost without {names}"
+    contrast = claim.control.in_words(claim.subject)
+    key = f"{kind}.{kind_of(claim.subject)}"
+    return Number(key, label, value, control, claim.margin, share=True, contrast=contrast)
 
 
 def numbers_of(claims: Sequence[Claim]) -> list[Number]:
-    """The value of each claim beside its nearest control; of claims about the same outcome and kind, the first."""
+    """The numbers of claims; of those about the same outcome and kind of parts, the first."""
     numbers: dict[str, Number] = {}
-    for claim in claims:
-        kinds = kind_of(claim.subject)
-        key, label = f"{claim.outcome.kind}.{kinds}", f"{claim.outcome.kind} with {kinds} edited"
-        if kinds == "tokens":
-            label = f"{claim.outcome.kind} with these tokens"
-        contrast = claim.control.in_words(claim.subject)
-        number = Number(key, label, claim.value, claim.control.value, claim.margin, share=True, contrast=contrast)
-        numbers.setdefault(key, number)
+    for number in map(number_of, claims):
+        numbers.setdefault(number.key, number)
     return list(numbers.values())
 
 
@@ -114,17 +117,37 @@ class Result(Envelope):
         """The status with which the command ends that prints it; a subclass overrides it."""
         return 0
 
+    def facts(self) -> list[str]:
+        """Sentences that no claim carries; a subclass overrides it."""
+        return []
+
     def conclusion(self) -> str:
-        """The conclusion in one sentence that includes the control; a subclass overrides it."""
-        return f"{self.kind} on {self.model.name}."
+        """The conclusion in one sentence that includes the control.
+
+        It is what the first of the subclass's `claims` says, or what it has `instead`.
+        """
+        if self._instead is None and self._claims:
+            return self._claims[0].shortest()
+        return self._instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
-        """Lines of plain text below the conclusion; a subclass overrides it."""
-        return []
+        """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
+        conclusion = self.conclusion()
+        sentences = [claim.sentence() for claim in self._claims[: MOST_DETAILS + 1]]
+        further = [sentence for sentence in sentences if sentence != conclusion]
+        return [*further[:MOST_DETAILS], *self.facts()]
 
     def numbers(self) -> list[Number]:
         """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""
-        return numbers_of(getattr(self, "claims", ()))
+        return numbers_of(self._claims)
+
+    @property
+    def _claims(self) -> Claims:
+        return getattr(self, "claims", ())
+
+    @property
+    def _instead(self) -> str | None:
+        return getattr(self, "instead", None)
 
     def headline(self) -> Number | None:
         """The number that stands on a sink card beside the conclusion: the first one that differs from its control."""

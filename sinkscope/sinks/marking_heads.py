@@ -22,16 +22,16 @@ from torch.nn.functional import normalize, one_hot
 from sinkscope.hooks.edit.places import heads_place
 from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure import Natural, Number, Result, Setup, measurement
+from sinkscope.measure import Natural, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.hooks import Hook, beside
 from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import count_of, head_name, neuron_name, word_list
-from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.results.result import lost_without
+from sinkscope.results.notation import count_of, head_name, word_list
+from sinkscope.results.parts import Component, Head, Neuron, Parts
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
+from sinkscope.sinks.find.left import INTACT
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.records import Candidates
 from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
@@ -121,7 +121,8 @@ class MarkingHeads(Result):
     Attributes:
         sink_layer: The first layer whose sink neurons write at least half as much as the largest. None if no MLP
             makes a norm spike.
-        absence: What there is instead, if no MLP makes a norm spike.
+        claims: What is left of the mark without each token's heads, and without the heads of one layer.
+        instead: What there is instead of a finding.
         place: Where the tokens stand. First tokens stand alone; others stand in texts with a spike.
         neurons: The sink neurons whose activation is measured. If empty, no set of neurons makes the spike and the
             whole MLP of the sink layer stands for them.
@@ -130,8 +131,8 @@ class MarkingHeads(Result):
         activation: Activation of the sink neurons, relative to that of the spike in typical text. A token has the mark
             if it is at least half.
         all_drop: Share lost with all heads of layers 0 to the sink layer replaced, median over tokens.
-        layer_drop: Share lost with all heads of a layer replaced. NaN in layers without softmax attention.
-        drop: Share lost with one head replaced by its mean over typical positions. NaN in the same layers.
+        drop: Share lost with one head replaced by its mean over typical positions. NaN in layers without softmax
+            attention.
         serves: Whether a head of the marking layer is in the smallest set of heads that keeps half of a token's
             activation when all others of the layer are replaced. A token that needs no head has none.
         set_drop: Share lost when only these heads are replaced. NaN if there are none.
@@ -149,47 +150,18 @@ class MarkingHeads(Result):
     }
 
     sink_layer: int | None
-    absence: str | None = None
+    claims: Claims = ()
+    instead: str | None = None
     place: str = FIRST
-    neurons: tuple[str, ...] = ()
+    neurons: tuple[Neuron, ...] = ()
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
     activation: PerToken | None = None
     all_drop: float | None = None
-    layer_drop: Float[np.ndarray, "token layer"] | None = None
     drop: Float[np.ndarray, "token layer head"] | None = None
     serves: Bool[np.ndarray, "token head"] | None = None
     set_drop: PerToken | None = None
     control_drop: PerToken | None = None
-
-    @property
-    def claims(self) -> Claims:
-        """What is left of the mark without each token's heads, and without the heads of one layer."""
-        if self.layer_drop is None:
-            return ()
-        medians = _medians(self.layer_drop)
-        best = int(medians.argmax())
-        search = Search("layers", int(np.isfinite(medians).sum()), float(medians[best]), f"layer {best}")
-        others = np.delete(medians, best)
-        claims: list[Claim] = []
-        control = None
-        if np.isfinite(others).any():
-            control = Contrast("other", 1 - float(others.max()), len(others), "another layer")
-            claims.append(self._claim((Component("attention", best),), self.layer_drop[:, best], control, search))
-        if self.serves is not None and self.set_drop is not None and self.control_drop is not None:
-            heads = tuple(Head(self.marking_layer or 0, head) for head in np.flatnonzero(self.serves.any(0)).tolist())
-            if np.isfinite(self.control_drop).any():  # else there are too few other heads in the layer
-                control = Contrast("random", 1 - float(np.nanmedian(self.control_drop.astype(float))), CONTROL_DRAWS)
-            if heads and control is not None:
-                claims.insert(0, self._claim(heads, self.set_drop, control, search))
-        return tuple(claims)
-
-    def _claim(self, subject: Any, drop: PerToken, control: Contrast, search: Search) -> Claim:
-        drop = drop[np.isfinite(drop)].astype(np.float64)  # as a saved result has it
-        left = max(0.0, 1 - float(np.median(drop)))
-        contrasts = (Contrast("intact", 1.0), control)
-        margin = margin_of(drop, np.median)
-        return Claim("marks", subject, Outcome("the mark"), self.place, left, contrasts, len(drop), search, margin)
 
     def rows(self) -> Table:
         """One row per head, marking heads first."""
@@ -204,50 +176,21 @@ class MarkingHeads(Result):
         rows = [row for row in long_table({"serves": serves, "drop": drop}, head=names) if row["drop"] is not None]
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
-    def conclusion(self) -> str:
-        """Which heads mark the place, and what other heads lose."""
-        if self.sink_layer is None:
-            return self.absence or ""
-        if self.layer_drop is None:
-            return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
-        if not self.claims:
-            return "No two layers before the neurons have heads, so there is nothing to compare the heads of one with."
-        claim = self.claims[0]
-        if self.serves is None:
-            most, every = max(0.0, claim.search.most or 0.0), max(0.0, self.all_drop or 0.0)
-            return (
-                f"The heads of no single layer are shown to mark {self.place}: those of one take at most {most:.0%} "
-                f"of the mark ({claim.search.best}), those of all layers {every:.0%}."
-            )
-        tokens = f"{self.place} in {count_of(claim.draws, 'text')}"
-        if self.place == FIRST:
-            tokens = count_of(claim.draws, "first token")
-        if claim.verdict == "needed":
-            return f"{claim.finding(('marks', 'mark'), tokens, 'the mark')}."
-        return f"For the mark of {tokens}, {claim.phrase()}."
-
-    def numbers(self) -> list[Number]:
-        """Share of the mark that is lost without the marking heads."""
-        label = "mark lost without the marking heads"
-        return [lost_without("mark", label, claim) for claim in self.claims[:1]]
-
-    def details(self) -> list[str]:
-        """The layer, the neurons, and the tokens that fire them."""
+    def facts(self) -> list[str]:
+        """The neurons, the tokens that fire them, and what all heads do if those of no layer are enough."""
         if self.activation is None:
             return []
         where = f"the whole MLP of layer {self.sink_layer}, because no set of neurons makes the spike"
         if self.neurons:
             where = word_list(self.neurons, 8)
-        lines = [f"The mark is read at {where}."]
-        lines += [f"Of all heads of a layer, {claim.phrase()}." for claim in self.claims[1:]]
         fires = int((self.activation >= PRESENT).sum())
-        return [*lines, f"{fires} of {count_of(len(self.activation), 'token')} tried at {self.place} fire them."]
-
-
-def _medians(values: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
-    """The median over tokens that fire; minus infinity without softmax attention."""
-    medians = torch.from_numpy(values).double().nanquantile(0.5, 0)
-    return medians.nan_to_num(-torch.inf).numpy()
+        lines = [
+            f"The mark is read at {where}.",
+            f"{fires} of {count_of(len(self.activation), 'token')} tried at {self.place} fire them.",
+        ]
+        if self.marking_layer is None and self.all_drop is not None:
+            lines.append(f"The heads of all layers together take {max(0.0, self.all_drop):.0%} of the mark.")
+        return lines
 
 
 def draw(result: MarkingHeads) -> go.Figure:
@@ -286,7 +229,7 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     """
     words, made = _first_tokens(setup, tokens, count), sink_spike(setup)
     if made is None:
-        return MarkingHeads(sink_layer=None, absence=without_spike(setup, "a mark cannot be read"))
+        return MarkingHeads(sink_layer=None, instead=without_spike(setup, "a mark cannot be read"))
     scan, place = made.scan, made.spike.place
     layer, neurons = _read_at(made)
     bench = Replacement.of(setup, layer, neurons, place)
@@ -302,13 +245,14 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     result = MarkingHeads(
         sink_layer=layer,
         place=words_for,
-        neurons=tuple(neuron_name(*neuron.site) for neuron in neurons),
+        neurons=tuple(neuron.address for neuron in neurons),
         tokens=tuple(setup.tokenizer.decode([word]) for word in ids[torch.arange(len(ids)), at].tolist()),
         activation=activation.numpy(),
     )
     if not bool(fires.any()):
-        return result
-    return replace(result, **_Marks(bench, ids[fires], at[fires], fires, intact[fires]).found())
+        silent = "None of the tokens given fires the sink neurons when it stands first; give other tokens."
+        return replace(result, instead=silent)
+    return replace(result, **_Marks(bench, ids[fires], at[fires], fires, words_for, intact[fires]).found())
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> list[int]:
@@ -332,12 +276,13 @@ def _read_at(made: MadeSpike) -> tuple[int, Candidates]:
 
 @dataclass(frozen=True)
 class _Marks:
-    """Tokens that fire the sink neurons, and what these write there together; `fires` marks them among all."""
+    """Tokens that fire the sink neurons at a place, and what these write there; `fires` marks them among all."""
 
     bench: Replacement
     ids: TokenRows
     at: Int[Tensor, " firing"]
     fires: Bool[Tensor, " token"]
+    place: str
     intact: Float[Tensor, "firing d_model"]
 
     def kept(self, edits: Bool[Tensor, "*firing edit layer head"]) -> Float[Tensor, "firing edit"]:
@@ -365,12 +310,42 @@ class _Marks:
         every_head = torch.eye(n_layers * n_heads).unflatten(1, shape)
         lost = 1 - self.kept(torch.cat([torch.ones(1, *shape), every_layer, every_head]).bool())
         layer_drop, drop = lost[:, 1 : 1 + n_layers], lost[:, 1 + n_layers :].unflatten(1, shape)
-        found = {"layer_drop": self.of_all(layer_drop), "drop": self.of_all(drop)}
-        medians = _medians(layer_drop.numpy())
-        marking = int(medians.argmax())
-        if medians[marking] >= NEEDED:
-            found |= {"marking_layer": marking, **self.sets(marking, drop[:, marking], self.bench.setup.seed)}
-        return {"all_drop": float(lost[:, 0].median()), **found}
+        medians = layer_drop.double().nanquantile(0.5, 0).nan_to_num(-torch.inf)  # without softmax attention
+        best = int(medians.argmax())
+        search = Search("layers", int(medians.isfinite().sum()), float(medians[best]), f"layer {best}")
+        found: dict[str, Any] = {"all_drop": float(lost[:, 0].median()), "drop": self.of_all(drop)}
+        claims: list[Claim] = []
+        others = medians[medians.isfinite() & (torch.arange(n_layers) != best)]
+        if len(others):
+            control = Contrast("other", 1 - float(others.max()), len(others), "another layer")
+            claims.append(self.claim((Component("attention", best),), layer_drop[:, best], control, search))
+        if float(medians[best]) >= NEEDED:
+            heads, (set_drop, by_chance) = self.sets(best, drop[:, best], self.bench.setup.seed)
+            by_token = {"serves": self.of_all(heads.float()) == 1}
+            by_token |= {"set_drop": self.of_all(set_drop), "control_drop": self.of_all(by_chance)}
+            found |= {"marking_layer": best, **by_token}
+            marking = tuple(Head(best, head) for head in heads.any(0).nonzero().flatten().tolist())
+            known = by_chance[by_chance.isfinite()]  # of the others there are too few other heads in the layer
+            if marking and len(known):
+                control = Contrast("random", 1 - float(known.double().quantile(0.5)), CONTROL_DRAWS)
+                claims.insert(0, self.claim(marking, set_drop, control, search))
+        alone = "No two layers before the neurons have heads, so there is nothing to compare the heads of one with."
+        return {**found, "claims": tuple(claims), "instead": None if claims else alone}
+
+    def claim(self, subject: Parts, drop: Float[Tensor, " firing"], control: Contrast, search: Search) -> Claim:
+        """What is left of the mark without some parts, median over tokens."""
+        lost = drop[drop.isfinite()].double().numpy()
+        return Claim(
+            role="marks",
+            subject=subject,
+            outcome=Outcome("mark", lost_of="the mark"),
+            place=self.place,
+            value=max(0.0, 1 - float(np.median(lost))),
+            contrasts=(INTACT, control),
+            draws=len(lost),
+            search=search,
+            margin=margin_of(lost, np.median),
+        )
 
     def of_all(self, values: Float[Tensor, "firing ..."]) -> Float[np.ndarray, "token ..."]:
         """Values of the tokens that fire, with NaN for the others."""
@@ -378,8 +353,13 @@ class _Marks:
         spread[self.fires] = values
         return spread.numpy()
 
-    def sets(self, layer: int, drop: Float[Tensor, "firing head"], seed: int) -> dict[str, Any]:
-        """For each token, the heads that are left when one after another leaves, the best last, while half stays."""
+    def sets(self, layer: int, drop: Float[Tensor, "firing head"], seed: int) -> tuple[Tensor, Tensor]:
+        """For each token, the heads that are left when one after another leaves, the best last, while half stays.
+
+        Returns:
+            The heads `[firing head]`; and what is lost without them, and without as many others, `[2 firing]`. NaN:
+            there are too few others.
+        """
         n_heads = drop.shape[1]
         alone = self.kept_in(layer, ~torch.eye(n_heads).bool())
         heads = torch.ones_like(drop, dtype=torch.bool)
@@ -396,8 +376,4 @@ class _Marks:
                 chosen[some_of(others.nonzero().flatten().tolist(), int(size[token]), generator)] = True
         lost = 1 - self.kept_in(layer, edits)
         control = lost[:, 1:].amax(1).masked_fill(n_heads - size < size, torch.nan)
-        return {
-            "serves": self.of_all(heads.float()) == 1,
-            "set_drop": self.of_all(lost[:, 0]),
-            "control_drop": self.of_all(control),
-        }
+        return heads, torch.stack([lost[:, 0], control])

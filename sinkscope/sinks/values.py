@@ -7,7 +7,6 @@ from the place is compared with all of it, and with the output that typical valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +16,8 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.models.grouped_heads import output_factors, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import count_of, head_name, word_form, word_list
-from sinkscope.results.parts import VALUE
+from sinkscope.results.notation import word_form
+from sinkscope.results.parts import VALUE, Head
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.survey import Survey
@@ -29,12 +28,6 @@ from sinkscope.tap.tap import listening
 
 WRITES = "writes"
 """Role of the claims about the value at a place."""
-KINDS = {
-    "nop": ("does nothing by it (nop)", "do nothing by it (nop)"),
-    "broadcast": ("broadcasts its value", "broadcast its value"),
-    "mixed": ("is between", "are between"),
-}
-"""What a place may do to a head, with the words for one head and for several."""
 TEXTS = 16  # texts that are read
 
 
@@ -53,7 +46,7 @@ class HeadValue:
         control: As `share`, of an ordinary position.
     """
 
-    head: str
+    head: Head
     place: str
     share: float
     change: float
@@ -92,10 +85,10 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
         texts = there.any(1).nonzero().flatten()[:TEXTS]
         beside = ordinary_position(survey.received.norms[max(heads)[0], texts], barred[texts])
         read = _read(target, ids[texts], there[texts], beside, ~barred[texts], heads)
-        names = [head_name(*head) for head in heads]
+        attending = [Head(*head) for head in heads]
         groups: dict[str, list[int]] = {}
-        for number, name in enumerate(names):
-            values.append(HeadValue(name, place.words, *read[..., number].mean(1).tolist()))
+        for number, head in enumerate(attending):
+            values.append(HeadValue(head, place.words, *read[..., number].mean(1).tolist()))
             groups.setdefault(values[-1].kind, []).append(number)
         for kind, numbers in groups.items():
             taken, change, typical, control = read[..., numbers].clamp(max=1)
@@ -103,7 +96,9 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
             if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
                 taken, control, name = change, typical, "a typical value there"
             other = Contrast("other", 1 - float(control.mean()), 1, name)
-            outcome = Outcome("output", heads=tuple(names[number] for number in numbers))
+            some = word_form(len(numbers), "1 head that attends", f"{len(numbers)} heads that attend")
+            effect = f"the output of {some} to {{}}"
+            outcome = Outcome("output", heads=tuple(attending[number] for number in numbers), effect=effect)
             left, search = 1 - taken.mean(1), Search("heads", len(heads))
             claims.append(claim_of(WRITES, (VALUE,), outcome, place.words, left, [INTACT, other], search))
     return tuple(values), tuple(claims)
@@ -174,15 +169,3 @@ def _shares(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Te
     total = square(rest + attention * mean) + spread
     share = square(own) / square(own + rest)
     return torch.stack([share, square(own) / total, (square(attention * mean) + spread) / total]).sqrt().nan_to_num()
-
-
-def values_sentence(values: Sequence[HeadValue]) -> list[str]:
-    """How many heads do nothing by a place, broadcast its value, or are between; no sentence of no heads."""
-    if not values:
-        return []
-    kinds = [value.kind for value in values]
-    parts: list[str] = []
-    for kind, forms in KINDS.items():
-        if kind in kinds:
-            parts.append(f"{kinds.count(kind)} {word_form(kinds.count(kind), *forms)}")
-    return [f"Of {count_of(len(kinds), 'head')} that attend to {values[0].place}, {word_list(parts)}."]

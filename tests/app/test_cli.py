@@ -272,7 +272,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
 
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     out, err = typed("find-sinks --json x.json", 2)
-    assert "sink layer is layer 2" in out  # the result is seen all the same
+    assert "Layer 2 builds most of the spike" in out  # the result is seen all the same
     assert err == "error: cannot write x.json: no space left on device; choose another place\n"
     assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 

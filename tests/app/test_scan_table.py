@@ -14,7 +14,7 @@ from scan_kit import few_parts
 
 from sinkscope.app.card import SinkCard, read_card
 from sinkscope.app.scan import scan
-from sinkscope.app.scan_table import scan_table
+from sinkscope.app.scan_table import ON_CARDS, scan_table
 from sinkscope.results.result import Number
 
 pytestmark = pytest.mark.few_texts

@@ -121,7 +121,7 @@ def test_every_kind_concludes_and_has_a_page(kind):
     import_module(kind_modules()[kind])
     cls = class_of(kind)
     assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
-    assert cls.conclusion is not Result.conclusion
+    assert cls.conclusion is not Result.conclusion or hasattr(cls, "claims")
 
 
 PLAIN_ONLY = {"lines", "barcode", "why"}

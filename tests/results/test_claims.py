@@ -25,19 +25,17 @@ def claim(value: float, *contrasts: float, subject=SUBJECTS[0], margin: float | 
 @given(SHARES, SHARES, SHARES, st.sampled_from(SUBJECTS), st.none() | st.floats(0, 0.3))
 def test_a_verdict_holds_against_every_contrast_and_the_words_say_no_more(value, intact, random, subject, margin):
     one = claim(value, intact, random, subject=subject, margin=margin)
-    said = one.phrase()
+    said = one.sentence()
     if one.verdict == "needed":
         assert min(intact, random) - value - (margin or 0) >= NEEDED
     if one.verdict == "sufficient":
         assert value - max(intact, random) - (margin or 0) >= NEEDED
     if min(abs(intact - value), abs(random - value)) <= NOTHING:
         assert one.verdict == "not shown"
-    if isinstance(subject[0], Tokens):  # copies that lower an outcome are not needed for it
-        assert " needed: " not in said and " enough: " not in said
-    else:
-        assert (" needed: " in said) == (one.verdict == "needed")
-        assert (" enough: " in said) == (one.verdict == "sufficient")
-    assert one.sentence() == f"The spike ('.'): {said}."
+    assert (" is gone (" in said) == (one.verdict == "needed")
+    assert (" is there (" in said) == (one.verdict == "sufficient")
+    assert said.startswith("It is ") == (one.verdict in ("not shown", "undecided"))
+    assert said.endswith(").") and len(one.shortest().split()) <= 30
     assert one.verdict == one.row()["verdict"] and not re.search(r"-0%|nan|\bNone\b", said)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.hooks.trace.layer_view import view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import neurons_of, sites_of
+from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.neurons import verify_neurons
@@ -61,24 +61,24 @@ def test_a_set_is_held_against_the_strongest_of_the_random_sets(monkeypatch, tmp
     o = organism("qwen3", 2, kind="spread")
     part, idle = o.truth.neurons[-1], (o.truth.sink_layer, max(site[-1] for site in o.truth.neurons) - 1)
     assert idle not in o.truth.neurons
-    sets = [neurons_of([site]) for site in [*[idle] * 19, part]]
+    sets = [(Neuron.of(site),) for site in [*[idle] * 19, part]]
     monkeypatch.setattr("sinkscope.sinks.find.sets.random_sets", lambda *_: sets)
-    found = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8)).minimal
+    found = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8))
     ids = o.natural(4, 40)
     before = residuals(o.model, ids)[o.truth.sink_layer, :, 0]
     with zeroed(o.model, (part,)):
         after = residuals(o.model, ids)[o.truth.sink_layer, :, 0]
     spike = before.mean(0)
     left = float(((after @ spike) / (before @ spike)).mean())
-    assert found is not None and set(found.edit_sites) == set(o.truth.neurons)
-    assert 0.9 > left == pytest.approx(found.claims[0].control.value, abs=0.03)
+    assert set(sites_of(found.minimal)) == set(o.truth.neurons)
+    assert 0.9 > left == pytest.approx(found.spikes[0].claims[0].control.value, abs=0.03)
 
 
 def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers():
     target = target_of(organism("llama", 0).model)
     layers, candidates = (0, 1, 1), [(1, neuron) for neuron in range(target.d_mlp - 3)]
-    chosen = neurons_of([(0, 5), (1, 1), (1, 2)])
-    sets = [sites_of(drawn) for drawn in random_sets(target, chosen, neurons_of(candidates), 0)]
+    chosen = tuple(map(Neuron.of, [(0, 5), (1, 1), (1, 2)]))
+    sets = [sites_of(drawn) for drawn in random_sets(target, chosen, tuple(map(Neuron.of, candidates)), 0)]
     assert len(sets) == 20 and len(set(sets)) > 10
     for drawn in sets:
         assert tuple(layer for layer, _ in drawn) == layers and len(set(drawn)) == 3

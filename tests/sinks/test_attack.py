@@ -19,13 +19,12 @@ from refusals import refused
 
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import PATCHES, drawn_sequences, make_pools
+from sinkscope.sinks.attack.attempts import PATCHES, Attempt, drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_spike
 
 pytestmark = pytest.mark.few_texts
 
 organism = functools.cache(new_organism)  # only read here
-CLUSTER, RANDOM, REPEATED = range(3)
 
 
 def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
@@ -39,35 +38,39 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
         return attack_on(organism(family, seed, bos=bos), Path(folder))
 
 
+def by_kind(found: ClusterAttack) -> dict[tuple[str, str, str], Attempt]:
+    """The attempts of the only length, by patch, context and source."""
+    return {(one.patch, one.context, one.source): one for one in found.attempts}
+
+
 @pytest.mark.parametrize(
     ("family", "seed", "bos"),
     every_nth([("llama", 1, False), ("neox", 2, True), ("qwen3_moe", 1, True)], 3),
 )
 def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)
-    assert found.contexts == ("BOS", "no BOS")[not bos :]
-    place = 0, found.contexts.index("no BOS"), 0
-    assert found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
-    assert found.positions[place][REPEATED] == 1
-    assert found.most[place][RANDOM] < 0.2 and found.positions[place][RANDOM] < 0.3
+    made = by_kind(found)
+    assert {one.context for one in found.attempts} == {"BOS", "no BOS"} - ({"BOS"} if not bos else set())
+    cluster, random = made["none", "no BOS", "cluster"], made["none", "no BOS", "random"]
+    assert cluster.positions == cluster.most == made["none", "no BOS", "repeated"].positions == 1
+    assert random.most < 0.2 and random.positions < 0.3
     if bos:  # BOS outweighs eight tokens
-        assert found.positions[0, found.contexts.index("BOS"), 0, CLUSTER] == 0
+        assert made["none", "BOS", "cluster"].positions == 0
 
 
 def test_rates_are_counts_of_norms_of_plain_passes():
     o = organism("neox", 2)
     found, layer = attack_once("neox", 2), o.truth.sink_layer
-    assert layer is not None and found.contexts == ("BOS", "no BOS")
+    assert layer is not None
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
     rows = drawn_sequences([torch.tensor(ordinary)], 8, 24, 0)
     first = norms(o.model, o.natural()[:, :1])[layer].median()
     share = norms(o.model, rows)[layer, :, 1:] / first
-    hits, place = (share >= 0.5).double(), (0, 1, 0, RANDOM)
+    hits, random = (share >= 0.5).double(), by_kind(found)["none", "no BOS", "random"]
     numbers = (hits.mean(1) >= 0.5).double().mean(), hits.mean()
-    measured = found.most[place], found.positions[place]
-    assert measured == pytest.approx([float(number) for number in numbers], rel=1e-4)
-    assert 0 < found.positions[place] < 1  # else this test shows nothing
-    assert found.errors[place] == pytest.approx(float(hits.mean(1).std()) / 24**0.5, rel=1e-4)
+    assert [random.most, random.positions] == pytest.approx([float(number) for number in numbers], rel=1e-4)
+    assert 0 < random.positions < 1  # else this test shows nothing
+    assert random.errors == pytest.approx(float(hits.mean(1).std()) / 24**0.5, rel=1e-4)
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
@@ -79,19 +82,21 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
 
 def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
     found = attack_once("neox", 2)
-    assert found.patches == PATCHES
-    rows = {(row["patch"], row["context"], row["source"]): row["positions"] for row in found.rows()}
-    assert rows["Listing 1", "no BOS", "cluster"] == 1 and rows["patch", "no BOS", "cluster"] == 0
-    start, plain = found.contexts.index("BOS"), found.contexts.index("no BOS")
-    for source in (CLUSTER, REPEATED):
-        assert found.positions[:, plain, 0, source].tolist() == [1, 1, 1, 0, 1]
-        none, listing, _, patch, random = found.divergence[:, plain, 0, source]
+    made = by_kind(found)
+    assert [row["patch"] for row in found.rows()] == [patch for patch in PATCHES for _ in range(6)]
+    for source in ("cluster", "repeated"):
+        plain = [made[patch, "no BOS", source] for patch in PATCHES]
+        assert [one.positions for one in plain] == [1, 1, 1, 0, 1]
+        none, listing, _, patch, random = (one.divergence for one in plain)
         assert none > 0.1 and listing > 0.1 and random == pytest.approx(none, rel=0.2) and patch == 0
-    assert (found.attention > found.uniform)[[0, 1, 2, 4], plain, 0, CLUSTER].all() and found.attention[3].max() == 0
-    assert found.positions[:, start, 0, CLUSTER].max() == 0
+    for one in found.attempts:
+        if (one.context, one.source) == ("no BOS", "cluster") and one.patch != "patch":
+            assert one.attention > one.uniform
+    assert max(one.attention for one in found.attempts if one.patch == "patch") == 0
+    assert max(made[patch, "BOS", "cluster"].positions for patch in PATCHES) == 0
     attacked, listing, patch = found.attacked
-    assert attacked.contrasts[1].value == pytest.approx(found.positions[0, *found.best, RANDOM])
-    assert patch.contrasts[1].value == pytest.approx(found.positions[4, *found.best, CLUSTER])
+    assert attacked.contrasts[1].value == pytest.approx(made["none", "no BOS", "random"].positions)
+    assert patch.contrasts[1].value == pytest.approx(made["random neurons", "no BOS", "cluster"].positions)
     assert [claim.verdict for claim in (attacked, listing, patch)] == ["sufficient", "not shown", "needed"]
 
 
@@ -104,10 +109,10 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     high = (norms(o.model, ids)[layer] >= 0.5 * norms(o.model, setup.ids[:, :1])[layer].median()).float()
     high[:, 0] = high[:, 8:] = 0
     received = torch.einsum("lrhqk,rk->lrhq", attention(o.model, ids), high)[layer + 1 :, :, :, 8:].mean()
-    place = found.contexts.index("no BOS"), 0, CLUSTER
-    assert found.attention[0, *place] == pytest.approx(float(received), rel=1e-3)
+    cluster = by_kind(found)["none", "no BOS", "cluster"]
+    assert cluster.attention == pytest.approx(float(received), rel=1e-3)
     fair = high.sum(1, keepdim=True) / torch.arange(9, 25)
-    assert found.uniform[0, *place] == pytest.approx(float(fair.mean()), rel=1e-4)
+    assert cluster.uniform == pytest.approx(float(fair.mean()), rel=1e-4)
 
     neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_spike(setup).neurons}
 
@@ -121,7 +126,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
         with inputs_edited(down(blocks(o.model)[layer]), held):
             patched = o.model(ids).logits[:, 7].softmax(-1)
     divergence = (patched * (patched / intact).log()).sum(-1).mean()
-    assert found.divergence[0, *place] == pytest.approx(float(divergence), rel=1e-2)
+    assert cluster.divergence == pytest.approx(float(divergence), rel=1e-2)
 
 
 def pools_of(sizes: list[int]) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
     assert {neuron.site for neuron in made.subject} == set(truth.neurons) and made.verdict == "needed"
     (group,) = found.sinks[0].groups
     assert group.by_spike and group.claim.verdict == "needed"
-    assert set(group.heads) == {f"L{layer}.H{head}" for layer, head in truth.reading_heads}
+    assert set(group.heads) == {Head(*site) for site in truth.reading_heads}
     assert max(group.left) < 0.2 < 0.8 < min(group.attention)
     assert [row["role"] for row in found.readers()] == ["reads"] * len(group.heads)
     (mark,) = found.of(MARKS)
@@ -50,7 +50,7 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
 def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sinkscope.sinks.find.left.heads_of", lambda *_: [])
     (claim,) = traced(organism("llama", 3), tmp_path).of(MARKS)
-    assert claim.control.name == "the median of other components" and "random" not in claim.phrase()
+    assert claim.control.name == "the median of other components" and "random" not in claim.sentence()
     assert claim.verdict == "needed" and 1 < claim.control.draws < 20
 
 

@@ -9,6 +9,7 @@ from covering import slow
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.results.parts import Head
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.clusters import head_activations
@@ -39,10 +40,11 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     planted = planted_heads(o, found.ids)
     np.testing.assert_array_equal(found.head, planted)
     assert len(found.ids) == o.model.config.vocab_size
-    assert found.without_heads == 0
-    for claim in found.claims:
-        assert (claim.role, claim.verdict) == ("marks", "sufficient") and claim.value > 0.7
-    assert found.neuron == o.truth.neurons[0] or len(o.truth.neurons) > 1
+    (claim,) = found.claims
+    assert claim.value == pytest.approx(np.isfinite(planted).mean()) and claim.verdict == "sufficient"
+    assert [contrast.value for contrast in claim.contrasts] == pytest.approx([0, 0], abs=0.05)
+    assert set(claim.subject) == {Head(0, int(head)) for head in planted[np.isfinite(planted)]}
+    assert found.neuron.site == o.truth.neurons[0] or len(o.truth.neurons) > 1
 
 
 def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.open import open_stream
-from sinkscope.results.parts import Component, Head, Neuron, neurons_of, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.components import has_key_bias
 from sinkscope.sinks.removal.effects import Effects, effects
@@ -99,7 +99,7 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
     component = Component("attention", last)
-    neurons = neurons_of(o.truth.neurons)
+    neurons = tuple(map(Neuron.of, o.truth.neurons))
     edits = [neurons, (), (component,), (*neurons, component)]
     whole = effects(target, ids, edits, attention=True)
     for number, edit in enumerate(edits[:2], 1):

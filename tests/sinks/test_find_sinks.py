@@ -15,12 +15,12 @@ from organisms.plan import LEAST_LAYERS
 from raw_kit import attention, zeroed
 from refusals import refused
 
-from sinkscope.hooks.edit.sites import head_of
 from sinkscope.hooks.edit.steer import Add
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks
@@ -73,7 +73,7 @@ def test_the_margin_of_what_carries_attention_is_over_texts(family, neurons, tmp
     claim = group.claim
     assert claim is not None and claim.draws == 4 and claim.verdict == "needed"
     ids = Survey.of(setup).received.ids[:4, :48]
-    layers, numbers = zip(*map(head_of, group.heads), strict=True)
+    layers, numbers = zip(*[(head.layer, head.head) for head in group.heads], strict=True)
     received = []
     for sites in ((), tuple(part.site for part in claim.subject)):
         with zeroed(o.model, sites):
@@ -103,7 +103,7 @@ def test_copies_are_compared_with_one_copy_and_with_other_tokens_there():
     word, limit = o.tokenizer.decode([o.tokens_of(0)[0]]), o.model.config.max_position_embeddings - 1
     found = find_sinks(o.model, tokenizer=o.tokenizer, tokens=[word], max_repeats=limit)
     assert found.repetition is not None and found.sink_layer is not None
-    copies, same = found.repetition.by_copies, found.repetition.same
+    copies, same = found.repetition.claims
     ordinary = found.typical_norm[found.sink_layer] / found.spike_norm[found.sink_layer]
     assert copies.verdict == "sufficient" and copies.value > 0.5
     assert [contrast.value for contrast in copies.contrasts] == pytest.approx([ordinary] * 2, rel=0.5)
@@ -172,7 +172,7 @@ def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):
             left.append(float(attention(o.model, ids)[layers, :, heads, 8:, 0].mean()))
     assert left[1] > 0.5 * left[0] > 5 * left[2]
     found = find_in(o, tmp_path)
-    assert found.minimal is not None and set(found.minimal.edit_sites) == set(both)
+    assert set(sites_of(found.minimal)) == set(both)
     assert found.sink is not None and all(group.by_spike for group in found.sink.groups)
 
 

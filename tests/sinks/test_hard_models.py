@@ -20,12 +20,13 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, Sink
 from sinkscope.sinks.find.repetitions import repetition_spike
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.find.sentences import spike_sentences
+from sinkscope.sinks.find.sentences import spike_fact
 from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.repetition.norm import NormReading
@@ -66,7 +67,7 @@ def carried(sink: Sink | None) -> str | None:
 
 def check(h: HardModel, result: FindSinks):
     """The result is what was planted, and its numbers prove what it says."""
-    truth, sink, minimal = h.truth, result.sink, result.minimal
+    truth, sink = h.truth, result.sink
     places = [str(each.place) for each in (*result.sinks, *result.spikes) if each.place is not None]
     assert all("first token" in place for place in places)
     assert bool(result.spikes) == bool(truth.spike) and result.sink_layer == truth.sink_layer
@@ -80,11 +81,11 @@ def check(h: HardModel, result: FindSinks):
         assert (sink.window, sink.length) == (truth.window, 64)
         assert share == pytest.approx(truth.share, abs=0.25) and (share == 1) == (truth.share == 1)
     if truth.repeated:
-        assert set(result.repetition.set.edit_sites) == set(truth.repeated)
-    assert (minimal and frozenset(minimal.edit_sites)) in (truth.sets or (None,))
-    if minimal is not None:
-        assert minimal.claims[0].verdict == "needed"
-        assert (minimal.heads_lost or 0) >= 0.5 or not (truth.sink and truth.carried_by == "spike")
+        assert {neuron.site for neuron in result.repetition.others} == set(truth.repeated)
+    assert (frozenset(sites_of(result.minimal)) or None) in (truth.sets or (None,))
+    if result.minimal:
+        claim = result.spikes[0].claims[0]
+        assert (claim.subject, claim.verdict) == (result.minimal, "needed")
     planted = {site for sites in truth.sets for site in sites}
     for neuron in result.causal:  # neurons of smaller stages make their part of the norm
         smaller_stage = neuron.layer in truth.step_up and neuron.layer != truth.sink_layer
@@ -118,7 +119,7 @@ def test_a_spike_in_another_direction_is_another_spike(tmp_path):
     result = look(h, tmp_path)
     last, first = result.spikes
     assert [last.layers, first.layers] == [((4, 7),), ((1, 2),)]
-    assert [last.set.edit_sites, first.set.edit_sites] == [tuple(sites) for sites in h.truth.sets]
+    assert [frozenset(sites_of(spike.set)) for spike in (last, first)] == list(h.truth.sets)
     assert all(spike.claims[0].verdict == "needed" and spike.claims[0].value < 0.01 for spike in result.spikes)
     assert last.step_down == () and first.step_down == (3,)
     assert "No head attends" not in " ".join(result.details())
@@ -128,7 +129,7 @@ def test_without_bos(tmp_path):
     """Texts that begin with a word: nothing where only BOS is marked."""
     h = hard("token_embedding", "gpt2", 1)
     result = look(h, tmp_path, bos=False)
-    assert not result.spikes and not result.sinks and result.minimal is None
+    assert not result.spikes and not result.sinks and not result.minimal
     assert result.conclusion().startswith("Neither an attention sink nor a norm spike")
 
 
@@ -158,7 +159,7 @@ def test_a_patch_holds_the_neurons_of_repetition_too_and_is_refused_without(tmp_
     result = look(h, tmp_path)
     first = {site for sites in h.truth.sets for site in sites}
     assert {site.site for site in SinkPatch.from_result(result).checked_sites} == first | set(h.truth.repeated)
-    unknown = replace(result, repetition=replace(result.repetition, set=None, candidates=()))
+    unknown = replace(result, repetition=replace(result.repetition, others=()))
     with pytest.raises(SinkscopeError, match="repeated"):
         SinkPatch.from_result(unknown)
 
@@ -168,7 +169,7 @@ def test_repeat_zeroes_the_set_that_find_sinks_names(tmp_path):
     h = hard("redundant_pair", "llama", 0)
     result = repeat(h.model, max_repeats=120, ablate=True, **options_of(h, tmp_path))
     assert isinstance(result.reading, NormReading)
-    assert set(result.reading.zeroed[1]) == set(h.truth.sets[0])
+    assert set(sites_of(result.reading.zeroed[1])) == set(h.truth.sets[0])
     assert float(result.reading.lost[1].max()) > 0.5
 
 
@@ -180,7 +181,7 @@ def test_neurons_that_serve_different_tokens_are_told_apart(tmp_path):
     text = text_file(h, tmp_path, 40)
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, bos=False, max_repeats=8)
     (both,) = h.truth.sets
-    assert result.minimal is not None and {neuron.site for neuron in result.minimal.neurons} == both
+    assert set(sites_of(result.minimal)) == both
     serving = [claim for claim in result.claims if claim.role == "serves" and claim.place.startswith("the first token")]
     assert {claim.subject[0].site for claim in serving} == both
     sink = h.truth.sink_layer
@@ -207,21 +208,21 @@ def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, max_repeats=8)
     claims = [claim for claim in result.claims if claim.role == "depends"]
     first, other = result.spikes
-    assert first.set is not None and other.set is not None
+    assert first.set and other.set
     rows = torch.tensor(h.tokenizer(Path(text).read_text())["input_ids"][: 16 * 40]).view(16, 40)
     rows[:, 0] = h.tokenizer.bos_token_id
     there = norms(h.model, rows)[-1] > 10 * norms(h.model, rows)[-1].median()
     there[:, 0] = False
     assert there.sum() >= 3
     intact = norms(h.model, rows)[-1][there]
-    with zeroed(h.model, first.set.edit_sites):
+    with zeroed(h.model, sites_of(first.set)):
         gone = norms(h.model, rows)[-1][there] < 0.2 * intact
     assert gone.all() if depends else not gone.any()
-    assert [claim.subject for claim in claims] == ([first.set.neurons] if depends else [])
+    assert [claim.subject for claim in claims] == ([first.set] if depends else [])
     assert all(claim.place == other.place.words and claim.value < 0.2 for claim in claims)
     if depends:  # also where nothing at its own place was found to make it
-        said = spike_sentences(replace(other, claims=tuple(claims)))
-        assert "Of it, nothing that was removed takes it away" in said and "It depends on another spike" in said
+        assert "nothing that was removed takes it away" in spike_fact(replace(other, claims=tuple(claims)))
+        assert claims[0].sentence() in result.details()
 
 
 def test_copies_make_a_spike_that_no_neurons_are_known_of():
@@ -231,4 +232,4 @@ def test_copies_make_a_spike_that_no_neurons_are_known_of():
     token = setup.tokenizer.encode(" the", add_special_tokens=False)[-1]
     needed = RepeatsNeeded((RepeatedToken("the", token, 300),), 300.0, 0, 400)
     found = repetition_spike(setup, made.scan, needed, [setup.bos or 0], ())
-    assert found is not None and found.same is None and found.by_copies.verdict == "sufficient"
+    assert found is not None and [claim.verdict for claim in found.claims] == ["sufficient"]

@@ -20,6 +20,7 @@ from raw_kit import attention, norms
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, patch_make
@@ -53,12 +54,12 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
 def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
     proof = made.proof
-    assert (made.verdict, set(made.sites)) == ("made", set(o.truth.neurons))
+    assert (made.verdict, set(sites_of(made.sites))) == ("made", set(o.truth.neurons))
     assert proof.layers[0] == o.truth.sink_layer and len(proof.words) > 0
     intact, patched, control = proof.norms[:, :, 0]
     assert (patched <= proof.ceiling[:, 0]).all() and (intact > proof.ceiling[:, 0]).all()
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
-    copies, neurons = made.claims
+    neurons, copies = made.claims
     assert (copies.verdict, neurons.verdict) == ("sufficient", "needed")
     assert (neurons.value, neurons.control.value, neurons.draws) == (0, 1, len(proof.words))
 
@@ -88,7 +89,7 @@ def test_a_backup_neuron_is_patched_too(tmp_path):
     options = {"max_repeats": 600, "pieces": 4, "length": 32}
     made = patch_make(h.model, tokenizer=h.tokenizer, text=text_file(h, tmp_path, 120), **options)
     proof = made.proof
-    assert (made.verdict, set(made.sites)) == ("made", set(h.truth.sets[0]))
+    assert (made.verdict, set(sites_of(made.sites))) == ("made", set(h.truth.sets[0]))
     assert proof.layers.tolist() == list(range(int(proof.layers[0]), h.model.config.num_hidden_layers))
     assert (proof.norms[1] <= proof.ceiling).all() and (proof.norms[0] > proof.ceiling).any(1).all()
     taken = proof.ordinary_attention - proof.attention[0] > 0.1
@@ -111,13 +112,13 @@ def test_only_words_that_need_repair_prove_it():
     norms = proof.norms.copy()
     norms[:, 0] = proof.ceiling[0] / 2
     some = replace(made, proof=replace(proof, norms=norms))
-    assert some.claims[1].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
-    assert f"of {len(proof.words) - 1} words" in some.conclusion() and "(one copy: 0%)" in some.details()[0]
+    assert some.claims[0].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
+    assert "patched 0% stays (random neurons: 100%)" in some.conclusion() and "(one copy: 0%)" in some.details()[0]
     none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
     assert none.judged(0.01)[0] == "no-repeats"
     at_once = replace(proof, once=np.broadcast_to(proof.norms[0], proof.once.shape))
     assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
-    assert replace(made, proof=at_once).claims[0].verdict == "not shown"
+    assert replace(made, proof=at_once).claims[-1].verdict == "not shown"
     assert replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[0] == "refused"
     harmful = replace(proof, perplexity=np.array([50.0, 51.0, 50.0]))
     assert harmful.judged(0.01) == (
@@ -147,14 +148,15 @@ def test_make_then_eval(here, typed):
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24"
     out, err = typed(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json")
-    assert err == "JSON: made.json\nPatch: out/patch.json\n" and "Conclusion: The patch of" in out
+    assert err == "JSON: made.json\nPatch: out/patch.json\n" and "with it patched 0% stays" in out
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
     sites = SinkPatch.load("out/patch.json").checked_sites
     assert sites == made.patch.checked_sites and [site.site for site in sites] == list(o.truth.neurons)
     evaluated = json.loads(typed(f"patch eval {few} --patch out/patch.json --json -").out)
     assert evaluated["kind"] == "patch-eval"
-    assert evaluated["result"]["neurons"] == [list(site) for site in o.truth.neurons]
+    sites = [(neuron["layer"], neuron["neuron"]) for neuron in evaluated["result"]["neurons"]]
+    assert sites == list(o.truth.neurons)
 
 
 def test_refusal_is_an_error_and_no_sink_is_not(here, monkeypatch, typed):

@@ -12,6 +12,7 @@ from attack_kit import text_file
 from organisms import hard, organism
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
+from sinkscope.results.parts import in_words, sites_of
 from sinkscope.sinks.precision.precision import (
     Kept,
     Precision,
@@ -56,14 +57,13 @@ def result(folder):
 def test_the_planted_neurons_are_the_answer(result):
     o = planted(2)
     kept = by_name(result)
-    assert set(result.neurons) == set(o.truth.neurons) and result.layers == (o.truth.sink_layer,)
+    assert set(sites_of(result.neurons)) == set(o.truth.neurons) and result.layers == (o.truth.sink_layer,)
     assert result.costliest[TENSOR] == (o.truth.sink_layer,)
     for name in ("sink places", "first tokens", "sink neurons", "down projections", "sink layers", "costliest layers"):
         assert kept[name].regained > 0.75 and kept[name].random < 0.25, name
-    best = result.best(TENSOR)
-    assert best is not None and best.kept == "sink neurons" and best.per_bit > 10 * kept["sink layers"].per_bit
-    for layer, neuron in result.neurons:
-        assert f"L{layer}.N{neuron}" in result.conclusion()
+    assert result.claims[0].place == "held-out text, with sink neurons exact"
+    assert kept["sink neurons"].per_bit > 10 * kept["sink layers"].per_bit
+    assert result.conclusion().startswith(f"{in_words(result.neurons)} makes most of what rounding activations")
     assert by_name(result, "a8-token")["nothing"].kl < 0.25 * kept["nothing"].kl
     assert not {"sink neurons", "down projections"} & by_name(result, "kv8").keys()
 
@@ -100,7 +100,7 @@ def test_a_later_sink_is_the_answer_and_the_first_tokens_are_not(tmp_path):
     enlarge(m.model, sites)
     result = precision(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), schemes=[TENSOR], **FEW)
     kept = by_name(result)
-    assert sorted(result.neurons) == sites
+    assert sorted(sites_of(result.neurons)) == sites
     assert kept["sink places"].regained > 0.75 and kept["first tokens"].regained < 0.25
     assert kept["sink neurons"].regained > 0.75 and kept["sink neurons"].random < 0.25
 
@@ -110,7 +110,7 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
     o = organism("llama", 0, kind="none")
     result = measured(o, folder)
     assert {one.kept for one in result.rounded} == {"nothing", "first tokens", "costliest layers"}
-    assert "nothing kept unrounded" in result.conclusion() and "There is no sink." in result.details()
+    assert result.claims[0].verdict != "needed" and "There is no sink." in result.details()
 
 
 def test_claims_are_what_is_left_of_each_cost(result):
@@ -118,10 +118,10 @@ def test_claims_are_what_is_left_of_each_cost(result):
     kept = by_name(result)
     assert len(result.claims) == len([one for one in result.rounded if one.kept != "nothing"])
     lonely = replace(result, rounded=tuple(replace(one, random=None) for one in result.rounded))
-    assert lonely.claims == () and lonely.best(TENSOR) is None  # no control was measured, so none is stated
-    assert "Nothing is claimed of sink places, " in lonely.details()[1]
+    assert lonely.claims == ()  # no control was measured, so none is stated
+    assert "Nothing is claimed of sink places, " in lonely.details()[2]
     for name in ("sink neurons", "sink places", "sink layers"):
         claim = claims[f"held-out text, with {name} exact"]
         assert (claim.value, claim.verdict) == (pytest.approx(1 - kept[name].regained), "needed")
         assert claim.control.value == pytest.approx(1 - kept[name].random)
-    assert {part.site for part in claims["held-out text, with sink neurons exact"].subject} == set(result.neurons)
+    assert claims["held-out text, with sink neurons exact"].subject == result.neurons

@@ -16,6 +16,7 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import repeat_probabilities
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
+from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.repetition.probability import ProbabilityReading, stopped_after
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -70,12 +71,13 @@ def plain() -> ProbabilityReading:
 @pytest.mark.slow
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch():
     o, found = repeater(), plain()
-    assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched", "random neurons")
+    assert set(sites_of(found.neurons)) == set(o.truth.neurons)
+    assert found.conditions == ("intact", "patched", "random neurons")
     expected = o.truth.repeats_expected or 0
     intact, patched, random = found.left[:, 0]
     # the other token wins before the norm is half of BOS's, which is what `repeats_expected` counts to
     assert 0.2 * expected < intact < 1.3 * expected and np.isnan(patched) and random == pytest.approx(intact, abs=2)
-    copies, patch = found.claims
+    patch, copies = found.claims
     assert copies.verdict == "not shown" and copies.value < 0.01
     assert patch.verdict == "sufficient" and patch.value > 0.9
     assert len(found.answers) == 4
@@ -113,7 +115,7 @@ def test_curve_against_a_pass_of_its_own():
             setup = Setup.open(o.model, tokenizer=o.tokenizer)
             beside = beside_copies(setup, ids, len(head))
             last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[word]) for rows in beside]
-            claim = plain().claims[0]
+            claim = plain().claims[-1]
             assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(last, rel=1e-3)
             assert plain().probability[0, 0] == pytest.approx(p[plain().sweep.counts - 1].numpy(), rel=1e-5)
             left = int(plain().left[0, 0])
@@ -151,6 +153,6 @@ def test_a_patch_that_is_given_is_used(tmp_path):
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
     found = result.reading
-    assert found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
+    assert sites_of(found.neurons) == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()

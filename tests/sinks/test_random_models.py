@@ -12,6 +12,7 @@ from organisms.tiny import tiny_model
 from raw_kit import attention, norms, residuals, zeroed
 from torch import Tensor
 
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.find import find_sinks
 
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
@@ -76,12 +77,11 @@ def test_no_verdict_is_false(model_type, way, tmp_path):
         assert attending(model, ids, 0.3 / SLACK) >= 2, says
     if attending(model, ids, 0.3 * SLACK) >= 3:
         assert found.sinks, says
-    minimal = found.minimal
-    if minimal is not None and found.sink_layer is not None:
-        claim = minimal.claims[0]
+    if found.minimal and found.sink_layer is not None:
+        claim = found.spikes[0].claims[0]
         (layer,) = claim.outcome.layers
         intact = residuals(model, ids[:4, :1])[layer, :, 0]
-        with zeroed(model, minimal.edit_sites):
+        with zeroed(model, sites_of(found.minimal)):
             edited = residuals(model, ids[:4, :1])[layer, :, 0]
         left = ((edited @ intact.mean(0)) / (intact @ intact.mean(0))).clamp(min=0)
         assert float(left.mean()) == pytest.approx(claim.value, abs=0.02), says

@@ -14,7 +14,7 @@ from refusals import refused
 
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.results.parts import in_words
+from sinkscope.results.parts import in_words, sites_of
 from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -65,7 +65,8 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     assert norm.norms[0, 1].max() < 0.1 * norm.reference
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     (claim,) = result.claims
-    assert claim.verdict == "sufficient" and f"half after {marked} (median, 1 of 2 tokens)" in result.conclusion()
+    assert claim.verdict == "sufficient"
+    assert f"needs {marked} copies for half of it (1 of 2 tokens)" in " ".join(result.details())
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -89,21 +90,21 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
     result = measured(two, tokens=words, max_repeats=count, ablate=True)
     norm, sweep = result.reading, result.reading.sweep
     assert layer is not None and norm.conditions == ("intact", "set", "control")
-    assert set(norm.zeroed[1]) == set(two.truth.neurons)
-    assert len(norm.zeroed[2]) == len(norm.zeroed[1]) and not set(norm.zeroed[2]) & set(two.truth.neurons)
+    assert set(sites_of(norm.zeroed[1])) == set(two.truth.neurons)
+    assert len(norm.zeroed[2]) == len(norm.zeroed[1]) and not set(norm.zeroed[2]) & set(norm.zeroed[1])
     rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in sweep.ids])
     for condition, sites in enumerate(norm.zeroed):
-        with zeroed(two.model, sites):
+        with zeroed(two.model, sites_of(sites)):
             expected = norms(two.model, rows)[layer]
         assert norm.norms[condition] == pytest.approx(expected[:, sweep.counts].numpy(), rel=2e-3)
-    _, claim = result.claims
+    claim, _ = result.claims
     left, chance = 1 - norm.lost[1:].mean(1)
     assert (
         claim.verdict == "needed"
         and claim.value == pytest.approx(left)
         and claim.control.value == pytest.approx(chance)
     )
-    assert f"{in_words(claim.subject)} make the norm of 156 copies of a token: without them " in result.conclusion()
+    assert f"{in_words(claim.subject)} make the norm at the last of 156 copies: without them " in result.conclusion()
 
 
 def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):

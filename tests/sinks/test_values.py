@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim
+from sinkscope.results.parts import Head
 from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.values import TEXTS, HeadValue, values_of
@@ -26,7 +27,7 @@ def opened(folder: Path, o: Organism) -> Setup:
     return Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=9))
 
 
-def measured(setup: Setup) -> tuple[dict[tuple[str, str], HeadValue], tuple[Claim, ...]]:
+def measured(setup: Setup) -> tuple[dict[tuple[Head, str], HeadValue], tuple[Claim, ...]]:
     values, claims = values_of(setup.target, Survey.of(setup))
     return {(value.head, value.place): value for value in values}, claims
 
@@ -86,9 +87,9 @@ def test_numbers_are_those_of_values_edited_by_plain_hooks(family, seed, tmp_pat
     ids = Survey.of(setup).received.ids[:TEXTS]
     there, barred = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
     there[:, 0] = barred[:, 0] = barred[:, -16:] = True
-    assert {head for head, _ in values} == {f"L{layer}.H{head}" for layer, head in o.truth.reading_heads}
+    assert {head for head, _ in values} == {Head(*site) for site in o.truth.reading_heads}
     for layer, head in (o.truth.reading_heads[-1], o.truth.reading_heads[0]):
-        value = values[f"L{layer}.H{head}", "the first token"]
+        value = values[Head(layer, head), "the first token"]
         raw = by_hooks(model, ids, layer, head, there, barred)
         assert [value.share, value.change, value.typical] == pytest.approx(raw, abs=1e-4)
     after = norms(model, ids)[max(o.truth.reading_heads)[0]]
@@ -111,7 +112,7 @@ def test_planted_heads_do_nothing_or_broadcast(family, seed, kind, tmp_path):
     said = {head: value.kind for (head, _), value in values.items()}
     planted = {}
     for site in o.truth.reading_heads:
-        planted["L{}.H{}".format(*site)] = "broadcast" if site in o.truth.broadcasts else "nop"
+        planted[Head(*site)] = "broadcast" if site in o.truth.broadcasts else "nop"
     assert said == planted
     verdicts = {name: claim.verdict for claim in claims for name in claim.outcome.heads}
     assert verdicts == {name: "needed" if what == "broadcast" else "not shown" for name, what in planted.items()}
@@ -121,14 +122,16 @@ def test_planted_heads_do_nothing_or_broadcast(family, seed, kind, tmp_path):
 def test_a_value_that_is_most_of_a_small_output_is_still_no_broadcast():
     """A head that gives the sink all of its attention writes nothing but the sink's value, however small this is."""
     numbers = {"typical": 1.0, "control": 0.0}
-    assert HeadValue("L1.H0", "here", share=1.0, change=0.01, **numbers).kind == "nop"
-    assert HeadValue("L1.H0", "here", share=0.9, change=0.8, **numbers).kind == "broadcast"
-    assert HeadValue("L1.H0", "here", share=0.4, change=0.4, **numbers).kind == "mixed"
+    assert HeadValue(Head(1, 0), "here", share=1.0, change=0.01, **numbers).kind == "nop"
+    assert HeadValue(Head(1, 0), "here", share=0.9, change=0.8, **numbers).kind == "broadcast"
+    assert HeadValue(Head(1, 0), "here", share=0.4, change=0.4, **numbers).kind == "mixed"
 
 
 def test_circuit_says_how_many_heads_are_of_each_kind(tmp_path):
     o = organism("llama", 3, values="half")
     found = circuit.on(opened(tmp_path, o), max_repeats=8)
-    assert any("2 do nothing by it (nop) and 2 broadcast its value" in line for line in found.details())
+    said = [claim.sentence() for claim in found.of("writes")]
+    assert any(line.startswith("The value there makes the output of 2 heads that attend") for line in said)
+    assert any(line.startswith("It is not shown that the value there makes") for line in said)
     broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
     assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}

@@ -61,9 +61,7 @@ class ModelSink:
         """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
         if self.sinks is None:
             return []
-        if self.sinks.minimal is not None:
-            return list(self.sinks.minimal.edit_sites)
-        return [neuron.site for neuron in self.sinks.causal]
+        return [neuron.site for neuron in self.sinks.minimal or self.sinks.causal]
 
     @property
     def marks(self) -> list[tuple[int, int]]:

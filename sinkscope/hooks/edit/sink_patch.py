@@ -124,7 +124,7 @@ class SinkPatch(NeuronEdit):
                 "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
         neurons = {_site(neuron): neuron for neuron in result.neurons}
-        members = [] if result.minimal is None else list(map(_site, result.minimal.neurons))
+        members = list(map(_site, result.minimal))
         sites = [member for member in members if member in neurons] or list(map(_site, result.causal))
         if result.sink_layer is None or not sites:
             raise SinkscopeError(
@@ -133,13 +133,13 @@ class SinkPatch(NeuronEdit):
             )
         repetition = result.repetition
         if repetition is not None and repetition.other_neurons:
-            if repetition.set is None:
+            if not repetition.others:
                 raise SinkscopeError(
                     f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and "
                     "no others were found that make it: this patch would not repair repetition; give the neurons "
                     "yourself with SinkPatch(sites=...)"
                 )
-            others = {_site(neuron): neuron for neuron in repetition.candidates}
+            others = {_site(neuron): neuron for neuron in repetition.others}
             neurons |= others
             sites += others
         calibrated = {place: getattr(neurons[place], f"neutral_{site}") for place in sites}

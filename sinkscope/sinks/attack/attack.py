@@ -9,35 +9,29 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
-from jaxtyping import Float, Int
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
 from sinkscope.results.claims import Claims
-from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import (
     NONE,
     SOURCES,
-    WHERE,
+    Attempt,
     Attempts,
     attack_contexts,
     attack_patches,
     drawn_sources,
     make_pools,
-    no_cells,
 )
-from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
+from sinkscope.sinks.attack.clusters import FIRES, TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
-
-Cells = Float[np.ndarray, "patch context length source"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,28 +41,15 @@ class ClusterAttack(Result):
     A position succeeds if its norm after the sink layer is at least half of the first token's. The model's position 0
     does not count, because any token there is a first token. Sources: "cluster": drawn from one cluster each, the
     clusters in turn; "random": drawn from all tokens; "repeated": one token repeated. The first 16 sequences of each
-    kind are also run under patches, with 16 tokens of typical text after them. NaN: not tried.
+    kind are also run under patches, if a neuron is causal and the model is in memory, with 16 tokens of typical text
+    after them.
 
     Attributes:
         sink_layer: Layer where norms are read. None if no MLP makes a norm spike; nothing was tried then.
         clusters: The head of layer 0 that serves each token. None if clusters were given, or no neuron is causal.
-        absence: What there is instead, if there is no spike at the first token that MLPs make.
-        patches: "none"; "Listing 1": the paper's patch as printed, which holds the up factor of the sink neurons at its
-            value at the second token, even if this is a sink; "second value": the same with the whole neuron instead of
-            one factor; "patch": that of `patch_make`; "random neurons": as many others, held as by "patch". Only "none"
-            if no neuron is causal, or if the model is not in memory.
-        contexts: What stands before: "BOS", "no BOS", "chat".
-        sources: How the sequences were made.
-        lengths: Tokens per sequence.
+        instead: What there is instead of a finding.
         sequences: Sequences of each kind.
-        positions: Mean share of positions that succeed.
-        errors: Standard error of this share over sequences.
-        most: Share of sequences that succeed at half of their positions or more.
-        attention: What the positions that succeed get together from the text after the attack, mean over heads and
-            layers after the sink layer.
-        uniform: What they would get if all visible positions got the same.
-        divergence: Kullback-Leibler divergence in nats of the next token after the attack from that under "patch",
-            where it is 0 by definition.
+        attempts: What they do.
         attacked: Of the cluster attack with most successful positions: what the tokens do, and what patches of the sink
             neurons leave of that.
     """
@@ -78,87 +59,40 @@ class ClusterAttack(Result):
         "length": "tokens of the sequence",
     }
     percent = ("positions", "errors", "most", "attention", "uniform")
+    table_of = "attempts"
     columns = ("patch", "context", "length", "source", "positions", "attention", "uniform", "divergence")
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
-    absence: str | None = None
-    patches: tuple[str, ...] = (NONE,)
-    contexts: tuple[str, ...]
-    sources: tuple[str, ...] = SOURCES
-    lengths: Int[np.ndarray, " length"]
-    sequences: int
-    positions: Cells
-    errors: Cells
-    most: Cells
-    attention: Cells
-    uniform: Cells
-    divergence: Cells
+    instead: str | None = None
+    sequences: int = 0
+    attempts: tuple[Attempt, ...] = ()
     attacked: Claims = ()
 
     @property
-    def best(self) -> tuple[int, int] | None:
-        """Context and length of the cluster attack with most successful positions; None if none was tried."""
-        tried = np.nan_to_num(self.positions[0, :, :, 0], nan=-1.0)
-        context, length = max(np.ndindex(*tried.shape), key=lambda place: (tried[place], place[1]))
-        if tried[context, length] < 0:
-            return None
-        return context, length
-
-    @property
     def claims(self) -> Claims:
-        """What the heads of the clusters do, what the attack does, and what patches leave of that."""
-        return (*(self.clusters.claims if self.clusters is not None else ()), *self.attacked)
-
-    def conclusion(self) -> str:
-        """The largest share of positions that succeeds, beside random tokens."""
-        if self.best is None and self.clusters is not None:
-            return self.clusters.sentence()
-        if self.best is None:
-            return self.absence or "No single neuron makes the sink, so there are no clusters to attack with."
-        context, length = self.best
-        cluster, random, _ = self.positions[0, context, length]
-        return (
-            f"{self.lengths[length]} different tokens of one cluster make spikes at {cluster:.0%} of their positions "
-            f"{WHERE[self.contexts[context]]}, random tokens at {random:.0%}."
-        )
-
-    def details(self) -> list[str]:
-        """One such token alone, what is left under the patches, and the clusters."""
-        lines = [claim.sentence() for claim in self.attacked]
-        if lines and self.clusters is not None:
-            lines.append(self.clusters.sentence())
-        return lines
+        """What the attack does, what patches leave of that, and what the heads of the clusters do."""
+        return (*self.attacked, *(self.clusters.claims if self.clusters is not None else ()))
 
     def rows(self) -> Table:
         """One row per patch, context, length and source; without an attack, one per head that serves tokens."""
-        if self.best is None:
-            return [claim.row() for claim in self.claims]
-        return [row for row in super().rows() if row["positions"] is not None]
-
-    def numbers(self) -> list[Number]:
-        """Success of the attack, and the tokens that one head serves."""
-        numbers = []
-        if self.clusters is not None:
-            served = float(np.isfinite(self.clusters.head).mean())
-            label, without = "tokens that one head of layer 0 marks", self.clusters.without_heads
-            numbers.append(Number("served", label, served, without, share=True, contrast="without heads"))
-        return [*numbers, *numbers_of(self.attacked)]
+        if not self.attacked:
+            return [] if self.clusters is None else self.clusters.rows()
+        return super().rows()
 
 
 def draw(result: ClusterAttack) -> go.Figure:
     """Draw the success of the attack by length, a panel per patch and context; without an attack, the clusters."""
     rows = result.rows()
-    if result.best is None:
-        heads = [html.escape(row["subject"]) for row in rows]
-        fig = px.bar({"head": heads, "tokens": [row["draws"] for row in rows]}, x="head", y="tokens")
+    if not result.attacked:
+        fig = px.bar(rows or {"head": [], "tokens": []}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
     for row in rows:
-        row["context"], row["patch"] = html.escape(row["context"]), html.escape(row["patch"])
+        row |= {name: html.escape(row[name]) for name in ("patch", "context", "source")}
     axes: dict[str, Any] = {"x": "length", "y": "positions", "facet_col": "context", "facet_row": "patch"}
     fig = px.line(rows, render_mode="svg", **axes, color="source", log_x=True, markers=True, range_y=(-0.06, 1.06))
     fig.update_traces(line_width=7, selector={"name": "cluster"})  # one token repeated leaves the same curve
-    height = 260 + 180 * len(result.patches)
+    height = 260 + 180 * len({one.patch for one in result.attempts})
     return figure_of(fig, result, width=1200, height=height, legend=-75 / height)
 
 
@@ -208,41 +142,44 @@ def attack(
     result = ClusterAttack(
         sink_layer=None if made is None else made.scan.layer,
         clusters=found,
-        absence=_absence(setup, made),
-        contexts=tuple(contexts),
-        lengths=np.array(lengths),
-        sequences=sequences,
-        **no_cells(1, len(contexts), len(lengths)),
+        instead=_instead(setup, made, found),
     )
     size = int(setup.target.config.vocab_size)
     left_out = {*setup.tokenizer.all_special_ids, *chain(*contexts.values())}
     pools, everyone = (make_pools(each, size, left_out) for each in (clusters, {-1: ordinary}))
-    if made is None or result.absence or not pools or not sequences:
-        return replace(result, sequences=0)
+    if made is None or not made.spike.place.is_first or not pools or not sequences:
+        return result
     drawn = [drawn_sources(pools, everyone, length, sequences, setup.seed) for length in lengths]
     if not drawn[0]:
         raise SinkscopeError(
             f"--length {lengths[0]} is more than the {max(map(len, pools))} tokens of the largest cluster, and no "
             "token is repeated; give at most that"
         )
-    return _attacked(result, Attempts(setup, made.scan, contexts, attack_patches(setup), drawn))
+    return _attacked(
+        replace(result, sequences=sequences), Attempts(setup, made.scan, contexts, attack_patches(setup), drawn)
+    )
 
 
-def _absence(setup: Setup, made: MadeSpike | None) -> str | None:
-    """What there is instead of a spike that can be attacked; None if there is one."""
+def _instead(setup: Setup, made: MadeSpike | None, clusters: TokenClusters | None) -> str | None:
+    """What there is instead of clusters of tokens; None if there are some."""
     if made is None:
         return without_spike(setup, "there are no sink neurons to attack")
     if not made.spike.place.is_first:
         return f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
+    if clusters is None:
+        return "No single neuron makes the sink, so there are no clusters to attack with."
+    if not clusters.heads:
+        share = (clusters.background >= FIRES).mean()
+        return f"No single head of layer 0 is enough to mark a token; {share:.1%} have their mark without these heads."
     return None
 
 
 def _attacked(result: ClusterAttack, attempts: Attempts) -> ClusterAttack:
-    """What the attempts show."""
+    """What the attempts show; the claims are of the cluster attack with most successful positions."""
     hold_layers(attempts.setup.target, attempts.scan.layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
-        result = replace(result, patches=tuple(attempts.patches), **attempts.cells())
-    if result.best is None:
-        return result
-    return replace(result, attacked=attempts.claims(result.best))
+        made = attempts.made()
+    tried = [one for one in made if (one.patch, one.source) == (NONE, SOURCES[0])]
+    best = max(tried, key=lambda one: (one.positions, one.length))
+    return replace(result, attempts=made, attacked=attempts.claims(best), instead=None)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,7 +31,6 @@ SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sin
 SEQUENCES_AT_ONCE = 64  # sequences per pass
 NONE, LISTING, SECOND, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "second value", "patch", "random neurons")
 SOURCES = ("cluster", "random", "repeated")
-COLUMNS = ("positions", "errors", "most", "attention", "uniform", "divergence")
 WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}
 PATCHED = 16  # sequences of each kind that are run under patches
 TAIL = 16  # tokens of text after an attack, whose attention is read
@@ -62,6 +59,39 @@ def attack_patches(setup: Setup) -> Patches:
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """Sequences of one source and length behind the same tokens, under one patch or none.
+
+    Attributes:
+        patch: "none"; "Listing 1": the paper's patch as printed, which holds the up factor of the sink neurons at its
+            value at the second token, even if this is a sink; "second value": the same with the whole neuron instead of
+            one factor; "patch": that of `patch_make`; "random neurons": as many others, held as by "patch".
+        context: What stands before: "BOS", "no BOS", "chat".
+        length: Tokens per sequence.
+        source: How the sequences were made.
+        positions: Mean share of positions that succeed.
+        errors: Standard error of this share over sequences.
+        most: Share of sequences that succeed at half of their positions or more.
+        attention: What the positions that succeed get together from the text after the attack, mean over heads and
+            layers after the sink layer. None: it was not read, as there is no patch.
+        uniform: What they would get if all visible positions got the same.
+        divergence: Kullback-Leibler divergence in nats of the next token after the attack from that under "patch",
+            where it is 0 by definition.
+    """
+
+    patch: str
+    context: str
+    length: int
+    source: str
+    positions: float
+    errors: float
+    most: float
+    attention: float | None = None
+    uniform: float | None = None
+    divergence: float | None = None
+
+
+@dataclass(frozen=True)
 class Attempts:
     """The sequences that are tried, and what they show.
 
@@ -79,44 +109,50 @@ class Attempts:
     leads: Mapping[str, tuple[int, ...]]
     patches: Patches
     drawn: Sequence[Sequence[TokenRows]]
-    shares: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
+    shares: dict[tuple[str, int, str], list[Tensor]] = field(default_factory=dict)
 
-    def cells(self) -> dict[str, Any]:
-        """Attack, and say what happens, by the name of each column."""
-        columns = no_cells(len(self.patches), len(self.leads), len(self.drawn))
-        table = np.stack([*columns.values()])
+    def made(self) -> tuple[Attempt, ...]:
+        """Attack, and say what happens; by patch, context and length."""
         whole = len(self.leads) * sum(rows.shape[1] for rows in chain(*self.drawn))
+        made: list[Attempt] = []
         done = 0
-        for number, sources in enumerate(self.drawn):
-            for source, rows in enumerate(sources):
-                for place, lead in enumerate(self.leads.values()):
-                    self.shares[place, number, source] = self.show(lead, rows, table[:, :, place, number, source])
+        for sources in self.drawn:
+            for source, rows in zip(SOURCES, sources, strict=False):  # none if no cluster is large enough
+                for context in self.leads:
+                    made += self.show(context, source, rows)
                     done += rows.shape[1]
                     self.setup.progress("attacks", done, whole)
-        return dict(zip(columns, table, strict=True))
+        places = [*product(self.patches, self.leads)]
+        return tuple(sorted(made, key=lambda one: (places.index((one.patch, one.context)), one.length)))
 
-    def show(self, lead: Sequence[int], rows: TokenRows, columns: Float[np.ndarray, "column patch"]) -> list[Tensor]:
-        """What sequences do without a patch, and the first of them under each; and the shares of their positions."""
-        ids = after(lead, rows)
-        outputs, shares = [], []
-        for number, patch in enumerate(self.patches.values()):
+    def show(self, context: str, source: str, rows: TokenRows) -> list[Attempt]:
+        """What sequences do without a patch, and the first of them under each."""
+        lead, length = self.leads[context], rows.shape[1]
+        ids, shares = after(lead, rows), self.shares.setdefault((context, length, source), [])
+        made: list[Attempt] = []
+        outputs: list[Tensor] = []
+        for name, patch in self.patches.items():
             with under(patch, self.setup.target):
                 high = self.spikes(ids, len(lead))
+                by_row = high.double().mean(1)
+                numbers = by_row.mean(), by_row.std() / len(high) ** 0.5, (by_row >= 0.5).double().mean()
+                one = Attempt(name, context, length, source, *map(float, numbers))
                 if len(self.patches) > 1:
                     first = ids[:PATCHED]
-                    columns[3:5, number] = self.attention(first, high[:PATCHED])
+                    attention, uniform = self.attention(first, high[:PATCHED])
+                    one = replace(one, attention=attention, uniform=uniform)
                     last = trace(
                         self.setup.target, first, ["logits"], lambda logits: logits[:, -1].float(), batch_size=ROWS
                     )
                     outputs.append(last["logits"].log_softmax(-1))
-            by_row = high.double().mean(1)
+            made.append(one)
             shares.append(by_row.float())
-            columns[:3, number] = by_row.mean(), by_row.std() / len(high) ** 0.5, (by_row >= 0.5).double().mean()
             ids = ids[:PATCHED]
         for number, output in enumerate(outputs):
             ours = outputs[PATCHES.index(PATCH)]
-            columns[5, number] = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
-        return shares
+            divergence = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
+            made[number] = replace(made[number], divergence=float(divergence))
+        return made
 
     def spikes(self, ids: TokenRows, before: int) -> Bool[Tensor, "row attacked"]:
         """Which positions after the first `before` have at least half of the spike's norm; position 0 is left out."""
@@ -139,28 +175,25 @@ class Attempts:
         uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
         return float(received[:, 0, self.scan.layer + 1 :].nanmean(1).mean()), float(uniform)
 
-    def claims(self, best: tuple[int, int]) -> Claims:
+    def claims(self, best: Attempt) -> Claims:
         """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
-        where, lead = list(self.leads.items())[best[0]]
-        rows, others, _ = self.drawn[best[1]]
-        length = rows.shape[1]
-        place = f"{WHERE[where]}, {length} tokens"
+        lead, length, place = self.leads[best.context], best.length, WHERE[best.context]
+        rows, others, _ = next(sources for sources in self.drawn if sources and sources[0].shape[1] == length)
         single = self.spikes(after(lead, one_copy(others, rows)), len(lead))[:, -1].float()
-        cluster, random = self.shares[*best, 0], self.shares[*best, 1]
+        cluster, random, _ = (self.shares[best.context, length, source] for source in SOURCES)
         values = torch.stack([cluster[0], single, random[0]])
-        claims = [claim_of_cases((Tokens("one cluster", length),), place, Outcome("spikes", unit="cases"), values)]
+        effect, gives = f"the spike at {length} tokens {{}}", "make spikes at {} of their positions {}"
+        outcome = Outcome("spikes", unit="cases", effect=effect, gives=gives)
+        claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
             intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
-            for words, left in (("Listing 1", listing), ("the patch", patched)):
-                outcome = Outcome(f"spikes under {words}", unit="cases")
-                claims.append(claim_of_cases(patch.checked_sites, place, outcome, torch.stack([left, intact, control])))
+            edits = ("Listing 1", "held as in Listing 1", listing), ("the patch", "patched", patched)
+            for name, edit, left in edits:
+                held = replace(outcome, kind=f"spikes under {name}")
+                values = torch.stack([left, intact, control])
+                claims.append(claim_of_cases(patch.checked_sites, place, held, values, edit=edit))
         return tuple(claims)
-
-
-def no_cells(patches: int, contexts: int, lengths: int) -> dict[str, Any]:
-    """Columns in which nothing was tried."""
-    return {column: np.full((patches, contexts, lengths, len(SOURCES)), np.nan) for column in COLUMNS}
 
 
 def after(lead: Sequence[int], rows: TokenRows) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
 from sinkscope.results.claims import Claims, Outcome
-from sinkscope.results.notation import count_of, head_name, neuron_name
-from sinkscope.results.parts import Head
+from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
@@ -56,7 +58,7 @@ class TokenClusters:
     layer 0 are held at their mean over later positions of natural text.
 
     Attributes:
-        neuron: The sink neuron, (layer, neuron) or (layer, expert, neuron).
+        neuron: The sink neuron.
         tokens: The tokens.
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
@@ -65,7 +67,7 @@ class TokenClusters:
         background: Activation with every head at its mean.
     """
 
-    neuron: tuple[int, ...]
+    neuron: Neuron
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
     head: PerToken
@@ -80,44 +82,31 @@ class TokenClusters:
         return [head for head, _ in Counter(served.tolist()).most_common()]
 
     @property
-    def without_heads(self) -> float:
-        """Share of the tokens that fire the neuron with no head of layer 0 intact; something else marks them."""
-        return float((self.background >= FIRES).mean())
-
-    @property
     def claims(self) -> Claims:
-        """What each head does to the activation at its tokens, beside no head and another one."""
-        claims = []
+        """At how many tokens one head alone fires the neuron, beside no head and another one; none if no head does."""
+        if not self.heads:
+            return ()
+        mark = word_form(len(self.heads), "marks", "mark")
+        gives = f"{mark} {{}} of {count_of(len(self.ids), 'token')}, one head each"
+        fires = torch.from_numpy(np.stack([self.best, self.background, self.other]) >= FIRES)
+        heads, outcome = tuple(Head(0, head) for head in self.heads), Outcome("mark by one head", gives=gives)
+        return (claim_of_cases(heads, "tokens that stand first", outcome, fires.double()),)
+
+    def rows(self) -> Table:
+        """A row for each head that serves tokens, with their number, and the median activation there in each way."""
+        rows: Table = []
         for head in self.heads:
-            values = np.stack([self.best, self.background, self.other])[:, self.head == head]
-            claims.append(
-                claim_of_cases(
-                    (Head(0, head),),
-                    f"the tokens that {head_name(0, head)} serves",
-                    Outcome(f"activation of {neuron_name(*self.neuron)}"),
-                    torch.from_numpy(values),
-                    len(self.ids),
-                )
-            )
-        return tuple(claims)
+            row: dict[str, Any] = {"head": str(Head(0, head)), "tokens": int((self.head == head).sum())}
+            for name, values in (("alone", self.best), ("no head", self.background), ("another", self.other)):
+                row[name] = float(np.median(values[self.head == head]))
+            rows.append(row)
+        return rows
 
     def tokens_of(self, head: int) -> tuple[int, ...]:
         """Ids of the tokens that a head serves, those that fire the neuron most strongly first."""
         mine = np.flatnonzero(self.head == head)
         order = np.lexsort((self.ids[mine], -self.best[mine]))
         return tuple(self.ids[mine[order]].tolist())
-
-    def sentence(self) -> str:
-        """How many tokens a single head serves, and how many fire without any head."""
-        served = int(np.isfinite(self.head).sum())
-        share = f"{self.without_heads:.1%}"
-        if self.without_heads > 0.5:
-            return f"The heads of layer 0 do not make the mark: {share} of the tokens have it without these heads."
-        control = f"{share} have their mark without these heads"
-        if not served:
-            return f"No single head of layer 0 is enough to mark a token; {control}."
-        tokens = f"{served:,} of {count_of(len(self.ids), 'token')}"
-        return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
 def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: Resume) -> TokenClusters | None:
@@ -154,7 +143,7 @@ def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: 
     background = np.array(columns["background"])
     served = (best >= FIRES) & (background < FIRES)
     return TokenClusters(
-        neuron=largest.site,
+        neuron=largest.address,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
         head=np.where(served, np.array(columns["head"], dtype=float), np.nan),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
+from textwrap import wrap
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,43 +17,37 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from sinkscope.hooks.edit.sites import head_of
-from sinkscope.measure import Natural, Number, Result, Setup, measurement
+from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Outcome, Search
-from sinkscope.results.notation import count_of, short_sentence, word_list
-from sinkscope.results.parts import POSITION
-from sinkscope.results.result import lost_without
+from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Head
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
-from sinkscope.sinks.find.records import Sink, Spike
-from sinkscope.sinks.find.sentences import NAMED, conclusion, layers_read, spike_clause, statements
+from sinkscope.sinks.find.result import SinkPlaces
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import prefixes, repeated
-from sinkscope.sinks.values import HeadValue, values_of, values_sentence
+from sinkscope.sinks.values import HeadValue, values_of
 
 TRACED = 4  # spikes whose marks are traced at most
 TEXTS = 2  # pieces of typical text in which they are traced
 MOST_PARTS = 4  # of a step that are drawn
+BOX = 34  # characters of a line in a box
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circuit(Result):
+class Circuit(SinkPlaces):
     """How each sink comes about.
 
     Attributes:
-        claims: What marks the places, what makes their spikes, what the heads need, and what they write by the values
-            there, in this order.
-        spikes: The places whose norm stands out.
-        sinks: The places that heads attend to.
-        most_attended: The most attended position, before any threshold.
-        layers_read: Number of layers read.
+        claims: What marks the places, what the heads need, what they write by the values there, and what makes the
+            spikes; what marks the first spike comes first if the heads of the first sink need it.
         untested: What may carry a sink and cannot be replaced in this model.
         values: What each head that attends to a sink writes by the value there.
     """
@@ -70,11 +65,7 @@ class Circuit(Result):
         "verdict": "needed, sufficient, not shown or undecided, against every contrast",
     }
 
-    claims: Claims
-    spikes: tuple[Spike, ...]
-    sinks: tuple[Sink, ...]
-    most_attended: Search
-    layers_read: int
+    claims: Claims = ()
     untested: tuple[str, ...] = ()
     values: tuple[HeadValue, ...] = ()
 
@@ -93,67 +84,22 @@ class Circuit(Result):
         for sink in self.sinks:
             for group in sink.groups:
                 for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
-                    row = {"role": "reads", "subject": head, "place": sink.words, "left": after / before}
+                    row = {"role": "reads", "subject": str(head), "place": sink.words, "left": after / before}
                     rows.append({**row, "value": kinds.get((head, sink.words))})
         return rows
 
-    def conclusion(self) -> str:
-        """What marks the first spike that heads need; else who attends where, and what they need."""
-        marks = self.of(MARKS)
-        if not marks or not self.sinks or not any(group.by_spike for group in self.sinks[0].groups[:1]):
-            return conclusion(self.spikes, self.sinks, self.most_attended)
-        claim = marks[0]
-        if claim.verdict != "needed" or claim.subject[0] == POSITION:
-            return short_sentence(f"For the spike at {claim.place}, {claim.phrase(named)}." for named in NAMED)
-        said = ("marks", "mark"), claim.place, "the spike there"
-        return short_sentence(f"{claim.finding(*said, named)}." for named in NAMED)
-
-    def numbers(self) -> list[Number]:
-        """What is lost of the spike without its marks, and of the attention without what carries it."""
-        numbers = []
-        names = {
-            MARKS: "of the spike lost without its marks",
-            "carries": "of the attention lost without what carries it",
-        }
-        for role, name in names.items():
-            for claim in self.of(role)[:1]:
-                numbers.append(lost_without(role, name, claim))
-        return numbers
-
-    def details(self) -> list[str]:
-        """The neurons, the copies, the heads, and what was not tested."""
-        lines = [layers_read(self.layers_read, self.model.n_layers, ())]
-        lines += [f"{spike_clause(spike)}." for spike in self.spikes[:TRACED] if spike.claims]
-        lines += [f"At {claim.place}, {claim.phrase()}." for claim in self.of(COPIES)]
-        for sink, said in zip(self.sinks, statements(self.sinks), strict=True):
-            lines.append(said)
-            lines += values_sentence([value for value in self.values if value.place == sink.words])
-        if self.untested:
-            lines.append(f"Not tested: {word_list(self.untested)}.")
-        return [line[:1].upper() + line[1:] for line in lines]
+    def facts(self) -> list[str]:
+        """Who attends where, and what was not tested."""
+        untested = [f"Not tested: {word_list(self.untested)}."] if self.untested else []
+        return super().facts() + untested
 
 
 def parts_of(result: Circuit) -> list[list[str]]:
-    """The parts of the circuit from the top down, each with what is lost without it, as lines of HTML."""
+    """The steps of the circuit from the top down: what is shown of each part, as lines of HTML."""
     steps: list[list[str]] = []
-    for roles in ((MARKS, COPIES), ("makes", "carries")):
-        named: dict[str, str] = {}
-        for row in result.rows():
-            if row["role"] in roles:
-                lost, control = (max(0.0, 1 - row[name]) for name in ("left", "control"))
-                words = (
-                    row["subject"],
-                    row["place"],
-                    f"{lost:.0%} lost without it",
-                    f"({row['contrast']}: {control:.0%})",
-                )
-                subject, *lines = map(html.escape, words)
-                named.setdefault(subject, "<br>".join([f"<b>{subject}</b>", *lines]))
-        steps.append(list(named.values())[:MOST_PARTS])
-    if result.spikes:
-        steps.append(["<b>spike</b><br>the norm far above the typical one"])
-    if result.readers():
-        steps.append([f"<b>{count_of(len(result.readers()), 'head')}</b><br>that attend to it (at the right)"])
+    for roles in ((MARKS, COPIES), ("makes",), ("carries",)):
+        claims = [claim for claim in result.claims if claim.role in roles][:MOST_PARTS]
+        steps.append(["<br>".join(map(html.escape, wrap(claim.shortest(), BOX))) for claim in claims])
     return [step for step in steps if step]
 
 
@@ -174,13 +120,14 @@ def draw(result: Circuit) -> go.Figure:
         above = across
     fig.update_xaxes(range=[0, 1], visible=False, col=1)
     fig.update_yaxes(range=[len(steps) - 0.5, -0.5], visible=False, col=1)
-    kept: dict[tuple[int, int], float] = {}
-    for row in result.readers():
-        kept.setdefault(head_of(row["subject"]), row["left"])
+    kept: dict[Head, float] = {}
+    for group in chain.from_iterable(sink.groups for sink in result.sinks):
+        for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
+            kept.setdefault(head, after / before)
     if kept:
-        grid = np.full(np.array([*kept]).max(0) + 1, np.nan)
-        for place, share in kept.items():
-            grid[place] = share
+        grid = np.full((max(head.layer for head in kept) + 1, max(head.head for head in kept) + 1), np.nan)
+        for head, share in kept.items():
+            grid[head.layer, head.head] = share
         bar = {"tickformat": ".0%"}
         fig.add_heatmap(z=grid, zmin=0, zmax=1, colorscale=[ORANGE, "#f7f7f7"], colorbar=bar, row=1, col=2)
     fig.update_xaxes(title_text="head", col=2)
@@ -224,8 +171,12 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         place = f"the last of {repeats} copies of {word.token!r}"
         claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
     values, of_values = values_of(target, survey)
+    attended = [claim for claim in sinks.claims if claim.role == "carries"]
+    parts = [*attended, *claims]
+    if sinks.sinks and any(group.by_spike for group in sinks.sinks[0].groups[:1]):
+        parts = [*claims, *attended]
     return Circuit(
-        claims=(*claims, *sinks.claims, *of_values),
+        claims=(*parts, *of_values, *(claim for claim in sinks.claims if claim not in attended)),
         spikes=sinks.spikes,
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
@@ -266,7 +217,7 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
         claim = Claim(
             role=role if subject == marks else f"{role} alone",
             subject=subject,
-            outcome=Outcome("norm", layers=(layer,)),
+            outcome=Outcome("norm", layers=(layer,), effect="the mark at {}", lost_of="the spike"),
             place=place,
             value=float(kept),
             contrasts=(INTACT, by_chance(marks, left[len(subjects) :], name)),

@@ -11,7 +11,6 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
-from sinkscope.results.notation import head_name
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 from sinkscope.sinks.find.records import Readers
 from sinkscope.sinks.removal.components import Heads, Neurons, heads_of, one_by_one
@@ -29,6 +28,7 @@ def claim_of(
     left: Float[Tensor, " draw"],
     contrasts: Sequence[Contrast],
     search: Search,
+    edit: str = "",
 ) -> Claim:
     """What an edit leaves of an outcome, mean over draws, beside its contrasts."""
     return Claim(
@@ -41,24 +41,22 @@ def claim_of(
         draws=len(left),
         search=search,
         margin=margin_of(left.numpy()),
+        edit=edit,
     )
 
 
-def readers_of(
-    heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"], parts: Parts, search: Search
-) -> Readers:
+def readers_of(heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"], search: Search) -> Readers:
     """Heads, those with most attention first, and what each keeps without what it needs; their claim is still to come.
 
     Args:
         heads: The heads.
         intact: The attention of each.
         left: What is left of that.
-        parts: What they need; empty if nothing was found.
         search: What was tried.
     """
     ranked = intact.argsort(descending=True, stable=True)
-    names = tuple(head_name(*heads[number]) for number in ranked.tolist())
-    return Readers(names, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), parts, search)
+    by_attention = tuple(Head(*heads[number]) for number in ranked.tolist())
+    return Readers(by_attention, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), search)
 
 
 def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Contrast:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.parts import Component, Neuron, Parts, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, Parts
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.removal.components import Neurons, Sites
+from sinkscope.sinks.removal.components import Neurons
 
 PerLayer = tuple[float | None, ...]
 """A number for each layer; None where it was not read."""
@@ -50,30 +50,6 @@ Candidates = tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
-class CausalSet:
-    """Neurons that together make a spike, and the effect of zeroing all of them.
-
-    Attributes:
-        neurons: The neurons of the set.
-        heads_lost: Share of the heads in later layers that lose at least half of their attention to the place when the
-            set is zeroed. None if no such heads were read.
-        claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: These heads, if all of them lose that much; of a single neuron, because of several each head may need
-            another one.
-    """
-
-    neurons: Neurons
-    heads_lost: float | None
-    claims: Claims
-    readers: Readers | None = None
-
-    @property
-    def edit_sites(self) -> Sites:
-        """The neurons in the form that interventions take."""
-        return sites_of(self.neurons)
-
-
-@dataclass(frozen=True)
 class Spike:
     """Positions whose norm stands out (massive activations).
 
@@ -88,7 +64,7 @@ class Spike:
             make a norm which stands out before the neurons amplify it. Empty if none were found, or there is no such
             norm.
         by_mlp: Whether MLPs make it.
-        set: The smallest set of neurons found whose ablation removes the spike. None if none was found.
+        set: The smallest set of neurons found whose ablation removes the spike; empty if none was found.
         claims: Of its makers, and of those of other spikes without which this one is gone (role "depends").
         search: What was searched.
         margin: Two standard errors of the ratio over texts; None for too few texts.
@@ -102,7 +78,7 @@ class Spike:
     usual: float
     maker: Parts
     by_mlp: bool
-    set: CausalSet | None
+    set: Neurons
     claims: Claims
     search: Search
     margin: float | None = None
@@ -116,7 +92,7 @@ class Spike:
     def makers(self) -> Parts:
         """The parts that make the spike."""
         made = [*self.maker]
-        if self.by_mlp and (self.set is not None or not self.maker):
+        if self.by_mlp and (self.set or not self.maker):
             made += [Component("mlp", layer) for layer in self.step_up]
         return tuple(made)
 
@@ -129,19 +105,22 @@ class Readers:
         heads: The heads.
         attention: Mean attention of each to the place.
         left: The same without what they need; the same as `attention` if nothing was found.
-        needs: What each of these heads needs: the neurons of a spike, or components. Empty if nothing was found.
         search: What was tried.
-        by_spike: Whether that is what makes the spike of the place.
-        claim: What is left of the attention without it. None if nothing was found.
+        by_spike: Whether what they need is what makes the spike of the place.
+        claim: What is left of the attention without what they need. None if nothing was found.
     """
 
-    heads: tuple[str, ...]
+    heads: tuple[Head, ...]
     attention: tuple[float, ...]
     left: tuple[float, ...]
-    needs: Parts
     search: Search
     by_spike: bool = False
     claim: Claim | None = None
+
+    @property
+    def needs(self) -> Parts:
+        """What each of these heads needs: the neurons of a spike, or components; empty if nothing was found."""
+        return () if self.claim is None else self.claim.subject
 
 
 @dataclass(frozen=True)
@@ -177,14 +156,19 @@ class Sink:
     window: int | None = None
 
     @property
-    def heads(self) -> set[str]:
+    def heads(self) -> set[Head]:
         """The heads that attend to a place."""
         return {head for group in self.groups for head in group.heads}
 
     @property
+    def claims(self) -> Claims:
+        """What its heads need, of the largest group first."""
+        return tuple(group.claim for group in self.groups if group.claim is not None)
+
+    @property
     def words(self) -> str:
         """Where it is."""
-        return "their learned sink logits" if self.place is None else self.place.words
+        return "learned sink logits" if self.place is None else self.place.words
 
 
 @dataclass(frozen=True)
@@ -223,23 +207,21 @@ class RepetitionSpike:
     Attributes:
         token: The repeated token.
         repeats: Number of repetitions; the last one was examined.
-        by_copies: What of the norm is there with these copies, beside one copy and other tokens at that position.
-        same: What is left of it without the neurons that make the model's spike.
-        set: Other neurons that make it. None if these do, or if no set was found.
-        candidates: The neurons of this set, as they are on the last repetition.
+        claims: What of the norm is there with these copies, beside one copy and other tokens at that position; what is
+            left of it without the neurons that make the model's spike, if any do; and without other neurons.
+        others: Other neurons that make it, as they are on the last repetition; empty if these do, or none were found.
     """
 
     token: str
     repeats: int
-    by_copies: Claim
-    same: Claim | None = None
-    set: CausalSet | None = None
-    candidates: Candidates = ()
+    claims: Claims
+    others: Candidates = ()
 
     @property
     def other_neurons(self) -> bool:
         """Whether copies make a spike that does not need the neurons of the model's spike."""
-        return self.by_copies.verdict == "sufficient" and (self.same is None or self.same.verdict != "needed")
+        copies, *same = self.claims[:2]
+        return copies.verdict == "sufficient" and not any(claim.verdict == "needed" for claim in same)
 
 
 @dataclass(frozen=True)

@@ -168,20 +168,20 @@ def repetition_spike(
     trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
     trials.append(Trial(torch.cat(beside), [], **reading))
     edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
-    outcome, intact = Outcome("norm", layers=(layer,)), edited[0]
+    intact = edited[0]
     heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]
+    outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
-    result = RepetitionSpike(token.token, copies, by_copies)
     if not neurons:
-        return result
+        return RepetitionSpike(token.token, copies, (by_copies,))
     left = edited[1:] / intact
     place = f"the last of {copies} copies of {token.token!r}"
     contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
     same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
-    result = replace(result, same=same)
-    if same.verdict == "needed" or by_copies.verdict != "sufficient":
+    result = RepetitionSpike(token.token, copies, (by_copies, same))
+    if not result.other_neurons:
         return result
     there = scan.elsewhere(rows, torch.tensor([copies]), layer)
     own = causal_set(there, by_copies.place, setup.seed)
-    return replace(result, set=own.minimal, candidates=own.members)
+    return replace(result, others=own.members, claims=(*result.claims, *own.claims))

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.parts import in_words, kind_of
-from sinkscope.results.result import Number, lost_without
+from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Neuron, in_words
+from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
     SHORT,
     Candidates,
-    CausalSet,
     PerLayer,
     PublishedSink,
     RepeatsNeeded,
@@ -30,15 +30,49 @@ NOWHERE = "no position"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindSinks(Result):
-    """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
+class SinkPlaces(Result):
+    """Where spikes and sinks are, as `find_sinks` and `circuit` say it.
 
     Attributes:
-        spikes: The places whose norm stands out, and what makes that. Layers, neurons and norms below are of the first.
+        spikes: The places whose norm stands out, and what makes that.
         sinks: The places that heads attend to, and what the heads need; the last may be the learned sink logits.
+        most_attended: The most attended position, before any threshold.
+        layers_read: Number of layers read.
+    """
+
+    spikes: tuple[Spike, ...] = ()
+    sinks: tuple[Sink, ...] = ()
+    most_attended: Search
+    layers_read: int
+
+    @property
+    def instead(self) -> str | None:
+        """Where heads attend, if nothing was found that they need; or that they attend nowhere, and to what spike."""
+        if self.sinks:
+            return None if self.sinks[0].claims else sentences.sink_fact(self.sinks[0])
+        none = f"No attention sink was found ({self.most_attended})"
+        if not self.spikes:
+            return f"Neither an attention sink nor a norm spike was found ({self.most_attended})."
+        spike = self.spikes[0]
+        return (
+            f"{none}, but the norm at {spike.place.words} is {spike.ratio:.0f} times the typical one (elsewhere "
+            f"{spike.usual:.1f})."
+        )
+
+    def facts(self) -> list[str]:
+        """Who attends where, and the layers."""
+        return [*sentences.sink_facts(self.sinks), sentences.layers_read(self.layers_read, self.model.n_layers)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindSinks(SinkPlaces):
+    """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
+
+    Layers, neurons and norms are of the first spike.
+
+    Attributes:
         other_spikes: Positions whose norm stands out and that are too few to be measured.
         other_sinks: Positions that heads attend to and that are too few to be measured.
-        most_attended: The most attended position, before any threshold.
         repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
         lengths: Lengths of the texts in which attention was read.
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
@@ -51,7 +85,6 @@ class FindSinks(Result):
         typical_norm: Median norm over later positions of typical text.
         typical_low: The 5 % quantile of these norms.
         typical_high: The 95 % quantile of these norms.
-        layers_read: Number of layers read.
         repeats: Repetitions after which a repeated token becomes a sink.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
         published: What the literature reports. None if nothing is published for the model.
@@ -65,11 +98,8 @@ class FindSinks(Result):
     table_of = "neurons"
     table_without = ("neutral_post", "neutral_up")
 
-    spikes: tuple[Spike, ...] = ()
-    sinks: tuple[Sink, ...] = ()
     other_spikes: LeftOver = field(default_factory=LeftOver)
     other_sinks: LeftOver = field(default_factory=LeftOver)
-    most_attended: Search
     repetition: RepetitionSpike | None = None
     lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
@@ -81,7 +111,6 @@ class FindSinks(Result):
     typical_norm: PerLayer
     typical_low: PerLayer
     typical_high: PerLayer
-    layers_read: int
     repeats: RepeatsNeeded
     sink_rate: SinkRate | None
     published: PublishedSink | None
@@ -102,30 +131,25 @@ class FindSinks(Result):
         return next(iter(self.sinks), None)
 
     @property
-    def minimal(self) -> CausalSet | None:
-        """The smallest set of neurons found whose ablation removes the first spike."""
-        return None if self.spike is None else self.spike.set
+    def minimal(self) -> tuple[Neuron, ...]:
+        """The smallest set of neurons found whose ablation removes the first spike; empty if none was found."""
+        return () if self.spike is None else self.spike.set
 
     @property
     def claims(self) -> Claims:
-        """All claims: of the makers of spikes, of the heads that attend, and of repetition."""
+        """All claims: of the heads that attend, of the makers of spikes, and of repetition."""
         claims: list[Claim] = []
+        for sink in self.sinks:
+            claims += sink.claims
         for spike in self.spikes:
             claims += spike.claims
-        for sink in self.sinks:
-            claims += [group.claim for group in sink.groups if group.claim is not None]
         if self.repetition is not None:
-            claims += filter(None, (self.repetition.by_copies, self.repetition.same))
-            claims += () if self.repetition.set is None else self.repetition.set.claims
+            claims += self.repetition.claims
         return tuple(claims)
 
     def numbers(self) -> list[Number]:
-        """What zeroing the neurons takes away, how far the norm stands out, and who attends to the sink how much."""
-        numbers = []
-        minimal, spike = self.minimal, self.spike
-        for key, claim in (("spike", minimal and minimal.claims[0]), ("attention", self._carried)):
-            if claim:
-                numbers.append(lost_without(f"{key}_lost", f"{key} lost without its neurons", claim))
+        """What its neurons take away, how far the norm stands out and where, and who attends where how much."""
+        numbers, sink, spike = super().numbers(), self.sink, self.spike
         if spike is not None:
             numbers += [
                 Number("ratio", "norm of the spike over the typical one", spike.ratio, spike.usual, spike.margin),
@@ -133,58 +157,34 @@ class FindSinks(Result):
             ]
         if self.sink_layer is not None:
             numbers.append(Number("sink_layer", "sink layer", str(self.sink_layer)))
-        if minimal is not None:
-            numbers.append(Number("neurons", "neurons that make the spike", in_words(minimal.neurons)))
-        return numbers + self._attention_numbers()
+        if self.minimal:
+            numbers.append(Number("neurons", "neurons that make the spike", in_words(self.minimal)))
+        numbers.append(Number("sink", "where the attention sink is", sink.words if sink else NOWHERE))
+        if sink is not None and sink.place is not None:
+            share, mean = "share of heads that attend to the sink", "mean attention of these heads to the sink"
+            numbers += [
+                Number("heads", share, sink.rate, margin=sink.rate_margin, share=True),
+                Number("attention", mean, sink.attention, None, sink.attention_margin, True),
+            ]
+        return numbers
 
-    @property
-    def _carried(self) -> Claim | None:
-        """What is left of the attention to the first sink, of the most heads that need the neurons of the spike."""
-        groups = () if self.sink is None else self.sink.groups
-        for group in groups:
-            if group.by_spike and group.claim is not None and kind_of(group.claim.subject) == "neurons":
-                return group.claim
-        return None
-
-    def _attention_numbers(self) -> list[Number]:
-        """Who attends to the sink, and how much."""
-        sink, name = self.sink, ("sink", "where the attention sink is")
-        if sink is None:
-            return [Number(*name, NOWHERE)]
-        if sink.place is None:
-            return [Number(*name, "learned sink logits")]
-        share, mean = "share of heads that attend to the sink", "mean attention of these heads to the sink"
-        return [
-            Number(*name, sink.words),
-            Number("heads", share, sink.rate, margin=sink.rate_margin, share=True),
-            Number("attention", mean, sink.attention, None, sink.attention_margin, True),
-        ]
-
-    def conclusion(self) -> str:
-        """Who attends where and what they need; without a sink, where norms stand out and what makes that."""
-        return sentences.conclusion(self.spikes, self.sinks, self.most_attended)
-
-    def details(self) -> list[str]:
-        """The layers, the spikes, the sinks, the repetitions, and what is published."""
-        lines = [sentences.layers_read(self.layers_read, self.model.n_layers, self.shared_dims)]
-        read = [self.spikes[sink.spike].place for sink in self.sinks if sink.spike is not None]
-        for spike in self.spikes:
-            lines.append(sentences.spike_sentences(spike))
-            if spike.place not in read:
-                lines[-1] += " No head attends to most of these positions."
+    def facts(self) -> list[str]:
+        """The spikes, the sinks, the repetitions, the layers, what was left over, and what is published."""
+        lines = [sentences.spike_fact(spike) for spike in self.spikes]
+        lines += super().facts()
         if self.sink_layer is not None:
-            lines[0] += (
-                f" The sink layer is layer {self.sink_layer}, which builds most of the spike at {self.spikes[0].place}."
-            )
-        attention = sentences.statements(self.sinks)
-        if not self.sinks:
-            attention = [f"No attention sink was found in texts of {self.lengths[-1]} tokens ({self.most_attended})."]
+            lines[-1] += f" Layer {self.sink_layer} builds most of the spike at {self.spikes[0].place}."
+        if self.shared_dims:
+            dims = word_list(self.shared_dims)
+            lines[-1] += f" Residual dimensions that are massive on all tokens are left out ({dims})."
         if self.sink_rate is not None:
-            attention.append(sentences.sink_rate(self.sink_rate))
-        lines.append(" ".join(attention))
-        repeats = sentences.repeats(self.repeats, self.spike, self.repetition)
-        if repeats:
-            lines.append(" ".join(repeats))
+            rate = self.sink_rate
+            lines.append(
+                f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
+                f"its attention ({rate.samples} texts of {rate.length} tokens)."
+            )
+        if self.spike is not None:
+            lines += sentences.repeats(self.repeats, self.spike.place.words)
         lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
         lines += sentences.left_over(self.other_sinks, "that heads attend to")
         if self.published is not None:

@@ -22,7 +22,7 @@ from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO, by_count
-from sinkscope.sinks.find.records import Candidate, Candidates, CausalSet, Readers
+from sinkscope.sinks.find.records import Candidate, Candidates, Readers
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
@@ -40,27 +40,28 @@ LEAST_SERVED = 2  # texts that need a neuron alone, from which on it serves thei
 
 @dataclass(frozen=True)
 class FoundSet:
-    """The smallest set that removes a spike, the candidates with those that the search added, and how many there were.
-
-    The set is None if no set that was tried removes the spike.
+    """What the search for the neurons of a spike found; no set if none that was tried removes the spike.
 
     Attributes:
-        minimal: The set.
-        neurons: The candidates.
+        set: The smallest set that removes the spike.
+        heads_lost: Share of the heads in later layers that lose at least half of their attention to the place when the
+            set is zeroed. None if no such heads were read.
+        claims: What is left of the spike along its direction: without the set, and without each of it.
+        readers: These heads, if all of them lose that much; of a single neuron, because of several each head may need
+            another one.
+        neurons: The candidates, with those that the search added.
         tried: How many there were.
         served: For each neuron of the set, the tokens at which the spike needs it alone. Empty unless nearly every
             text needs one neuron alone, and not all the same.
     """
 
-    minimal: CausalSet | None = None
+    set: Neurons = ()
+    heads_lost: float | None = None
+    claims: Claims = ()
+    readers: Readers | None = None
     neurons: Candidates = ()
     tried: int = 0
     served: tuple[frozenset[int], ...] = ()
-
-    @property
-    def set(self) -> Neurons:
-        """The neurons of the set."""
-        return () if self.minimal is None else self.minimal.neurons
 
     @property
     def members(self) -> Candidates:
@@ -156,7 +157,7 @@ class _SpikeSearch:
 
         return chosen + without_unneeded(others, remove)
 
-    def compared(self, chosen: Neurons, excluded: Neurons, others: Neurons = ()) -> CausalSet | None:
+    def compared(self, chosen: Neurons, excluded: Neurons, others: Neurons = ()) -> FoundSet | None:
         """A set with its effects and controls; None if a random set has as large an effect.
 
         Args:
@@ -180,7 +181,7 @@ class _SpikeSearch:
         claims = self.claims([chosen], excluded, "makes")
         if claims[0].value >= claims[0].control.value:
             return None
-        return CausalSet(chosen, lost, claims, readers)
+        return FoundSet(chosen, lost, claims, readers)
 
     def served(self, chosen: Neurons) -> Bool[Tensor, "neuron text"] | None:
         """The texts that need each of several neurons alone; None unless nearly all need one, and not all the same."""
@@ -207,7 +208,7 @@ class _SpikeSearch:
         given = torch.cat([each.attention_from(self.heads)[:2] for each in read], 1)
         left = reduce(given[1] / given[0], "text pair -> text", "mean")
         intact, after = given.mean(1)
-        readers = readers_of(self.heads, intact, after, chosen, self.search_so_far)
+        readers = readers_of(self.heads, intact, after, self.search_so_far)
         contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
         outcome = Outcome("attention", heads=readers.heads)
         claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
@@ -318,19 +319,19 @@ def _searched(search: _SpikeSearch, neurons: Candidates) -> FoundSet:
         others = tuple(neuron for neuron in candidates if neuron not in minimal)
         best = search.compared(minimal, tuple(candidates), others)
     if best is None:
-        return FoundSet(None, neurons, tried)
-    added = tuple(candidates[one] for one in best.neurons if candidates[one] not in neurons)
+        return FoundSet(neurons=neurons, tried=tried)
+    added = tuple(candidates[one] for one in best.set if candidates[one] not in neurons)
     claims, tokens = best.claims, ()
-    if len(best.neurons) > 1:
-        alone, served = [(one,) for one in best.neurons], search.served(best.neurons)
+    if len(best.set) > 1:
+        alone, served = [(one,) for one in best.set], search.served(best.set)
         role = "makes alone"
         if served is not None:
             role, tokens = "serves", tuple(frozenset(search.tokens(texts)) for texts in served)
-        claims += search.claims(alone, best.neurons, role, served)
-    found = FoundSet(best, (*neurons, *added), tried, tokens)
+        claims += search.claims(alone, best.set, role, served)
+    found = replace(best, neurons=(*neurons, *added), tried=tried, served=tokens)
     adding = tuple(neuron.address for neuron in found.adding)
     claims += search.claims([(neuron,) for neuron in adding], adding, "adds")
-    return replace(found, minimal=replace(best, claims=claims))
+    return replace(found, claims=claims)
 
 
 def dependence(scan: LayerScan, place: str, seed: int, others: Sequence[Neurons]) -> Claims:

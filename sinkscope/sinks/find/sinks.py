@@ -11,11 +11,13 @@ import torch
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
+from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.parts import POSITION, Component, Head, Part, Parts
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
+from sinkscope.sinks.find.sentences import when
 from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
@@ -68,7 +70,7 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
     layer_rates: list[float | None] = []
     for attends, of_layer in zip(received.attending.tolist(), rates, strict=True):
         layer_rates.append(float(of_layer.mean()) if attends else None)
-    return Sink(
+    sink = Sink(
         place=place,
         rate=float(of_all.mean()),
         layer_rates=tuple(layer_rates),
@@ -77,11 +79,23 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
         attention=float(each.mean()),
         rate_margin=margin_of(of_all.mean(0).numpy()),
         attention_margin=margin_of(each.mean(0).numpy()),
-        groups=groups,
         spike=spike,
         length=received.ids.shape[1],
         window=window,
     )
+    return replace(sink, groups=tuple(_worded(group, sink) for group in groups))
+
+
+def _worded(group: Readers, sink: Sink) -> Readers:
+    """A group of heads whose claim says where and in which texts they attend, and how many of all they are."""
+    if group.claim is None:
+        return group
+    count = len(group.heads)
+    some = count_of(count, "head") if count == sink.readers else f"{count} of {count_of(sink.readers, 'head')}"
+    their = word_form(count, "its attention", "their attention")
+    effect = f"the attention sink at {{}}{when(sink)} for {some}"
+    outcome = replace(group.claim.outcome, effect=effect, lost_of=their)
+    return replace(group, claim=replace(group.claim, outcome=outcome))
 
 
 def _readers(
@@ -89,9 +103,9 @@ def _readers(
 ) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
     made = standing[0].found if len(standing) == 1 else FoundSet()
-    known = made.minimal
-    if known is not None and known.readers is not None and len(known.readers.heads) == len(heads):
-        return (known.readers,)
+    known = made.readers
+    if known is not None and len(known.heads) == len(heads):
+        return (known,)
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
     whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
@@ -204,7 +218,7 @@ class HeadByHead:
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
         if not parts:
-            return readers_of(effect.heads, intact, intact, (), tried)
+            return readers_of(effect.heads, intact, intact, tried)
         contrasts = [INTACT]
         if POSITION in parts:
             typical, given = (effect.values(edits, reverse=True).mean(1) / attention).tolist()
@@ -214,8 +228,8 @@ class HeadByHead:
             left = beside_it[0].mean((1, 2))
             contrasts.append(by_chance(parts, left[1:] / left[0], name))
         if len(contrasts) < 2:  # too few other parts to compare with, so nothing is shown
-            return readers_of(effect.heads, intact, intact, (), tried)
-        readers = readers_of(effect.heads, intact, edited, parts, tried)
+            return readers_of(effect.heads, intact, intact, tried)
+        readers = readers_of(effect.heads, intact, edited, tried)
         claim = Claim(
             role="carries",
             subject=parts,

@@ -90,8 +90,7 @@ def surveyed(setup: Setup, *, all_layers: bool = False, top_k: int = CANDIDATES)
     whole = all_layers or setup.target.resident
     survey = Survey.of(setup, whole=whole)
     made = made_spikes(setup, survey, top_k)
-    minimal = made[0].found.minimal if made else None
-    carried = minimal is not None and (minimal.heads_lost or 0.0) >= NEEDED
+    carried = bool(made) and (made[0].found.heads_lost or 0.0) >= NEEDED
     if whole or carried or len(survey.first.layers) == setup.target.n_layers:
         return survey, made
     return surveyed(setup, all_layers=True, top_k=top_k)
@@ -111,7 +110,7 @@ def instead_of_spike(setup: Setup) -> str:
     if survey.sinks:
         return f"heads attend to {survey.sinks[0].words}, see `circuit`"
     if survey.received.learned_heads:
-        return "heads attend to their learned sink logits"
+        return "heads attend to learned sink logits"
     if survey.spikes:
         return f"the norm at {survey.spikes[0].words} stands out, see `circuit`"
     return f"no attention sink was found either ({survey.received.most_attended})"
@@ -125,12 +124,10 @@ def without_spike(setup: Setup, consequence: str) -> str:
 def _spike(scan: LayerScan, place: Place, found: FoundSet) -> Spike:
     """The place whose norm stands out, and what makes its spike."""
     maker: Parts = ()
-    claims: list[Claim] = []
+    claims = [*found.claims]
     search = Search("neurons", found.tried, max((n.ablation_drop for n in found.neurons), default=0.0))
-    if found.minimal is not None:
-        claims += found.minimal.claims
-    if found.minimal is None or scan.norm_before:
-        maker, made, search = spike_maker(scan, place.words, () if found.minimal else found.adding)
+    if not found.set or scan.norm_before:
+        maker, made, search = spike_maker(scan, place.words, () if found.set else found.adding)
         claims += made
     norms = scan.typical.norms[scan.ratios.argmax(), :, 1:].flatten()
     ordinary = norms[~stands_out(norms, norms.median())]
@@ -143,7 +140,7 @@ def _spike(scan: LayerScan, place: Place, found: FoundSet) -> Spike:
         usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=1e-9)),
         maker=maker,
         by_mlp=bool(scan.stages),
-        set=found.minimal,
+        set=found.set,
         claims=tuple(claims),
         search=search,
         margin=margin_of(scan.ratios_by_text.numpy()),

@@ -20,12 +20,12 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.parts import in_words, neurons_of, sites_of
+from sinkscope.results.parts import in_words
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
-from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.tokens import TokenRows
 
 PIECES = 8  # in one pass
@@ -53,7 +53,7 @@ class PatchEvaluation(Result):
         patches: "none"; "patch"; "random patch": as many random neurons of the same layers.
         perplexity: Perplexity under each of them.
         errors: Standard error of the difference to the perplexity without a patch, over paired pieces. NaN for "none".
-        neurons: Neurons of the patch: (layer, neuron) or (layer, expert, neuron).
+        neurons: Neurons of the patch.
     """
 
     page = "measure/patch"
@@ -66,7 +66,7 @@ class PatchEvaluation(Result):
     patches: tuple[str, ...] = ("none", "patch", "random patch")
     perplexity: Float[np.ndarray, " patch"]
     errors: Float[np.ndarray, " patch"]
-    neurons: Sites
+    neurons: Neurons
 
     @property
     def claims(self) -> Claims:
@@ -76,8 +76,7 @@ class PatchEvaluation(Result):
         outcome, search = Outcome("perplexity"), Search("patches", 1)
         margin = float(2 * self.errors[1] / self.perplexity[0])
         draws = self.settings.get("pieces", 1)
-        subject = neurons_of(self.neurons)
-        return (Claim("costs", subject, outcome, "held-out text", patched, contrasts, draws, search, margin),)
+        return (Claim("costs", self.neurons, outcome, "held-out text", patched, contrasts, draws, search, margin),)
 
     def conclusion(self) -> str:
         """The change by the patch, beside a random patch."""
@@ -150,5 +149,5 @@ def patch_eval(
     return PatchEvaluation(
         perplexity=perplexity,
         errors=np.append(np.nan, errors_of(samples).numpy() * perplexity[1:]),
-        neurons=sites_of(edit.checked_sites),
+        neurons=edit.checked_sites,
     )

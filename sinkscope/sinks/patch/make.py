@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -19,8 +19,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Output, Result, Setup, measurement
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
-from sinkscope.results.notation import count_of, neuron_names, short_sentence
-from sinkscope.results.parts import neurons_of, sites_of
+from sinkscope.results.notation import count_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
@@ -30,7 +29,7 @@ from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.patches import random_patch
-from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.attention import attention_to_first
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
 from sinkscope.sinks.tokens import prefixes, repeated, repetition_limit
@@ -41,7 +40,6 @@ HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text i
 SLACK = 0.03
 TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
 SEQUENCES = 8  # sequences per pass
-NAMED = 5  # neurons that the conclusion names
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CONDITIONS = ("intact", "patched", "random")
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
@@ -141,7 +139,7 @@ class PatchMade(Result):
 
     verdict: Verdict
     reason: str
-    sites: Sites = ()
+    sites: Neurons = ()
     calibrated: tuple[float, ...] = ()
     proof: PatchProof | None = None
 
@@ -159,40 +157,36 @@ class PatchMade(Result):
 
     @property
     def claims(self) -> Claims:
-        """What copies do beside one copy and other tokens, and what is left of it under the patch."""
+        """What is left under the patch of the norms that copies alone make; and what copies do."""
         proof = self.proof
         if proof is None:
             return ()
-        outcome = Outcome("a norm that stands out", tuple(proof.layers.tolist()), unit="cases")
+        outcome = Outcome(
+            "a norm that stands out",
+            tuple(proof.layers.tolist()),
+            unit="cases",
+            gives="make the norms of {} of the words stand out",
+        )
         stands_out, failing = torch.from_numpy(proof.stands_out).double(), torch.from_numpy(proof.failing)
         copies = claim_of_copies(proof.repeats, outcome, stands_out[[INTACT, ONCE, OTHERS]])
         if not failing.any():
             return (copies,)
         left = stands_out[[PATCHED, INTACT, RANDOM]][:, failing]
-        return copies, claim_of_cases(neurons_of(self.sites), copies.place, outcome, left)
+        high = replace(outcome, effect=f"the high norms of {count_of(int(failing.sum()), 'word')} at {{}}")
+        return claim_of_cases(self.sites, copies.place, high, left, edit="patched"), copies
 
-    def conclusion(self) -> str:
-        """Whether there is a patch, and its effect on repeated words beside a random patch."""
-        if self.verdict != "made":
-            return f"No patch was made: {self.reason}"
-        claim = self.claims[1]
-        random = round(claim.control.value * claim.draws)
-        sentences = []
-        for names in (neuron_names(self.sites, NAMED), count_of(len(self.sites), "neuron")):
-            sentences.append(
-                f"The patch of {names} repairs repetition: of {count_of(claim.draws, 'word')} whose norm stands out in "
-                f"copies alone, 0 still do (random neurons: {random})."
-            )
-        return short_sentence(sentences)
+    @property
+    def instead(self) -> str | None:
+        """Why there is no patch."""
+        return None if self.verdict == "made" else f"No patch was made: {self.reason}"
 
-    def details(self) -> list[str]:
-        """Copies beside one copy, the attention, and the perplexity."""
+    def facts(self) -> list[str]:
+        """The attention, and the perplexity."""
         if self.proof is None:
             return []
         taken, restored = self.proof.taken
         _, patched, random = self.proof.rise
         return [
-            *[claim.sentence() for claim in self.claims],
             f"Repetition takes {taken:.2f} of attention from the first token (sum of layers); {restored:.2f} returns.",
             f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}.",
         ]
@@ -300,7 +294,7 @@ def patch_make(
     return PatchMade(
         verdict=verdict,
         reason=reason,
-        sites=sites_of(sites),
+        sites=sites,
         calibrated=tuple(patch.calibrated[site] for site in sites),
         proof=proof,
     )

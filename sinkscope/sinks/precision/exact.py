@@ -14,9 +14,7 @@ from sinkscope.hooks.edit.quantize import Quantize, down_projection, linear_modu
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
-from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.held_out import logits_of
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.search import random_neurons
@@ -24,53 +22,32 @@ from sinkscope.sinks.tokens import TokenRows
 
 DRAWS = 3
 """Random ones with which what stays exact is compared."""
-PLACES, NEURONS, PROJECTIONS, LAYERS = "sink places", "sink neurons", "down projections", "sink layers"
+PLACES, FIRST = "sink places", "first tokens"
+NEURONS, PROJECTIONS, LAYERS = "sink neurons", "down projections", "sink layers"
 
 
 Compared = tuple[str, Sequence[Any]]
 """What stays exact, as a field of `Quantize`: its name, and its values for what was chosen, then for random ones."""
 
 
-@dataclass(frozen=True)
-class Sink:
-    """What is known of a model's sinks.
-
-    Attributes:
-        places: The places of norm spikes or, without any, those that heads attend to.
-        neurons: The neurons that make the spikes of all kinds of places.
-        layers: The layers that build them.
-    """
-
-    places: tuple[Place, ...]
-    neurons: Neurons
-    layers: tuple[int, ...]
-
-    @classmethod
-    def of(cls, found: FindSinks) -> Sink:
-        """What `find_sinks` says."""
-        places = [each.place for each in found.spikes or found.sinks if each.place is not None]
-        neurons: Neurons = ()
-        for spike in found.spikes:
-            if spike.set is not None:
-                neurons += spike.set.neurons
-        layers = {stage.layer for stage in found.stages} | {neuron.layer for neuron in neurons}
-        return cls(tuple(places), tuple(dict.fromkeys(neurons)), tuple(sorted(layers)))
-
-
-def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict[str, Compared]:
+def comparisons(
+    setup: Setup, places: Sequence[Place], neurons: Neurons, made_in: Sequence[int], ids: TokenRows, experts: bool
+) -> dict[str, Compared]:
     """What may stay exact in some texts, by its name.
 
     The first tokens are as many as a text has places of the sink, or one where no text has such a place.
 
     Args:
         setup: The model.
-        sink: Its sinks.
+        places: The places of norm spikes or, without any, those that heads attend to.
+        neurons: The neurons that make the spikes.
+        made_in: The layers that build them.
         ids: The texts.
         experts: Whether only keys and values are rounded, so that no inputs of modules can stay exact.
     """
     target = setup.target
     there = torch.zeros_like(ids, dtype=torch.bool)
-    for place in sink.places:
+    for place in places:
         there |= place.means(ids)
     count = there.sum(1, keepdim=True).clamp(min=int(not there.any()))
     first = torch.arange(ids.shape[1]) < count
@@ -78,17 +55,16 @@ def comparisons(setup: Setup, sink: Sink, ids: TokenRows, experts: bool) -> dict
     others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there | first, 2.0)
     random = (others.argsort(-1).argsort(-1) < count).unbind()
     compared: dict[str, Compared] = {}
-    for name, places in ((PLACES, there), ("first tokens", first)):
-        if places.any():
-            compared[name] = "places", [one.nonzero().tolist() for one in (places, *random)]
-    if sink.neurons and not experts:
-        sets = [sink.neurons]
-        sets += [random_neurons(target, sink.neurons, sink.neurons, setup.seed, number) for number in range(DRAWS)]
-        compared[NEURONS] = "neurons", list(map(sites_of, sets))
-    layers = beside_layers(setup, sink.layers)
-    if sink.layers and not experts:
+    for name, kept in ((PLACES, there), (FIRST, first)):
+        if kept.any():
+            compared[name] = "places", [one.nonzero().tolist() for one in (kept, *random)]
+    if neurons and not experts:
+        sets = [neurons, *(random_neurons(target, neurons, neurons, setup.seed, number) for number in range(DRAWS))]
+        compared[NEURONS] = "neurons", sets
+    layers = beside_layers(setup, made_in)
+    if made_in and not experts:
         compared[PROJECTIONS] = "layers", [down_projections(target, one) for one in layers]
-    if sink.layers:
+    if made_in:
         compared[LAYERS] = "layers", layers
     return compared
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product, starmap
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -14,26 +14,25 @@ import plotly.graph_objects as go
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search, percent_pair
-from sinkscope.results.notation import neuron_names, word_list
-from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens, neurons_of, sites_of
-from sinkscope.results.result import Number
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
+from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens
+from sinkscope.results.result import Number, numbers_of
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.held_out import Length, Pieces, held_out
 from sinkscope.sinks.precision.exact import (
     DRAWS,
-    LAYERS,
+    FIRST,
     NEURONS,
     PLACES,
     PROJECTIONS,
     Rounded,
-    Sink,
     Texts,
     beside_layers,
     comparisons,
 )
-from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.removal.components import Neurons
 
 ACTIVATIONS = "activations"
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
@@ -101,41 +100,40 @@ class Precision(Result):
     rounded: tuple[Kept, ...]
     costliest: dict[str, tuple[int, ...]]
     place: str
-    neurons: Sites
+    neurons: Neurons
     layers: tuple[int, ...]
 
     @property
     def costs(self) -> list[Kept]:
-        """Every scheme with nothing exact."""
-        return [one for one in self.rounded if one.kept == NOTHING]
-
-    @property
-    def largest(self) -> Kept:
-        """The scheme that costs most, with nothing exact."""
-        return max(self.costs, key=lambda one: one.kl)
-
-    def tried(self, scheme: str) -> Search:
-        """What was kept exact in a scheme, and what of it regained most."""
-        kept = [one for one in self.rounded if one.scheme == scheme and one.kept != NOTHING]
-        most = max(kept, key=lambda one: one.regained)
-        return Search("things", len(kept), most.regained, most.kept)
+        """Every scheme with nothing exact, the one that costs most first."""
+        return sorted([one for one in self.rounded if one.kept == NOTHING], key=lambda one: -one.kl)
 
     @property
     def claims(self) -> Claims:
-        """What is left of each cost while something stays exact; none of what no random ones stand beside."""
-        return tuple(map(self.claim_of, self.compared))
+        """What is left of each cost while something stays exact; none of what no random ones stand beside.
 
-    @property
-    def compared(self) -> list[Kept]:
-        """What random ones stand beside."""
-        return [one for one in self.rounded if one.random is not None]
+        The largest cost comes first, and of each what regains half of it beyond random ones with the fewest bits; then
+        what regains most.
+        """
+        costs = [cost.scheme for cost in self.costs]
+        compared = [(one, self._claim(one)) for one in self.rounded if one.random is not None]
 
-    def claim_of(self, one: Kept) -> Claim:
+        def rank(pair: tuple[Kept, Claim]) -> tuple[int, bool, float]:
+            one, claim = pair
+            worth = claim.verdict == "needed"
+            return costs.index(one.scheme), not worth, one.bits if worth else -one.regained
+
+        return tuple(claim for _, claim in sorted(compared, key=rank))
+
+    def _claim(self, one: Kept) -> Claim:
         """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
+        kept = [other for other in self.rounded if other.scheme == one.scheme and other.kept != NOTHING]
+        most = max(kept, key=lambda other: other.regained)
+        cost = f"most of what rounding {WORDS[one.scheme]} costs"
         return Claim(
             role="protects",
             subject=self._parts(one),
-            outcome=Outcome(f"the cost of {one.scheme}"),
+            outcome=Outcome(f"the cost of {one.scheme}", effect=cost),
             place=f"held-out text, with {one.kept} exact",
             value=min(1.0, 1 - one.regained),
             contrasts=(
@@ -143,68 +141,39 @@ class Precision(Result):
                 Contrast("random", 1 - (one.random or 0.0), DRAWS, "random ones"),
             ),
             draws=self.settings.get("pieces", 1),
-            search=self.tried(one.scheme),
+            search=Search("things", len(kept), most.regained, most.kept),
             margin=one.margin,
+            edit="exact",
         )
-
-    def layers_of(self, one: Kept) -> tuple[int, ...]:
-        """The layers that stay exact, or whose down projections do."""
-        return self.costliest[one.scheme] if one.kept == COSTLIEST else self.layers
 
     def _parts(self, one: Kept) -> Parts:
         """What stays exact."""
+        layers = self.costliest[one.scheme] if one.kept == COSTLIEST else self.layers
         if one.kept == NEURONS:
-            return neurons_of(self.neurons)
-        kinds: tuple[ComponentKind, ...] = ()
-        if one.kept in (LAYERS, COSTLIEST):
-            kinds = ("attention", "mlp")
-        elif one.kept == PROJECTIONS:
-            kinds = ("mlp",)
-        return tuple(starmap(Component, product(kinds, self.layers_of(one)))) or (Tokens("tokens kept exact"),)
+            return self.neurons
+        if one.kept == PLACES or one.kept == FIRST:
+            return (Tokens(one.kept),)
+        kind: ComponentKind = "mlp" if one.kept == PROJECTIONS else "layer"
+        return tuple(Component(kind, layer) for layer in layers)
 
-    def best(self, scheme: str) -> Kept | None:
-        """Of what regains at least half, beyond random ones, what takes the fewest bits; None if nothing does."""
-        worth = [one for one in self.compared if one.scheme == scheme and self.claim_of(one).verdict == "needed"]
-        return min(worth, key=lambda one: one.bits, default=None)
-
-    def conclusion(self) -> str:
-        """The largest cost, and what regains most of it with the fewest bits, beside random ones."""
-        cost = self.largest
-        best = self.best(cost.scheme)
-        if best is None:
-            return (
-                f"Rounding {WORDS[cost.scheme]} costs {cost.kl:.2g} nats; nothing kept unrounded recovers half beyond "
-                f"random ones ({self.tried(cost.scheme)})."
-            )
-        name = f"the {best.kept}"
-        if best.kept == NEURONS:
-            name = neuron_names(self.neurons, 2)
-        elif best.kept in (LAYERS, COSTLIEST):
-            name = f"layer {word_list(self.layers_of(best), 2)}"
-        regained, random = percent_pair(best.regained, best.random or 0.0)
-        return (
-            f"Keeping {name} unrounded recovers {regained} of what rounding {WORDS[cost.scheme]} costs, {cost.kl:.2g} "
-            f"nats (random ones: {random})."
-        )
-
-    def details(self) -> list[str]:
-        """Where the sink is, and what stands beside no random ones."""
-        lines = [f"The sink is at {self.place}." if self.place else "There is no sink."]
+    def facts(self) -> list[str]:
+        """The costs, where the sink is, and what stands beside no random ones."""
+        costs = [f"{cost.kl:.2g} ({WORDS[cost.scheme]})" for cost in self.costs]
+        lines = [f"Rounding costs {word_list(costs)} nats."]
+        lines.append(f"The sink is at {self.place}." if self.place else "There is no sink.")
         alone = {one.kept: "" for one in self.rounded if one.random is None and one.kept != NOTHING}
         if alone:
             lines.append(f"Nothing is claimed of {word_list([*alone])}: there are not as many others to compare with.")
         return lines
 
     def numbers(self) -> list[Number]:
-        """The cost of each scheme, and what is regained: first what the conclusion names, then places and neurons."""
-        numbers = [Number(f"{one.scheme}.kl", f"nats lost, {one.scheme}", one.kl) for one in self.costs]
-        best = self.best(self.largest.scheme)
-        for one in sorted(self.rounded, key=lambda one: one != best):
-            if one == best or one.kept in (PLACES, NEURONS):
-                label = f"of the loss regained by {one.kept}, {one.scheme}"
-                numbers.append(
-                    Number(f"{one.scheme}.{one.kept}", label, one.regained, one.random, one.margin, True, "random ones")
-                )
+        """What the conclusion is about, the cost of each scheme, and what keeping places and neurons exact regains."""
+        numbers = numbers_of(self.claims[:1])
+        numbers += [Number(f"{one.scheme}.kl", f"nats lost, {one.scheme}", one.kl) for one in self.costs]
+        for one in self.rounded:
+            if one.kept in (PLACES, NEURONS):
+                key, label = f"{one.scheme}.{one.kept}", f"of the loss regained by {one.kept}, {one.scheme}"
+                numbers.append(Number(key, label, one.regained, one.random, one.margin, True, "random ones"))
         return numbers
 
 
@@ -254,17 +223,20 @@ def precision(
         raise UnsupportedError(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
         )
-    sink = Sink.of(find_sinks.on(setup))
+    sinks = find_sinks.on(setup)
+    places = [each.place for each in sinks.spikes or sinks.sinks if each.place is not None]
+    neurons = tuple(dict.fromkeys(chain.from_iterable(spike.set for spike in sinks.spikes)))
+    layers = tuple(sorted({part.layer for part in (*sinks.stages, *neurons)}))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
-    compared = comparisons(setup, sink, ids, experts)
+    compared = comparisons(setup, places, neurons, layers, ids, experts)
     rounded = []
     costliest: dict[str, tuple[int, ...]] = {}
     for name in names:
         setup.progress(f"precision, {name}", len(costliest), len(names))
         scheme = SCHEMES[name]
-        costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(sink.layers))]
+        costliest[name] = costliest_layers(other_texts, scheme)[: max(1, len(layers))]
         cost = texts.rounded(**scheme)
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
         compared[COSTLIEST] = "layers", beside_layers(setup, costliest[name])
@@ -275,9 +247,9 @@ def precision(
     return Precision(
         rounded=tuple(rounded),
         costliest=costliest,
-        place=word_list([place.words for place in sink.places]) if sink.places else "",
-        neurons=sites_of(sink.neurons),
-        layers=sink.layers,
+        place=word_list(places) if places else "",
+        neurons=neurons,
+        layers=layers,
     )
 
 

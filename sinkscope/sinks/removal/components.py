@@ -18,8 +18,6 @@ from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 
 Neurons = tuple[Neuron, ...]
-Sites = tuple[tuple[int, ...], ...]
-"""Neurons as results store them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
 Heads = Sequence[tuple[int, int]]
 """Heads as pairs of layer and head."""
 

@@ -59,11 +59,7 @@ class AttentionReading(Reading):
     received: Float[np.ndarray, "sequence class layer"]
     uniform: Float[np.ndarray, "sequence class"]
 
-    def conclusion(self) -> str:
-        """What copies receive in the first layer after the spike, beside one copy and other tokens there."""
-        return f"{self.copies('receive', f'of the attention in layer {self.layer} together')}."
-
-    def details(self) -> list[str]:
+    def facts(self) -> list[str]:
         """What each token receives, in natural text and with copies."""
         times = self.received[:, :, self.layer] / self.uniform
         first, usual, _ = times[0]
@@ -119,6 +115,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
     layer = next((one for one in attending if made is None or one > made.scan.layer), attending[-1])
     together = sweep.max_repeats * received[:, 1, layer]
     copies = torch.stack([together[1 : 1 + count], together[1 + count :], together[:1].expand(count)])
+    outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     return AttentionReading(
         sweep=sweep,
         place=place.words,
@@ -127,7 +124,7 @@ def read_attention(setup: Setup, sweep: Sweep, repeated: TokenRows) -> Attention
         classes=CLASSES,
         received=rounded(received),
         uniform=rounded((seen / visible[:, None]).sum(1) / seen.sum(1)),
-        claims=(claim_of_copies(sweep.max_repeats, Outcome("attention", (layer,)), copies),),
+        claims=(claim_of_copies(sweep.max_repeats, outcome, copies),),
     )
 
 

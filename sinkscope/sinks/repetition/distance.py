@@ -65,19 +65,13 @@ class DistanceReading(Reading):
         """Whether every head of the first layer stays within its bound at every n; false if there is no bound."""
         return bool(self.closest.max() <= 1)
 
-    def conclusion(self) -> str:
-        """How much the output is like that on the token alone, beside one copy there, and the bound."""
-        like = self.copies("make the first layer's output", "like that of the token alone")
-        if self.outside is not None:
-            return f"{like}; no bound applies."
-        holds = "holds" if self.holds else "does not hold"
-        return f"{like}; theorem 4.1's bound {holds}."
-
-    def details(self) -> list[str]:
-        """How close the bound is."""
+    def facts(self) -> list[str]:
+        """Whether the bound holds, and how close it is."""
         if self.outside is not None:
             return [f"Theorem 4.1 does not apply to this model: {self.outside}."]
-        return [f"The head that comes closest to its bound reaches {self.closest.max():.1%} of it."]
+        holds = "holds" if self.holds else "does not hold"
+        closest = f"the head that comes closest to it reaches {self.closest.max():.1%} of it"
+        return [f"The bound of theorem 4.1 {holds}: {closest}."]
 
     def rows(self) -> Table:
         """One row per layer and token."""
@@ -138,7 +132,10 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     texts = beside_copies(setup, rows, before)
     last = [attention_outputs(target, each, [first])[1][0].unflatten(0, each.shape)[:, -1] for each in texts]
     like = 1 - (torch.stack(last) - alone[0]).norm(dim=-1) / norms[0]
+    like = like[:, like.isfinite().all(0)]  # it may write nothing on the token alone
     outside = outside_theorem(target, first, rows.shape[1])
+    gives = "make the first layer's output {} like that on the token alone"
+    outcome = Outcome("likeness to the token alone", (first,), gives=gives)
     applies = torch.nan if outside is not None else 1.0
     return DistanceReading(
         sweep=sweep,
@@ -148,7 +145,7 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
         alone=rounded(norms),
         bound=rounded(applies * torch.stack(bounds)[:, sweep.counts - 1]),
         closest=rounded(applies * torch.stack(closest)),
-        claims=(claim_of_copies(sweep.max_repeats, Outcome("likeness to the token alone", (first,)), like),),
+        claims=(claim_of_copies(sweep.max_repeats, outcome, like),) if like.numel() else (),
     )
 
 

@@ -19,7 +19,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
 from sinkscope.results.claims import Claim, Claims, Outcome
 from sinkscope.results.notation import head_name
-from sinkscope.results.parts import sites_of
 from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
@@ -27,7 +26,7 @@ from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, toke
 from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
 from sinkscope.sinks.find.repetitions import repeat_until_half, repeats_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
-from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import (
     Reading,
@@ -42,7 +41,6 @@ from sinkscope.sinks.tokens import PerToken, TokenRows, prefixes, repeated, samp
 
 TOKENS = 64  # tokens of a vocabulary in one chunk
 COMPARED = 16  # of these whose copies are compared with one copy and with other tokens
-AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class NormReading(Reading):
         sweep: What was repeated.
         place: Where the spike is whose norm is the reference.
         conditions: "intact"; "set": the sink neurons are zeroed; "control": as many random neurons of the same layers.
-        zeroed: The neurons that are zeroed under each condition, (layer, neuron) or (layer, expert, neuron).
+        zeroed: The neurons that are zeroed under each condition.
         norms: Norm of the repeated token after n repetitions.
         repeats: First number of repetitions whose intact norm reaches half of the reference. NaN if never.
         reference: Norm of the spike in typical text, median over texts.
@@ -63,7 +61,7 @@ class NormReading(Reading):
     sweep: Sweep
     place: str
     conditions: tuple[str, ...]
-    zeroed: tuple[Sites, ...]
+    zeroed: tuple[Neurons, ...]
     norms: Float[np.ndarray, "condition token n"]
     repeats: PerToken
     reference: float
@@ -74,31 +72,18 @@ class NormReading(Reading):
         """Share of the intact norm at the last repetition that a condition takes away."""
         return 1 - self.norms[:, :, -1] / self.norms[0, :, -1]
 
-    def conclusion(self) -> str:
-        """What copies reach of the spike's norm and when, or what neurons do for it; each beside its control."""
-        if not self.claims:
-            return AT_ONCE
-        copies, *neurons = self.claims
-        if neurons and neurons[0].verdict == "needed":
-            norm = f"the norm of {self.sweep.max_repeats} copies of a token"
-            return f"{neurons[0].finding(('makes', 'make'), norm, 'that norm')}."
-        if neurons:
-            return f"For the norm after {self.sweep.max_repeats} copies of a token, {neurons[0].phrase()}."
-        said = self.copies("reach", f"of the norm at {self.place}")
-        reached = self.repeats[self.repeats > 1]
-        if not len(reached):
-            return f"{said} (the most: {copies.search.most:.0%})."
-        return f"{said}; half after {np.median(reached):.0f} (median, {len(reached)} of {len(self.repeats)} tokens)."
-
-    def details(self) -> list[str]:
-        """The norms, and what the copies do where the conclusion is about neurons."""
+    def facts(self) -> list[str]:
+        """The norms, and when copies reach half of that of the spike."""
         low, middle, high = self.typical
         typical = f"that of typical text {middle:.4g} (5-95 %: {low:.4g} to {high:.4g})"
         lines = [f"The norm at {self.place} is {self.reference:.4g}, and {typical}."]
-        at_once = int((self.repeats == 1).sum())
+        reached, at_once = self.repeats[self.repeats > 1], int((self.repeats == 1).sum())
+        if len(reached):
+            some = f"{len(reached)} of {len(self.repeats)} tokens"
+            lines.append(f"In the median, a token needs {np.median(reached):.0f} copies for half of it ({some}).")
         if at_once and self.claims:
             lines.append(f"Left out, with half of it at once: {at_once} of {len(self.repeats)} tokens.")
-        return [*lines, *(claim.sentence() for claim in self.claims[:-1])]
+        return lines
 
     def rows(self) -> Table:
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
@@ -147,20 +132,14 @@ class AtlasReading(Reading):
         """Which tokens never become a sink, `[token]`."""
         return np.isnan(self.repeats)
 
-    def conclusion(self) -> str:
-        """How many tokens get the norm of a spike with copies only, and how many have it at once."""
-        repeated, at_once = int((self.repeats > 1).sum()), int((self.repeats == 1).sum())
-        return (
-            f"Of {len(self.ids)} tokens, {repeated} reach half of the norm at {self.place} within {self.max_repeats} "
-            f"copies, and {at_once} with one copy."
+    def facts(self) -> list[str]:
+        """How many tokens need copies and how many, and whether those that resist are those that no head serves."""
+        resists, served, needed = self.resists, np.isfinite(self.head), self.repeats[self.repeats > 1]
+        line = (
+            f"Of {len(self.ids)} tokens, {len(needed)} reach half of the norm at {self.place} within "
+            f"{self.max_repeats} copies, and {(self.repeats == 1).sum()} with one copy"
         )
-
-    def details(self) -> list[str]:
-        """After how many repetitions, beside what, and whether the resisting tokens are those that no head serves."""
-        resists, served = self.resists, np.isfinite(self.head)
-        lines = super().details()
-        if (self.repeats > 1).any():
-            lines.append(f"In the median, a token needs {np.median(self.repeats[self.repeats > 1]):.0f} copies.")
+        lines = [f"{line}; in the median they need {np.median(needed):.0f}." if len(needed) else f"{line}."]
         if resists.any() and not resists.all() and served.any():
             lines.append(
                 f"A single head of layer 0 is enough to mark {served[resists].mean():.1%} of the {resists.sum()} "
@@ -201,7 +180,8 @@ def norms_of_copies(setup: Setup, scan: LayerScan, rows: TokenRows, before: int,
     """
     texts = beside_copies(setup, rows, before)
     shares = torch.stack([norms_at_sink(scan, ids)[:, -1] for ids in texts]) / scan.spike_norm[scan.layer]
-    return claim_of_copies(rows.shape[1] - before, Outcome("norm", (scan.layer,)), shares, int((repeats != 1).sum()))
+    outcome = Outcome("norm", (scan.layer,), gives="reach {} of the spike's norm")
+    return claim_of_copies(rows.shape[1] - before, outcome, shares, int((repeats != 1).sum()))
 
 
 def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, ablate: bool) -> NormReading:
@@ -209,13 +189,13 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
     scan, before = made.scan, len(sweep.before)
     neurons = tuple(neuron.address for neuron in made.neurons)
     reference = scan.spike_norm[scan.layer]
-    zeroed: dict[str, Sites] = {"intact": ()}
+    zeroed: dict[str, Neurons] = {"intact": ()}
     if ablate and neurons:
         control = random_neurons(setup.target, neurons, neurons, setup.seed)
-        zeroed |= {"set": sites_of(neurons), "control": sites_of(control)}
+        zeroed |= {"set": neurons, "control": control}
     norms = []
-    for sites in zeroed.values():
-        with Ablate(sites=sites).on(setup.target) if sites else nullcontext():
+    for members in zeroed.values():
+        with Ablate(sites=members).on(setup.target) if members else nullcontext():
             norms.append(norms_at_sink(scan, ids))
         setup.progress("repetitions", len(norms), len(zeroed))
     table = torch.stack(norms)  # condition token pos
@@ -227,7 +207,7 @@ def read_norms(setup: Setup, made: MadeSpike, sweep: Sweep, ids: TokenRows, abla
         claims.append(copies)
         if len(zeroed) > 1 and (repeats > 1).any():
             left = (table[:, rows, -1] / table[0, rows, -1])[[1, 0, 2]]
-            claims.append(claim_of_cases(neurons, copies.place, copies.outcome, left, copies.search.tried))
+            claims.insert(0, claim_of_cases(neurons, copies.place, copies.outcome, left, copies.search.tried))
     return NormReading(
         sweep=sweep,
         place=made.spike.place.words,

@@ -22,7 +22,7 @@ from sinkscope.results.parts import sites_of
 from sinkscope.results.style import GREY
 from sinkscope.results.tables import Table
 from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
-from sinkscope.sinks.removal.components import Sites
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, beside_copies, claim_of_cases, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
 
@@ -61,7 +61,7 @@ class ProbabilityReading(Reading):
     Attributes:
         sweep: What was repeated.
         conditions: "intact", and if there is a patch "patched" and "random neurons", a patch of as many others.
-        neurons: The neurons of the patch, (layer, neuron) or (layer, expert, neuron).
+        neurons: The neurons of the patch.
         probability: The probability.
         left: First n from which on the token never is clearly the likeliest one again: at more than twice the
             probability that all tokens would share. NaN if it still is at the last n, or never was.
@@ -71,25 +71,22 @@ class ProbabilityReading(Reading):
 
     sweep: Sweep
     conditions: tuple[str, ...]
-    neurons: Sites
+    neurons: Neurons
     probability: Float[np.ndarray, "condition token n"]
     left: Float[np.ndarray, "condition token"]
     uniform: float
     answers: tuple[RepeatAnswer, ...]
 
-    def conclusion(self) -> str:
-        """The probability that the repetition continues, without and with the patch, beside random neurons."""
-        copies, *patch = (claim.value for claim in self.claims)
-        said = f"After {self.sweep.max_repeats} copies a token has probability {copies:.2g}"
-        if not patch:
-            return f"{said}; there is no causal neuron of a spike at the first token to patch."
-        control = self.claims[1].control.value
-        return f"{said}, under the patch {patch[0]:.2g}, under a patch of random neurons {control:.2g}."
-
-    def details(self) -> list[str]:
+    def facts(self) -> list[str]:
         """The copies beside one copy, and where the repetition ends with and without the patch."""
-        single, others = (contrast.value for contrast in self.claims[0].contrasts)
-        lines = [f"It has {single:.2g} after one copy there, and {others:.2g} after other tokens."]
+        copies = self.claims[-1]
+        single, others = (contrast.value for contrast in copies.contrasts)
+        lines = [
+            f"A token has probability {copies.value:.2g} after the copies, {single:.2g} after one copy there, and "
+            f"{others:.2g} after other tokens."
+        ]
+        if not self.neurons:
+            lines.append("There is no causal neuron of a spike at the first token to patch.")
         for condition, left in zip(self.conditions, self.left, strict=True):
             stopped = left[np.isfinite(left)]
             line = f"{len(stopped)} of {len(left)} tokens stop being repeated ({condition}"
@@ -160,12 +157,13 @@ def read_probabilities(
             answers += _answers(setup, sweep, before, count, new_tokens, patched=act)
             setup.progress(f"answers, {name}", count, max(after))
     claims = [_of_copies(setup, sweep, rows)]
-    neurons: Sites = ()
+    neurons: Neurons = ()
     if edit is not None:
-        neurons = sites_of(edit.checked_sites)
+        neurons = edit.checked_sites
         patched = probability[[1, 0, 2], :, -1]
-        claims.append(claim_of_cases(edit.checked_sites, claims[0].place, claims[0].outcome, patched))
-    setup.record(patch=neurons, max_repeats=sweep.max_repeats)  # the search for neurons recorded its own
+        copies = claims[0]
+        claims.insert(0, claim_of_cases(neurons, copies.place, copies.outcome, patched, edit="patched"))
+    setup.record(patch=sites_of(neurons), max_repeats=sweep.max_repeats)  # the search for neurons recorded its own
     return ProbabilityReading(
         sweep=sweep,
         conditions=tuple(edits),
@@ -184,7 +182,7 @@ def _of_copies(setup: Setup, sweep: Sweep, rows: TokenRows) -> Claim:
     for texts in beside_copies(setup, rows, len(sweep.before)):
         follows = trace(setup.target, texts, ["logits"], lambda logits: logits[:, -1].float().softmax(-1), batch_size=1)
         last.append(follows["logits"][range(len(rows)), sweep.ids])
-    outcome = Outcome("probability of the token", unit="cases")
+    outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
     return claim_of_copies(sweep.max_repeats, outcome, torch.stack(last))
 
 

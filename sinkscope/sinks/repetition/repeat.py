@@ -19,9 +19,11 @@ from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_at
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
 from sinkscope.sinks.repetition.norm import AtlasReading, NormReading, read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import ProbabilityReading, in_memory, read_probabilities
-from sinkscope.sinks.repetition.sweep import NoReading, sweep_rows
+from sinkscope.sinks.repetition.sweep import sweep_rows
 
 EVERY_TOKEN = "all"
+SILENT = "The first layer's attention writes nothing on a token alone, so copies have nothing to be like."
+AT_ONCE = "Every token reaches half of the norm of the spike at once, so repetition has nothing to show."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,8 @@ class Repeat(Result):
             "distance": distance of the attention's output to that on the token alone; "probability": probability that
             the token comes once more, and what follows.
         sink_layer: Layer that makes the norm spike. None if there is none, or if the reading does not need it.
-        reading: The curves and numbers of the reading, or what there is instead if no MLP makes a norm spike and the
-            reading needs one.
+        reading: The curves and numbers of the reading. None if it needs a norm spike and no MLP makes one.
+        instead: What there is instead of a finding.
     """
 
     percent = (
@@ -60,29 +62,26 @@ class Repeat(Result):
 
     read: Literal["norm", "attention", "distance", "probability"]
     sink_layer: int | None = None
-    reading: NormReading | AttentionReading | DistanceReading | ProbabilityReading | AtlasReading | NoReading
-
-    def conclusion(self) -> str:
-        """The finding of the reading."""
-        return self.reading.conclusion()
+    reading: NormReading | AttentionReading | DistanceReading | ProbabilityReading | AtlasReading | None = None
+    instead: str | None = None
 
     @property
     def claims(self) -> Claims:
         """The claims of the reading."""
-        return self.reading.claims
+        return () if self.reading is None else self.reading.claims
 
-    def details(self) -> list[str]:
+    def facts(self) -> list[str]:
         """Lines of the reading."""
-        return self.reading.details()
+        return [] if self.reading is None else self.reading.facts()
 
     def rows(self) -> Table:
         """One row per token, and where there are several, per layer, sequence or answer."""
-        return self.reading.rows()
+        return [] if self.reading is None else self.reading.rows()
 
 
 def draw(result: Repeat) -> go.Figure:
     """Draw the reading over the number of repetitions, a line per token; of a vocabulary, a histogram."""
-    fig = result.reading.draw()
+    fig: Any = go.Figure() if result.reading is None else result.reading.draw()
     return figure_of(fig, result, width=1200, height=fig.layout.height or 480)
 
 
@@ -166,7 +165,8 @@ def repeat(
     figure, room = "ablation" if ablate else read, TAIL if read == "attention" else 0
     sweep, ids = sweep_rows(setup, figure, None if every else tokens, prefix, max_repeats, room)
     if read == "distance":
-        return Repeat(read=read, reading=read_distances(setup, sweep, ids, all_layers))
+        reading = read_distances(setup, sweep, ids, all_layers)
+        return Repeat(read=read, reading=reading, instead=None if reading.claims else SILENT)
     if read == "probability":
         reading = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
         return Repeat(read=read, reading=reading)
@@ -174,9 +174,10 @@ def repeat(
     if read == "attention":
         reading = read_attention(setup, sweep, ids)
     elif made is None:
-        reading = NoReading(absence=without_spike(setup, "there is no layer to read repetitions at"))
+        return Repeat(read=read, instead=without_spike(setup, "there is no layer to read repetitions at"))
     elif every:
         reading = read_vocabulary(setup, made, sweep.max_repeats, sample, resume)
     else:
         reading = read_norms(setup, made, sweep, ids, ablate)
-    return Repeat(read=read, sink_layer=None if made is None else made.scan.layer, reading=reading)
+    layer, instead = None if made is None else made.scan.layer, None if reading.claims else AT_ONCE
+    return Repeat(read=read, sink_layer=layer, reading=reading, instead=instead)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import plotly.express as px
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,10 +19,10 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search, percent_pair
+from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search
+from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
 from sinkscope.results.style import long_table
-from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
@@ -68,47 +67,13 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a model shows over the number of repetitions: arrays, a conclusion, rows and a drawing of them.
+    """What a model shows over the number of repetitions; a subclass has arrays, facts, rows and a drawing of them.
 
     Attributes:
-        claims: What copies do, beside one copy and other tokens; then what neurons do after the copies.
+        claims: What neurons do after the copies, if that was measured; then what copies do.
     """
 
     claims: Claims = ()
-
-    def conclusion(self) -> str:
-        """The finding."""
-        raise NotImplementedError
-
-    def rows(self) -> Table:
-        """The table."""
-        return []
-
-    def draw(self) -> Any:
-        """The figure."""
-        return go.Figure()
-
-    def details(self) -> list[str]:
-        """Further lines."""
-        return [claim.sentence() for claim in self.claims]
-
-    def copies(self, reach: str, what: str) -> str:
-        """What copies reach of something, beside one copy and other tokens at the position of the last."""
-        claim = self.claims[0]
-        single, others = (contrast.value for contrast in claim.contrasts)
-        value, one = percent_pair(claim.value, single)
-        return f"{claim.subject[0]} {reach} {value} {what}, one copy there {one} (other tokens: {others:.0%})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoReading(Reading):
-    """What there is instead, if a reading needs the layer of a norm spike and no MLP makes one."""
-
-    absence: str
-
-    def conclusion(self) -> str:
-        """Why there is no reading."""
-        return self.absence
 
 
 def sweep_rows(
@@ -184,6 +149,7 @@ def claim_of_cases(
     outcome: Outcome,
     values: Float[Tensor, "kind case"],
     tried: int = 0,
+    edit: str = "",
 ) -> Claim:
     """What tokens, neurons or a head do, mean over cases.
 
@@ -193,12 +159,15 @@ def claim_of_cases(
         outcome: What was read.
         values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
+        edit: How neurons were edited, if they were not zeroed.
     """
     role, beside = CONTRASTS[type(subject[0])]
     controls = values[1:].mean(1).tolist()
     contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
-    search = Search("tokens", tried or values.shape[1], float(values[0].max()))
-    return claim_of(role, subject, outcome, place, values[0], contrasts, search)
+    most = None if isinstance(subject[0], Neuron) else float(values[0].max())  # of what an edit leaves it says nothing
+    count = tried or values.shape[1]
+    search = Search(word_form(count, "case", "cases"), count, most)
+    return claim_of(role, subject, outcome, place, values[0], contrasts, search, edit)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
