@@ -114,12 +114,9 @@ def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed, actions, draft
     check(server, Random(seed), actions, drafts=True, preempt=not drafts)
 
 
+@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}], ids=str)
 @settings(max_examples=15, deadline=None)
-@given(
-    seed=SEEDS,
-    actions=ACTIONS,
-    how=st.sampled_from([{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}]),
-)
+@given(seed=SEEDS, actions=ACTIONS)
 def test_in_sglang_each_request_is_watched_as_if_alone(seed, actions, how):
     server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
     check(server, Random(seed), actions, drafts=True)
