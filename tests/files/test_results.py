@@ -155,15 +155,7 @@ def test_older_files_take_defaults_and_newer_keys_are_ignored():
     assert Result.from_dict(data) == example()
 
 
-def _broken(**changes) -> str:
-    data = example().to_dict()
-    for path, value in changes.items():
-        *steps, last = path.split("__")
-        inner = data
-        for step in steps:
-            inner = inner[step]
-        inner[last] = value
-    return json.dumps(data)
+WHOLE = json.loads(example().to_json())
 
 
 @pytest.mark.parametrize(
@@ -173,10 +165,10 @@ def _broken(**changes) -> str:
         ("[" * 100_000, "f.json is not a JSON file"),
         (b"\xff\xfe", "f.json is not UTF-8 text"),
         ("{}", "f.json is not a result of sinkscope"),
-        (_broken(schema=2), "f.json has schema 2, this version reads 1"),
-        (_broken(kind="magic"), "f.json holds the unknown kind 'magic'"),
-        (_broken(result__where="1"), "where is '1', expected a whole number"),
-        (_broken(result__pair=[1]), r"pair\[1\] is missing"),
+        (json.dumps(WHOLE | {"schema": 2}), "f.json has schema 2, this version reads 1"),
+        (json.dumps(WHOLE | {"kind": "magic"}), "f.json holds the unknown kind 'magic'"),
+        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where is '1', expected a whole number"),
+        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"pair": [1]}}), r"pair\[1\] is missing"),
     ],
 )
 def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, content, says):

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, joined_layers
+from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
@@ -69,14 +69,6 @@ OPTIONS = [
 def test_options_keep_what_the_dense_reference_keeps(policy, choose, sizes):
     """A fraction is of the real tokens of each prompt, rounded down; it does not grow while tokens are generated."""
     check(policy, choose, model_of("llama", **sizes), 10)
-
-
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova"])
-def test_large_layers_are_not_copied_to_be_joined(name, monkeypatch):
-    """Their rows are then shown while they are computed, and the kept slots are taken layer by layer."""
-    monkeypatch.setattr(joined_layers, "SMALL", 0)
-    policy, choose = CASES[name]
-    check(policy, choose, model_of("llama"), 4)
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=6), TOVA(budget=6)], ids=str)

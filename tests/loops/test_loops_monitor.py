@@ -173,14 +173,3 @@ def test_loops_are_found_in_time(name):
 def test_settings_that_cannot_work_are_refused_in_a_line(changed, said):
     with refused(words=[said]):
         replace(MonitorSettings(), **changed)
-
-
-def test_unknown_variant():
-    with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are repeats, full, ttr"):
-        MonitorSettings.variant("p2")
-    assert (
-        MonitorSettings.variant("full")
-        == MonitorSettings.paper()
-        != MonitorSettings()
-        == MonitorSettings.variant("repeats")
-    )

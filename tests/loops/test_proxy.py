@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,7 +32,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application
 
-ROOT = Path(__file__).parents[2]
 SECRET = "one more cup of tea, "
 LOOPING = f"{prose(80)} {SECRET * 100}"
 HONEST = prose(200)
@@ -103,27 +102,18 @@ def _served(app: Any) -> Iterator[str]:
             thread.join()
 
 
-class Setup:
-    def __init__(self, address: str, direct: str, upstream: Upstream, lines: list[str]) -> None:
-        self.address, self.direct, self.upstream, self.lines = address, direct, upstream, lines
-
-    def ask(self, server: str, text: str, path: str = "", **more: Any) -> httpx.Response:
-        body = {"server": server, "text": text, **more}
-        return httpx.post(self.address + (path or PATHS.get(server, "/x")), json=body, timeout=60, trust_env=False)
-
-
-@contextlib.contextmanager
-def _proxied() -> Iterator[Setup]:
-    upstream, lines = Upstream(), list[str]()
-    with _served(upstream.app()) as direct:
-        with _served(application(ProxySettings(direct, log=lines.append))) as address:
-            yield Setup(address, direct, upstream, lines)
-
-
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Setup]:
-    with _proxied() as setup:
-        yield setup
+def plain() -> Iterator[SimpleNamespace]:
+    """A proxy before a fake server; its log, its address and that of the server."""
+    upstream, log = Upstream(), list[str]()
+    with _served(upstream.app()) as direct, _served(application(ProxySettings(direct, log=log.append))) as address:
+        yield SimpleNamespace(address=address, direct=direct, upstream=upstream, lines=log)
+
+
+def ask(plain: SimpleNamespace, server: str, text: str, **more: Any) -> bytes:
+    """All bytes of the answer to a request of the proxy."""
+    body = {"server": server, "text": text, **more}
+    return httpx.post(plain.address + PATHS.get(server, "/x"), json=body, timeout=60, trust_env=False).content
 
 
 def _objects(server: str, data: bytes) -> list[Any]:
@@ -136,14 +126,14 @@ def _objects(server: str, data: bytes) -> list[Any]:
 @pytest.mark.parametrize("server", SERVERS)
 def test_an_honest_answer_arrives_byte_for_byte(server, plain):
     for size in (997, 100_000):
-        assert plain.ask(server, HONEST, size=size).content == _sent(server, HONEST)
+        assert ask(plain, server, HONEST, size=size) == _sent(server, HONEST)
 
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     plain.lines.clear()
     whole = _sent(server, LOOPING)
-    data = plain.ask(server, LOOPING).content
+    data = ask(plain, server, LOOPING)
     sent, objects = _objects(server, whole), _objects(server, data)
     same = 0
     while same < len(objects) and objects[same] == sent[same]:
@@ -179,7 +169,7 @@ FINISH = {  # where an answer that was cut says why it ended, and what
 def test_the_upstream_call_ends_when_the_answer_is_cut_and_when_the_client_leaves(plain):
     upstream = plain.upstream
     before, written = upstream.broken, upstream.written
-    assert plain.ask("openai-chat", SECRET * 1_000, pause=0.001).content.endswith(b"[DONE]\n\n")
+    assert ask(plain, "openai-chat", SECRET * 1_000, pause=0.001).endswith(b"[DONE]\n\n")
     _wait(lambda: upstream.broken == before + 1)
     assert upstream.written - written < len(_sent("openai-chat", SECRET * 1_000)) / 10
     body = {"server": "openai-chat", "text": prose(3000), "pause": 0.01}
