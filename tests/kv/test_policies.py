@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import kv_reference as dense
 import pytest
@@ -19,11 +20,12 @@ from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
+SNAP = partial(dense.snapkv, window=8, kernel=3)
 CASES = {
-    "streaming": (StreamingLLM(budget=12), dense.streaming_llm()),
-    "h2o": (H2O(budget=12), dense.h2o()),
-    "tova": (TOVA(budget=12), dense.tova()),
-    "snapkv": (SnapKV(budget=14, window=8, kernel=3), dense.snapkv(8, 3)),
+    "streaming": (StreamingLLM(budget=12), dense.streaming_llm),
+    "h2o": (H2O(budget=12), dense.h2o),
+    "tova": (TOVA(budget=12), dense.tova),
+    "snapkv": (SnapKV(budget=14, window=8, kernel=3), SNAP),
 }
 
 
@@ -51,15 +53,22 @@ def test_keeps_what_the_dense_reference_keeps(name, family):
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 OPTIONS = [
-    (SnapKV(budget=14, window=8, kernel=3, every=4), dense.snapkv(8, 3), {}),
+    (SnapKV(budget=14, window=8, kernel=3, every=4), SNAP, {}),
     *((replace(policy, budget=0.55), choose, {}) for policy, choose in CASES.values()),
     # What is protected stays; a row of 19 tokens keeps them all where the budget is 24.
-    *((TOVA(budget=budget, first=2, last=3), dense.tova(2, 3), {}) for budget in (6, 12, 24)),
-    (H2O(budget=12, first=3), dense.h2o(first=3), {}),
+    *((TOVA(budget=budget, first=2, last=3), partial(dense.tova, first=2, last=3), {}) for budget in (6, 12, 24)),
+    (H2O(budget=12, first=3), partial(dense.h2o, first=3), {}),
     # H2O joins the heads of a kv head per query, before the sum; SnapKV after pooling, here by the maximum.
-    *((H2O(budget=12, reduce=how, recent=0.25), dense.h2o(how, 0.25), WIDE) for how in ("mean", "max")),
     *(
-        (SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=how), dense.snapkv(6, 5, "max", how), WIDE)
+        (H2O(budget=12, reduce=how, recent=0.25), partial(dense.h2o, reduce=how, recent=0.25), WIDE)
+        for how in ("mean", "max")
+    ),
+    *(
+        (
+            SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=how),
+            partial(dense.snapkv, window=6, pooling="max", reduce=how),
+            WIDE,
+        )
         for how in ("mean", "max")
     ),
 ]

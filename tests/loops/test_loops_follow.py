@@ -18,7 +18,6 @@ from server_streams import SERVERS, chunks, events
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.loops import Alarm, MonitorSettings, Watch, check
-from sinkscope.loops.text.forms import shown
 from sinkscope.loops.text.outputs import split
 
 LOOP = "one more cup of tea, "
@@ -120,12 +119,6 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
 
     with pytest.warns(SinkscopeWarning, match="breaks off: reset by peer"):
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
-
-
-def test_control_characters_do_not_reach_the_terminal():
-    assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
-    (alarm,) = _follow(json.dumps({"tokens": ["\x1b[2J", "b\n"] * 200}) + "\n")
-    assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
 
 
 def test_exit_codes_and_the_first_loop(tmp_path, capsys):
