@@ -33,15 +33,6 @@ def compared(folder: Path, methods: list[str], *, answers: bool = True, **option
     return {(record.method, record.prompt): record for record in records}
 
 
-def ids_of(name: str) -> tuple[list[int], list[int]]:
-    tokenizer = tiny()[1]
-    prompt, answer = LENGTHS[name]
-    return (
-        tokenizer(words(prompt))["input_ids"],
-        tokenizer(words(answer, 3), add_special_tokens=False)["input_ids"],
-    )
-
-
 def dense(ids: list[int], seen: torch.Tensor) -> torch.Tensor:
     """Logits of one plain forward call in which query i sees the keys of `seen[i]`."""
     model = tiny()[0]
@@ -55,8 +46,9 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
     found = compared(tmp_path, [method], batch_size=3)
     assert max(value for record in found.values() for value in record.steps["kl"]) > 0.01
     for name in LENGTHS:
-        prompt, answer = ids_of(name)
-        n, ids = len(prompt), prompt + answer[:-1]
+        prompt, answer = LENGTHS[name]
+        ids = tiny()[1](f"{words(prompt)} {words(answer, 3)}")["input_ids"][:-1]
+        n = len(ids) - answer + 1
         key, query = torch.arange(len(ids))[None], torch.arange(len(ids))[:, None]
         causal = key <= query
         if method == "streaming:16":

@@ -14,18 +14,11 @@ from bench_kit import dialogues as prompts
 from experiments.drawn import put_table
 from experiments.loopserve import dialogues, longeval, runs, table1
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
 
 ROOT = Path(__file__).parents[2]
-
-
-def said(position: str = "end", dialogue: str = "recall-0", **changed) -> BenchRecord:
-    """An answer made by hand."""
-    settings = {"part": position, **changed.pop("settings", {})}
-    metrics = {"score": 0.0, "prefix": 0.0, "prompt_tokens": 100, "seconds": 0.1, **changed.pop("metrics", {})}
-    return made_record(prompt=f"{dialogue} {position}", settings=settings, metrics=metrics, **changed)
 
 
 def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
@@ -46,8 +39,8 @@ def _qasper_run(folder: Path, name: str) -> Path:
     settings = {**SETTINGS, "model": {**MODEL, "name": name}}
     with open_run(folder, settings, []) as store:
         for turn, score in enumerate([1.0, 2 / 3]):
-            about = {"metrics": {"score": score}, "settings": {"set": "qasper"}}
-            store.append([said(dialogue="q", method="snapkv:1024", turn=turn, **about)])
+            about = {"metrics": {"score": score, "prefix": 0.0}, "settings": {"set": "qasper", "part": "end"}}
+            store.append([made_record("snapkv:1024", "q end", turn=turn, **about)])
     return folder
 
 

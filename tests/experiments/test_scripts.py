@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_kit import guarded_run
+from covering import slow
 from organisms.kept_loops import kept_loops
 
 from experiments import drawn, recall_card
@@ -250,13 +251,6 @@ CASES = {
 }
 
 
-def parameters() -> list[Any]:
-    cases = []
-    for name, case in CASES.items():
-        cases.append(pytest.param(name, marks=() if case.quick else pytest.mark.slow))
-    return cases
-
-
 def test_the_function_of_every_script_runs_in_a_test() -> None:
     """Here, or in a test that names the script; those for a GPU have a rehearsal of their own."""
     tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
@@ -268,7 +262,7 @@ def test_the_function_of_every_script_runs_in_a_test() -> None:
         assert name in cases or name.rpartition(".")[2] in tests, name
 
 
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", [name if case.quick else slow(name) for name, case in CASES.items()])
 def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, module = CASES[name], import_module(f"experiments.{name.partition(',')[0]}")
     monkeypatch.setattr(drawn, "write_png", lambda *_: None)  # a browser takes longer than the scripts

@@ -230,6 +230,8 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
     ("prompt", "more", "words"),
     [
         ([5, 96], {}, "turn 1, the prompt: token id 96 is none of"),
+        (None, {}, "turn 1, the prompt: no tokens are given: expected a text, a list of texts, token ids"),
+        (5, {}, "expected a text, a list of texts, token ids"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"use_cache": False}, "use_cache=False: a conversation has a cache of its own"),
         ([5], {"num_beams": 2}, "num_beams=2: a conversation"),
@@ -241,3 +243,16 @@ def test_what_cannot_be_asked(prompt, more, words):
     with pytest.raises(SinkscopeError, match=re.escape(words)):
         chat.ask(prompt, **more)
     assert not chat.turns
+
+
+def test_what_is_no_answer_and_no_edit():
+    model = model_of("llama")
+    for edit, answers, words in (
+        (None, "none", "answers='none'"),
+        ("loopserve", "keep", "edit='loopserve': expected LoopServe(...), a policy, patch or guard, or"),
+        (LoopServe, "keep", "expected LoopServe(...), a policy, patch or guard, or"),
+    ):
+        with pytest.raises(SinkscopeError, match=re.escape(words)):
+            Conversation(model, edit, answers=answers)
+    with pytest.raises(SinkscopeError, match="turn 1, the answer: there is no token id in a row"):
+        Conversation(model).say([5], [])

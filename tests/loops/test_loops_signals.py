@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from loop_texts import novelty
@@ -42,16 +41,6 @@ def test_the_ratios_are_those_of_their_definitions(ids):
         return
     assert type_token_ratio(ids) == pytest.approx(sum(1 / Counter(ids)[i] for i in ids) / len(ids))
     assert compression_ratio(ids) == len(zlib.compress(struct.pack(f"<{len(ids)}I", *ids), 9)) / (4 * len(ids))
-
-
-def test_arrays_and_tensors_are_read_as_numbers():
-    """The elements of a tensor are all different objects."""
-    ids = [7, 8] * 50
-    tensor = torch.tensor(ids)
-    assert type_token_ratio(tensor) == 0.02
-    assert tail_period(tensor.numpy()) == tail_period(ids) == Tail(2, 0, 50.0)
-    assert compression_ratio(tensor) == compression_ratio(ids)
-    assert ends_in_loop(tensor)
 
 
 @pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])

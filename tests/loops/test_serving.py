@@ -95,15 +95,12 @@ def check(server, rng: Random, actions: list[str], *, drafts: bool = False, pree
         assert (request.output, request.edited) == alone(request, drafts=drafts)
 
 
-def batch_processor():
-    return serving.VllmLoopProcessor(None, torch.device("cpu"), False)
-
-
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, late=st.booleans())
 def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late):
     """Added, removed, moved and swapped rows; lists that hold placeholders; preemption."""
-    check(kit.Batches(batch_processor(), placeholders=late), Random(seed), actions, preempt=True)
+    processor = serving.VllmLoopProcessor(None, torch.device("cpu"), False)
+    check(kit.Batches(processor, placeholders=late), Random(seed), actions, preempt=True)
 
 
 @settings(max_examples=15, deadline=None)
