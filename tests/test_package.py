@@ -108,32 +108,22 @@ MODULE_STRING = re.compile(
 
 
 @cache
-def _nodes(name: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))))
+def _used(name: str) -> tuple[set[str], set[str]]:
+    """What a file imports of the package, also inside functions and for type checkers; and modules in its strings.
 
-
-@cache
-def _named(name: str) -> set[str]:
-    """Modules in which a file does not lie, but which it names in strings, by which it could import them."""
-    found = set()
-    for node in _nodes(name):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+    By these it could import what they name, unless it lies there itself.
+    """
+    imported, named = set(), set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
+            imported |= {f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {a.name for a in node.names if a.name.startswith("sinkscope.")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             match = MODULE_STRING.fullmatch(node.value)
             if match is not None and not f"{name}.".startswith(f"{_file_of(match[1])}."):
-                found.add(match[1])
-    return found
-
-
-@cache
-def _imported(name: str) -> set[str]:
-    """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
-    found = set()
-    for node in _nodes(name):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
-            found |= {f"{node.module}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {a.name for a in node.names if a.name.startswith("sinkscope.")}
-    return found
+                named.add(match[1])
+    return imported, named
 
 
 def _file_of(path: str) -> str:
@@ -143,10 +133,9 @@ def _file_of(path: str) -> str:
     return path
 
 
-@cache
 def _edges(name: str) -> set[str]:
     """The modules that a file imports, or could import by a string."""
-    return {_file_of(path) for path in _imported(name) | _named(name)} - {name}
+    return {_file_of(path) for path in set.union(*_used(name))} - {name}
 
 
 STRANGERS = {"sinks", "lines", "loops"}  # each paper has its room, which knows nothing of the others
@@ -170,13 +159,13 @@ def test_packages_import_only_what_is_above_them():
 def test_nothing_reads_a_module_off_the_package():
     """The package names all modules, so a name that is read off it may be one from above."""
     for name in FILES:
-        assert {path for path in _imported(name) if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
+        assert {path for path in _used(name)[0] if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
 
 
 def test_no_private_name_crosses_packages():
     for name in FILES:
         package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
-        for path in _imported(name):
+        for path in _used(name)[0]:
             parts = path.split(".")
             for i, part in enumerate(parts):
                 home = ".".join(parts[:i])

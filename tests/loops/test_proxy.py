@@ -141,7 +141,8 @@ def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     assert 0 < same < len(sent) / 2
     assert data.startswith(whole[: whole.index(json.dumps(sent[same - 1]).encode()) + 10])
     ends = objects[same:]
-    (about,) = [_about(end) for end in ends if _about(end)]
+    told = [end.get("sinkscope") or (end.get("response") or {}).get("sinkscope") for end in ends]
+    (about,) = filter(None, told)
     assert about["verdict"] == "loops" and about["period"] == 6
     kind = next(name for name in FINISH if server.startswith(name))
     assert FINISH[kind] in json.dumps(ends)
@@ -152,10 +153,6 @@ def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     (line,) = plain.lines
     assert "a loop at token" in line and "tea" not in line and "choice" not in line
     assert len(data) < len(whole) * 0.6
-
-
-def _about(end: dict[str, Any]) -> Any:
-    return end.get("sinkscope") or (end.get("response") or {} if "type" in end else {}).get("sinkscope")
 
 
 FINISH = {  # where an answer that was cut says why it ended, and what
