@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from organisms import Organism, organism
+from refusals import refused
 from report_kit import files_shown, made_report
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import context_arguments, scan
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.results.result import Number, Result
 
@@ -82,7 +82,7 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     assert json.loads((folder / "card.json").read_text())["result"] == before
     ours = (folder / "card.html").read_text()
     (folder / "card.html").write_text("Mine")
-    with pytest.raises(SinkscopeError, match=r"card\.html is there already"):
+    with refused(r"card\.html is there already"):
         scan(model, out=folder, quick=True)
     assert (folder / "card.html").read_text() == "Mine"
     (folder / "card.html").write_text(ours)
@@ -92,7 +92,7 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     only(monkeypatch, FEW)
     options = {"out": folder, "quick": True, **other}
-    with pytest.raises(SinkscopeError, match="begun with other settings"):
+    with refused("begun with other settings"):
         scan(model, **options)
 
 
@@ -196,7 +196,7 @@ def test_a_fact_that_changed_is_named(folder):
 
 def test_cards_of_different_settings_are_not_compared(folder):
     card = read_card(folder)
-    with pytest.raises(SinkscopeError, match="--quick"):
+    with refused("--quick"):
         card.compared(replace(card, quick=False))
-    with pytest.raises(SinkscopeError, match="no number in common"):
+    with refused("no number in common"):
         card.compared(replace(card, parts=()))

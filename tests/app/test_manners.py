@@ -13,6 +13,7 @@ import pytest
 import torch
 from organisms import organism
 from organisms.tiny import tiny_model
+from refusals import refused
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -41,12 +42,12 @@ def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path, monkeypatch):
     figure = SimpleNamespace(to_image=lambda **_: PICTURE)
     for _ in range(2):
         pages.write_png(figure, tmp_path / "ours.png", kind="find-sinks")
-    with pytest.raises(SinkscopeError, match="holds an output of kind find-sinks"):
+    with refused("holds an output of kind find-sinks"):
         pages.write_png(figure, tmp_path / "ours.png", kind="circuit")
     pages.write_png(figure, tmp_path / "ours.png", kind="circuit", force=True)
     assert kind_of((tmp_path / "ours.png").read_bytes()) == "circuit"
     (tmp_path / "photo.png").write_bytes(PICTURE)
-    with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
+    with refused(r"photo\.png is there already"):
         pages.write_png(figure, tmp_path / "photo.png", kind="circuit")
 
 
@@ -55,7 +56,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
         for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
-            with pytest.raises(SinkscopeError, match="give another name"):
+            with refused("give another name"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
     (tmp_path / "empty").write_text("")  # as a temporary file is made
@@ -149,7 +150,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
             use()
     other, tokenizer = tiny_model("llama")
     for use in (lambda: patch.on(other).__enter__(), lambda: ss.generate(other, "a", patch=here, tokenizer=tokenizer)):
-        with pytest.raises(SinkscopeError, match=r"the patch was made for m, whose .* is .*: give that model"):
+        with refused(r"the patch was made for m, whose .* is .*: give that model"):
             use()
 
 
@@ -258,6 +259,6 @@ def test_a_model_is_not_copied_while_interventions_act():
     model = tiny_model("llama")[0]
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
-            with pytest.raises(SinkscopeError, match="cannot be copied or pickled while interventions act"):
+            with refused("cannot be copied or pickled while interventions act"):
                 copied(model)
     assert copy.deepcopy(model) is not model

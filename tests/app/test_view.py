@@ -14,6 +14,7 @@ from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import attention, norms, zeroed
+from refusals import refused
 from starlette.testclient import TestClient
 
 import sinkscope as ss
@@ -22,7 +23,6 @@ from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application
-from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import neuron_name
 
 
@@ -174,7 +174,7 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     assert "connect-src 'none'" in page.read_text(encoding="utf-8")
     monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed
     without = notebook.View(shown.explorer, shown.result)
-    with pytest.raises(SinkscopeError, match="a widget needs anywidget"):
+    with refused("a widget needs anywidget"):
         without._repr_mimebundle_()
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     assert main(["view"]) == 2

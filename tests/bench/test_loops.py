@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from bench_kit import tiny, words
+from refusals import refused
 
 from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, loops
-from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
@@ -75,5 +74,5 @@ def test_openings_of_text_and_their_own_continuation():
 
 
 def test_unknown_prompts():
-    with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
+    with refused("source='large': expected small, small-dc"):
         Loops(source="large").prompts(target_of(*tiny()))

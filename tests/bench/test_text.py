@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from bench_kit import tiny, words
+from refusals import refused
 
 from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.conformance.masked import plain_logits
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
@@ -94,7 +94,7 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
     file = tmp_path / "p.jsonl"
     file.write_text(lines(rows))
     model, tokenizer = tiny()
-    with pytest.raises(SinkscopeError, match=message):
+    with refused(message):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)
 
 

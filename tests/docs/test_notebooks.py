@@ -6,8 +6,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from tools.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,9 +33,9 @@ def test_outputs_are_those_of_the_code(path):
 
 
 def test_large_notebooks_and_folders_are_refused():
-    with pytest.raises(SinkscopeError, match="expected at most"):
+    with refused("expected at most"):
         check("x.ipynb", "a" * (LARGEST + 1))
-    with pytest.raises(SinkscopeError, match="names the folder"):
+    with refused("names the folder"):
         check("x.ipynb", f"saved {Path.home()}/x.json")
 
 

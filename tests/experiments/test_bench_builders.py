@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
 from experiments.loopserve import build as serve_build
-from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def test_longbench_files_are_read_and_lines_are_named(tmp_path):
     found = read_longbench("multi_news", ROOT / "experiments/loopbench/news.jsonl")
     assert len(found) == 12 and found[0].context and not found[0].answers
     (tmp_path / "x.jsonl").write_text('{"_id": "a"}\n')
-    with pytest.raises(SinkscopeError, match="line 1 has no 'context'"):
+    with refused("line 1 has no 'context'"):
         read_longbench("multi_news", tmp_path / "x.jsonl")
 
 
@@ -70,5 +70,5 @@ def test_algorithm_3_asks_held_out_examples_when_repaired():
     rows = serve_build.rows_of("trec", [repaired], serve_build.classes_of([record]))
     assert [row["part"] for row in rows] == ["begin", "middle", "end"]
     assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
-    with pytest.raises(SinkscopeError, match="no record of trec has the 40 examples"):
+    with refused("no record of trec has the 40 examples"):
         serve_build.build("trec", [record], turns=20)

@@ -11,7 +11,6 @@ import pytest
 from refusals import refused
 
 from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
 
@@ -37,7 +36,7 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str):
     folder.mkdir()
     mine.write_bytes(MINE)
     mine.rename(folder / name)
-    with pytest.raises(SinkscopeError, match=rf"{name}|run holds other files"):
+    with refused(rf"{name}|run holds other files"):
         run(folder)
     assert (folder / name).read_bytes() == MINE
 
@@ -48,7 +47,7 @@ def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(
     assert len(run(tmp_path / "run")) == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')
-    with pytest.raises(SinkscopeError, match='editor was "mine", now null, number was null, now 1'):
+    with refused('editor was "mine", now null, number was null, now 1'):
         run(tmp_path / "other")
 
 
@@ -73,7 +72,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path):
     """A named pipe that nobody reads would never let go; that of `>(command)` has its reader."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SinkscopeError, match="named pipe"):
+    with refused("named pipe"):
         write_output(tmp_path / "pipe", b"text")
     reading, writing = os.pipe()
     write_output(f"/dev/fd/{writing}", b"text")
@@ -97,5 +96,5 @@ def test_an_output_is_never_an_input(
 
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
     with Folder(tmp_path / "r", {}, Entry, option="--resume"):
-        with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
+        with refused(r"--resume .*r is being written by another run"):
             Folder(tmp_path / "r", {}, Entry, option="--resume").__enter__()

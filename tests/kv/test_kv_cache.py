@@ -16,7 +16,7 @@ from kv_kit import Drawn, close, decode, model_of, prompts, shallow_of
 from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
@@ -220,7 +220,7 @@ def test_a_layer_of_which_everything_is_taken_back_is_empty():
 def test_crop_takes_minus_a_number():
     layer = CacheLayer()
     layer.update(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3))
-    with pytest.raises(SinkscopeError, match="minus the number"):
+    with refused("minus the number"):
         layer.crop(2)
 
 

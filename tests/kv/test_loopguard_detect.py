@@ -9,10 +9,11 @@ import torch
 from kv_kit import prompts, shallow_of
 from loop_texts import TABLES
 from organisms import tiny_model
+from refusals import refused
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.loops.guard import LoopReporter
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
@@ -102,9 +103,9 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
 def test_bad_input():
     model = shallow_of("llama")
     ids, mask = prompts([6, 6])
-    with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):
+    with refused("batch of 2 rows and no eos_token_id"):
         run(model, ids, mask, LoopReporter(TAIL))
-    with pytest.raises(SinkscopeError, match="stop=True"):
+    with refused("stop=True"):
         LoopReporter(TAIL, stop=True)
     reporter = LoopReporter(TAIL, eos_token_id=2)
     with pytest.raises(UnsupportedError, match="num_beams=1"):

@@ -11,9 +11,9 @@ import pytest
 from covering import each_other
 from kv_kit import prompts, run_policy
 from kv_kit import shallow_of as model_of
+from refusals import refused
 from torch.testing import assert_close
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
@@ -96,7 +96,7 @@ def test_attention_that_a_model_returns_is_returned_of_every_token(policy):
 
 def test_too_small_a_fraction():
     ids, mask = prompts(LENGTHS, 1)
-    with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
+    with refused(r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
         run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, PROMPT)
 
 

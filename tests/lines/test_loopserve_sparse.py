@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lines_kit import along, drawn
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sparse
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.choice import select_lines
@@ -121,5 +122,5 @@ def test_what_does_not_fit_is_refused(changed):
     value = torch.rand(sizes["kv"], sizes["values"], 16)
     call = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     words = "expected keys and values.*have lines of this shape" if changed else "main diagonal"
-    with pytest.raises(SinkscopeError, match=words):
+    with refused(words):
         call(scores, value, lines)

@@ -12,12 +12,12 @@ import torch
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
 from raw_kit import attention
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.base import Event
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.loops.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode, picture_rows
@@ -175,7 +175,7 @@ def test_the_numbers_are_those_of_the_rows():
     assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
 
 
-def test_bad_input_is_one_line(capsys):
+def test_bad_input_is_one_line(refusal):
     model, tokenizer = tiny_model("llama")
     cases = [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
@@ -187,10 +187,9 @@ def test_bad_input_is_one_line(capsys):
         ({"ids": [5] * 30, "control": [6] * 20}, "a control of 20 ids: expected 30"),
     ]
     for options, message in cases:
-        with pytest.raises(SinkscopeError, match=message):
+        with refused(message):
             barcode(model, tokenizer=tokenizer, **options)
     falcon, words = tiny_model("falcon", new_decoder_architecture=False, alibi=True)
     with pytest.raises(UnsupportedError, match="recomputed attention differs from the model's own"):
         barcode(falcon, PROMPT, tokenizer=words)
-    assert main(["barcode", "--head", "five"]) == 2
-    assert "head 'five': expected a head such as L5.H3" in capsys.readouterr().err
+    assert "head 'five': expected a head such as L5.H3" in refusal("barcode --head five")

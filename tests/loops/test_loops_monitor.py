@@ -13,7 +13,6 @@ from loop_texts import HONEST, LOOPED, novelty, prose
 from refusals import refused
 
 from experiments.loopset.compare import number
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
 from sinkscope.loops.text.outputs import split
 
@@ -115,7 +114,7 @@ def test_without_probabilities_the_other_two_vote():
     first = next(s for s in steps if s.trigger)
     assert first.ttr < 0.2 and first.cr < 0.12 and first.streak is None and first.votes == 2
     assert not any(s.trigger for s in steps if s.votes < 2)
-    with pytest.raises(SinkscopeError, match="pass p_max"):
+    with refused("pass p_max"):
         Monitor(MonitorSettings.variant("p1")).update(1)
 
 

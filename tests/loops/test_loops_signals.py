@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from loop_texts import novelty
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import (
     Tail,
     compression_ratio,
@@ -45,7 +45,7 @@ def test_the_ratios_are_those_of_their_definitions(ids):
 
 @pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])
 def test_what_is_no_id_is_refused(wrong):
-    with pytest.raises(SinkscopeError, match=r"token ids .*: expected whole numbers"):
+    with refused(r"token ids .*: expected whole numbers"):
         compression_ratio(wrong)
 
 
@@ -76,7 +76,7 @@ def test_tail_period_is_that_of_brute_force(ids, repeats, shortest, longest):
 
 
 def test_a_repetition_has_two_copies():
-    with pytest.raises(SinkscopeError, match="at least 2 copies"):
+    with refused("at least 2 copies"):
         tail_period([1, 1], repeats=1)
 
 

@@ -22,13 +22,13 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
+from refusals import refused
 from server_streams import SERVERS, events
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application
 
@@ -250,7 +250,7 @@ def test_one_looping_choice_of_two_is_no_reason_to_cut():
 
 @pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
 def test_an_upstream_that_is_no_address(wrong):
-    with pytest.raises(SinkscopeError, match="expected the address of a server"):
+    with refused("expected the address of a server"):
         ProxySettings(wrong)
 
 

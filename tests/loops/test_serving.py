@@ -16,8 +16,8 @@ import serving_kit as kit
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops import servers as serving
 from sinkscope.loops.servers import loop_row
@@ -207,7 +207,7 @@ def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeyp
     assert own is not None and (own.actions, own.end, own.monitor.warmup) == (("stop",), 5, 7)
     assert ServingSettings.of_request("false") is None  # this request is not to be watched
     monkeypatch.setenv(ENVIRONMENT, "stop")
-    with pytest.raises(SinkscopeError, match="SINKSCOPE_SERVING is 'stop': expected JSON such as"):
+    with refused("SINKSCOPE_SERVING is 'stop': expected JSON such as"):
         ServingSettings.of_request(None)
 
 

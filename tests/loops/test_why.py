@@ -10,10 +10,10 @@ import torch
 from kv_kit import close, decode, prompts, shallow_of
 from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
 from organisms.tiny import tiny_model
+from refusals import refused
 from transformers import DynamicCache
 
 from experiments.loopguard.why import asked, verdict
-from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.rounded import Rounded
@@ -79,7 +79,7 @@ def test_a_text_that_is_given_and_one_that_does_not_loop():
     walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
     assert walk.rows() == [] and walk.details() == [] and not walk.kept_by
-    with pytest.raises(SinkscopeError, match=r"text up to a cut has \d+ tokens and 24 more are to come"):
+    with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
         why(made.model, made.cycle * 169, answer=made.cycle, **options)
 
 
@@ -128,7 +128,7 @@ def test_what_enters_the_cache_is_rounded_once(noise: bool):
         else:
             assert float(error.max()) <= 0.501
             torch.testing.assert_close(grid, grid.round(), atol=1e-4, rtol=0)
-    with pytest.raises(SinkscopeError, match="bits=1"):
+    with refused("bits=1"):
         Rounded(1)
 
 
