@@ -100,7 +100,7 @@ class Reader(HTMLParser):
 
 
 def read_report(path: Path) -> Reader:
-    return Reader(path.read_text(encoding="utf-8"))
+    return Reader(path.read_text())
 
 
 def made_report(folder: Path, out: Path | None = None) -> Path:
@@ -111,7 +111,7 @@ def made_report(folder: Path, out: Path | None = None) -> Path:
 
 def files_shown(path: Path) -> list[str]:
     """The files of a report's sections, in their order."""
-    return re.findall(r"<h2>.*? <small>(.*?)</small></h2>", path.read_text(encoding="utf-8"))
+    return re.findall(r"<h2>.*? <small>(.*?)</small></h2>", path.read_text())
 
 
 def spoil(folder: Path):

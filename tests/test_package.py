@@ -19,7 +19,7 @@ import pytest
 import sinkscope
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A package imports only what stands above it.
 ORDER = (
     "errors",
@@ -66,7 +66,7 @@ def test_public_names_are_there():
 
 
 def test_type_checkers_see_the_same_names():
-    tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text())
     stated = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     seen = {a.asname for n in stated for a in n.names if a.asname}
     assert seen | {"__version__"} == set(dir(sinkscope)), "a measurement without a line there has a general type"
@@ -114,7 +114,7 @@ def _used(name: str) -> tuple[set[str], set[str]]:
     By these it could import what they name, unless it lies there itself.
     """
     imported, named = set(), set()
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
             imported |= {f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
@@ -192,11 +192,11 @@ def test_the_tested_sets_fit_the_ranges_and_name_no_host(file):
 
 def test_every_error_page_is_there_and_in_the_index():
     folder = ROOT / "docs/errors"
-    sources = (file.read_text(encoding="utf-8") for file in (ROOT / "sinkscope").rglob("*.py"))
+    sources = (file.read_text() for file in (ROOT / "sinkscope").rglob("*.py"))
     named = {page for source in sources for page in re.findall(r'page="([a-z0-9-]+)"', source)}
     pages = {file.stem for file in folder.glob("*.md")} - {"index"}
     assert named - pages == set(), "pages that errors name and docs/errors lacks"
-    linked = set(re.findall(r"\]\(([a-z0-9-]+)\.md\)", (folder / "index.md").read_text(encoding="utf-8")))
+    linked = set(re.findall(r"\]\(([a-z0-9-]+)\.md\)", (folder / "index.md").read_text()))
     assert linked == pages, "docs/errors/index.md links exactly the pages beside it"
 
 

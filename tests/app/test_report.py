@@ -88,7 +88,7 @@ def test_damaged_and_foreign_files_are_left_out_and_listed(folder, tmp_path, typ
     for file, reason in REASONS.items():
         assert f"{file}: {reason}" in left
         assert any(line.startswith(f"left out: {file}: {reason}") for line in lines)
-    assert "img" not in Reader(page.read_text(encoding="utf-8").rpartition("Left out")[2]).tags
+    assert "img" not in Reader(page.read_text().rpartition("Left out")[2]).tags
     assert not (folder / "report.html").exists()
 
 

@@ -98,11 +98,15 @@ def bundled():
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"
-    text.write_text("a block is a piece of text", encoding="utf-8")
+    text.write_text(
+        "a block is a piece of text",
+    )
     data = json.loads(typed(f"view --text {text} --no-generation --html {tmp_path}/a.html --json -").out)
     assert data["kind"] == "view" and data["model"]["name"] == "bundled" and data["result"]["generation"] is None
-    assert '" text"' in (tmp_path / "a.html").read_text(encoding="utf-8")
-    text.write_text(" \n", encoding="utf-8")
+    assert '" text"' in (tmp_path / "a.html").read_text()
+    text.write_text(
+        " \n",
+    )
     shown = typed(f"view --text {text} --json -", 2)
     assert shown.out == "" and shown.err.count("\n") == 1 and "no word that this tokenizer knows" in shown.err
 
@@ -171,7 +175,7 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
     page = shown.save_html(tmp_path / "view.html")
-    assert "connect-src 'none'" in page.read_text(encoding="utf-8")
+    assert "connect-src 'none'" in page.read_text()
     monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed
     without = notebook.View(shown.explorer, shown.result)
     with refused("a widget needs anywidget"):

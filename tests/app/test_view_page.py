@@ -56,7 +56,9 @@ def opened(view, tmp_path, chrome):
     page = tmp_path / "view.html"
 
     def opening(width: int = 1400, shown: ModelView = view, **how: bool):
-        page.write_text(view_page(shown, "</script><b>"), encoding="utf-8")
+        page.write_text(
+            view_page(shown, "</script><b>"),
+        )
         chrome.open(page, width, **how)
         chrome.wait(LOADED)
         return chrome

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from bench_kit import tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
@@ -39,7 +39,6 @@ def at(position: str, shape: tuple[int, list[int], int, bool]) -> tuple[Turn, ..
 
 
 @given(SHAPES)
-@settings(max_examples=25, deadline=None)
 def test_answers_follow_from_the_text(shape):
     """By an own reading of the text: the chain from the key asked about, through facts of this turn or before."""
     _, lengths, hops, stated = shape

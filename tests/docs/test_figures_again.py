@@ -22,7 +22,7 @@ OUTPUTS = ("--json", "--html", "--png")
 
 
 def recorded(name: str) -> Any:
-    return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((FIGURES / f"{name}.json").read_text())
 
 
 def make_again(name: str, folder: Path) -> Any:
@@ -37,7 +37,7 @@ def make_again(name: str, folder: Path) -> Any:
     else:
         made = folder / f"{name}-again.json"
         assert main([*options[1:], "--json", str(made)]) == 0
-    return json.loads(made.read_text(encoding="utf-8"))["result"]
+    return json.loads(made.read_text())["result"]
 
 
 @pytest.mark.parametrize("name", [*QUICKEST, *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK)])

@@ -29,7 +29,7 @@ def test_outputs_are_those_of_the_code(path):
     assert counts == [*range(1, len(counts) + 1)]
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", PLOTLY} <= kinds
-    check(path.name, path.read_text(encoding="utf-8"))
+    check(path.name, path.read_text())
 
 
 def test_large_notebooks_and_folders_are_refused():

@@ -24,7 +24,7 @@ def test_gallery_names_every_committed_picture_and_its_command():
     if shutil.which("git") is None or not (root / ".git").exists():
         pytest.skip("no git checkout")
     names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=root, capture_output=True, text=True, check=True)
-    page = (root / "docs/gallery.md").read_text(encoding="utf-8")
+    page = (root / "docs/gallery.md").read_text()
     shown = re.findall(r"\]\(\.\./(figures/[^)]*)\)", page)
     missing = set(names.stdout.split()) - set(shown)
     assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
@@ -42,7 +42,7 @@ def keys(data: object) -> object:
 @pytest.mark.parametrize("file", FIGURES, ids=lambda file: file.stem)
 def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
     """Its data are those that the command would write today, and the words of the command are options of today."""
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads(file.read_text())
     made = data["provenance"]
     words = made.get("argv", [])
     assert (words or made["command"]) and isinstance(made["seed"], int) and {"python"} < set(made["versions"])

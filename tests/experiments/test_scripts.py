@@ -141,7 +141,7 @@ CASES = {
     ),
     "make_organism": Case(
         "--model {out}/m --texts {out}/x.jsonl",
-        lambda lines: lines == (DATA / "organism.jsonl").read_text(encoding="utf-8").splitlines(),
+        lambda lines: lines == (DATA / "organism.jsonl").read_text().splitlines(),
         "x.jsonl",
     ),
     "model_types": Case(
@@ -253,11 +253,11 @@ CASES = {
 
 def test_the_function_of_every_script_runs_in_a_test() -> None:
     """Here, or in a test that names the script; those for a GPU have a rehearsal of their own."""
-    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     cases = {name.partition(",")[0] for name in CASES}
     for file in (ROOT / "experiments").rglob("*.py"):
         name = ".".join(file.relative_to(ROOT / "experiments").with_suffix("").parts)
-        if "\ndef main(" not in file.read_text(encoding="utf-8") or name.startswith("gpu."):
+        if "\ndef main(" not in file.read_text() or name.startswith("gpu."):
             continue
         assert name in cases or name.rpartition(".")[2] in tests, name
 
@@ -288,7 +288,7 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return
-    text = (out / case.file).read_text(encoding="utf-8")
+    text = (out / case.file).read_text()
     read: Any = text
     if case.file.endswith(".json"):
         read = json.loads(text)
@@ -300,5 +300,5 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
 def test_the_text_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
     import_module("experiments.bundled.typical").main(tmp_path)
     for name in ("typical.txt", "LICENSE-typical.txt"):
-        made = (tmp_path / name).read_text(encoding="utf-8")
-        assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text(encoding="utf-8")[:2000]
+        made = (tmp_path / name).read_text()
+        assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text()[:2000]

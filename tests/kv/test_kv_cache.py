@@ -190,7 +190,7 @@ class Layers(RuleBasedStateMachine):
 
 
 TestLayers = Layers.TestCase
-TestLayers.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestLayers.settings = settings(max_examples=150, stateful_step_count=20)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_pyramid_without_a_slope_is_its_scorer():
         assert _kept(flat, [30, 22], 3) == _kept(alone, [30, 22], 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     total=st.integers(1, 80),
     first=st.integers(0, 6),

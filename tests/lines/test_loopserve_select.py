@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lines_kit import dense, on_lines
 from torch import Tensor
@@ -29,7 +29,6 @@ def drawn(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) ->
     return Scores(query, torch.randn(max(1, heads // 2), keys, 8, generator=generator), 8**-0.5)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     queries=st.integers(1, 24),
     past=st.integers(0, 16),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lines_kit import along, drawn
 from refusals import refused
@@ -28,7 +28,6 @@ def inputs(
     return Scores(query.to(dtype), key, 0.25), value
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     queries=st.integers(1, 70),
     past=st.integers(0, 50),

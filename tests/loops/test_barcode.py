@@ -78,7 +78,7 @@ def test_the_default_number_of_tokens_fits_the_context():
 @torch.no_grad()
 def test_the_score_equals_its_definition_whatever_the_calls(family):
     model, _ = tiny_model(family)
-    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(4, 90, (1, 40))
     shift = 4
     suffix = 9
     layer = 1

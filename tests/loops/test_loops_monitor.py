@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, novelty, prose
 from refusals import refused
@@ -77,7 +77,6 @@ def _same(a: Step, b: Step) -> bool:
     return all(x == y or (x != x and y != y) or x == pytest.approx(y, abs=1e-12) for x, y in zip(a, b, strict=True))
 
 
-@settings(max_examples=25)
 @given(RUN, st.randoms(use_true_random=False), st.sampled_from(sorted(set(VARIANTS) - {"repeats"})))
 def test_a_step_costs_little_and_says_what_a_look_at_everything_says(ids, rng, variant):
     settings = MonitorSettings.variant(variant, **SMALL)

@@ -220,7 +220,7 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     server=st.sampled_from(sorted(SERVERS)),
     cuts=st.lists(st.integers(1, 300), min_size=1, max_size=30),

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import serving_kit as kit
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
@@ -95,7 +95,6 @@ def check(server, rng: Random, actions: list[str], *, drafts: bool = False, pree
         assert (request.output, request.edited) == alone(request, drafts=drafts)
 
 
-@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, late=st.booleans())
 def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late):
     """Added, removed, moved and swapped rows; lists that hold placeholders; preemption."""
@@ -103,7 +102,6 @@ def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late)
     check(kit.Batches(processor, placeholders=late), Random(seed), actions, preempt=True)
 
 
-@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
 def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed, actions, drafts):
     """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
@@ -112,7 +110,6 @@ def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed, actions, draft
 
 
 @pytest.mark.parametrize("how", [{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}], ids=str)
-@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS)
 def test_in_sglang_each_request_is_watched_as_if_alone(seed, actions, how):
     server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
@@ -298,7 +295,7 @@ def test_the_page_says_what_runs(monkeypatch):
             return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=request.output)])]
 
     kit.install(monkeypatch, {"vllm": {"LLM": LLM, "SamplingParams": kit.SamplingParams}})
-    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/serving.md").read_text()
     names = {}
     for source in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(compile(source, "docs/serving.md", "exec", dont_inherit=True), names)
