@@ -76,7 +76,9 @@ def test_the_examples_of_extending_are_short_and_do_what_the_page_says(run, monk
     assert any(
         source == STRANGER.read_text() for source in blocks("docs/extending.md")
     )  # the page shows what is tested
-    assert names["kurtosis"](torch.randn(2, 3, 1000)).mean().item() == pytest.approx(3, abs=0.3)  # of a normal distribution
+    assert names["kurtosis"](torch.randn(2, 3, 1000)).mean().item() == pytest.approx(
+        3, abs=0.3
+    )  # of a normal distribution
     assert names["row"].down == "mlp.c_proj"
     keeps_smallest_keys(names["KeyNorm"], names["model"], names["tokens"])
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from sinkscope.app.cli import main
 from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
 
@@ -81,17 +80,14 @@ def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path):
         assert pipe.read() == b"text"
 
 
-def test_an_output_is_never_an_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_output_is_never_an_input(tmp_path, monkeypatch, typed, refusal):
     monkeypatch.chdir(tmp_path)
     Path("words.txt").write_bytes(MINE)
     Path("link").symlink_to("words.txt")
     for name in ("words.txt", "./words.txt", "link"):
-        assert main(["loops", "words.txt", "--json", name, "--force"]) == 2
-        assert "is given for FILE|- and --json" in capsys.readouterr().err
+        assert "is given for FILE|- and --json" in refusal(f"loops words.txt --json {name} --force")
     assert Path("words.txt").read_bytes() == MINE
-    assert main(["loops", "words.txt", "--json", "new"]) == 0
+    typed("loops words.txt --json new")
 
 
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):

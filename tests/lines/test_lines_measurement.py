@@ -17,7 +17,6 @@ from raw_kit import attention
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.app.cli import main
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import LineWeights, lines, shared_by_second
@@ -138,16 +137,15 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 
 
-def test_a_file_of_texts_and_the_command(tmp_path, capsys):
+def test_a_file_of_texts_and_the_command(tmp_path, typed):
     file = tmp_path / "texts.jsonl"
     out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["lines", "--data", str(file), "--count", "2", "--length", "64", "--layer", "2", "--eta", "0.1"]
-    assert main([*argv, "--json", str(out)]) == 0
+    shown = typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}").out
     printed = LineWeights.load(out)
     assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
-    assert "carry" in capsys.readouterr().out
+    assert "carry" in shown
     result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
     assert printed.to_dict()["result"] == result.to_dict()["result"]
 

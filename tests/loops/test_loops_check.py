@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from loop_texts import TABLES, prose
 from refusals import refused
 
-from sinkscope.app.cli import main
 from sinkscope.loops import LoopCheck, check, check_file, compression_ratio, type_token_ratio
 from sinkscope.loops.text.outputs import Splitter, spans, split
 from sinkscope.results.result import Result
@@ -60,13 +59,12 @@ def test_numbers_are_those_of_the_signals():
         ("def f():\n" + " " * 60 + "return 1\n", "clean"),
     ],
 )  # fmt: skip
-def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, capsys):
+def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("x.txt").write_text(text)
-    code = main(["loops", "x.txt", "--json", "x.json"])
-    out = capsys.readouterr().out
-    assert code == (3 if verdict in ("loops", "looped") else 0)
-    assert re.search(rf"x\.txt +{verdict} ", out) and ("\nTry: " in out) == (code == 3)
+    looping = verdict in ("loops", "looped")
+    out = typed("loops x.txt --json x.json", 3 if looping else 0).out
+    assert re.search(rf"x\.txt +{verdict} ", out) and ("\nTry: " in out) == looping
     result = json.loads(Path("x.json").read_text())["result"]
     record = result["records"][0]
     if verdict == "loops" and record["period"] is not None:
@@ -74,9 +72,7 @@ def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monk
         assert record["tokens"] - record["onset"] - 48 <= repeated <= record["tokens"]
         assert f"Conclusion: x.txt loops: its last {repeated} tokens repeat a piece of {record['period']}" in out
     assert record["verdict"] == verdict
-    assert {name: result[name] for name in ("loops", "looped", "suspicious")} == {
-        name: int(name == verdict) for name in ("loops", "looped", "suspicious")
-    }
+    assert all(result[name] == (name == verdict) for name in ("loops", "looped", "suspicious"))
 
 
 @given(st.lists(st.text(alphabet=" \n\tab我ก-.", max_size=40), max_size=12))
@@ -199,18 +195,17 @@ def test_an_input_that_is_neither_text_nor_ids_is_refused(wrong):
         check(wrong)
 
 
-def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
+def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(_lines({"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}))
-    assert main(["loops", "runs.jsonl", "--json", "x.json", "--max-new", "900"]) == 3
-    assert capsys.readouterr().err.startswith("loop in line 2 at token 348: period 2, ")
+    said = typed("loops runs.jsonl --json x.json --max-new 900", 3).err
+    assert said.startswith("loop in line 2 at token 348: period 2, ")
     found = Result.load("x.json")
     assert isinstance(found, LoopCheck)
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
     assert [r.loop_rule for r in found.records] == [False, False]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the " * 500)))
-    assert main(["loops", "-", "--json", "-"]) == 3
-    piped = json.loads(capsys.readouterr().out)
+    piped = json.loads(typed("loops - --json -", 3).out)
     assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
 
 

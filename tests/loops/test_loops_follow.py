@@ -121,14 +121,10 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
 
 
-def test_exit_codes_and_the_first_loop(tmp_path, capsys):
-    for text, options, code in (
-        (prose(900), [], 0),
-        (f"{TEXT} {prose(600, 1)} {'round it goes ' * 90}", ["--first"], 3),
-    ):
+def test_exit_codes_and_the_first_loop(tmp_path, typed):
+    for text, code in ((prose(900), 0), (f"{TEXT} {prose(600, 1)} {'round it goes ' * 90}", 3)):
         (tmp_path / "a.txt").write_text(text)
-        assert main(["loops", str(tmp_path / "a.txt"), "--follow", *options]) == code
-        assert capsys.readouterr().out.count("\n") == bool(code)
+        assert typed(f"loops {tmp_path}/a.txt --follow --first", code).out.count("\n") == bool(code)
 
 
 @pytest.fixture
