@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from bench_kit import tiny, words
+from kv_kit import logits_of
 from refusals import refused
 
 from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
-from sinkscope.conformance.masked import plain_logits
 from sinkscope.files.store import lines
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
@@ -31,13 +31,6 @@ def compared(folder: Path, methods: list[str], *, answers: bool = True, **option
     model, tokenizer = tiny()
     records = run_bench(model, TextFidelity(source=str(file)), methods, tokenizer=tokenizer, **options)
     return {(record.method, record.prompt): record for record in records}
-
-
-def dense(ids: list[int], seen: torch.Tensor) -> torch.Tensor:
-    """Logits of one plain forward call in which query i sees the keys of `seen[i]`."""
-    model = tiny()[0]
-    sees = dict.fromkeys(range(2), seen.expand(1, model.config.num_key_value_heads, -1, -1))
-    return plain_logits(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long), sees)[0]
 
 
 @pytest.mark.parametrize("method", ["streaming:16", "a-shape:first=2:local=7", "tri-shape:0.5"])
@@ -58,7 +51,7 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
             first, local = (2, 7) if "first" in method else (4, tokens - 4)
             last = n - (4 if "tri" in method else 0)
             seen = causal & ((query >= last) | (key < first) | (query - key < local))
-        full, other = dense(ids, causal), dense(ids, seen)
+        full, other = (logits_of(tiny()[0], torch.tensor(ids), sees) for sees in (causal, seen))
         steps = range(n - 1, len(ids))
         terms = torch.nn.functional.kl_div(other.log_softmax(-1), full.softmax(-1), reduction="none").sum(-1)
         record = found[method, name]

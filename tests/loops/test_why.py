@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kv_kit import close, decode, prompts, shallow_of
+from kv_kit import close, decode, logits_of, prompts, shallow_of
 from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
 from organisms.tiny import tiny_model
 from refusals import refused
@@ -94,10 +94,9 @@ def test_removed_tokens_are_those_that_a_mask_hides(family: str):
     with Without(removed).on(model):
         found = decode(model, ids, mask, 20)
     for row in range(2):
-        hidden = torch.full((24, 24), -torch.inf).triu(1)
-        hidden[20:, :20][:, removed[row]] = -torch.inf
-        expected = model(ids[row : row + 1], attention_mask=hidden[None, None], use_cache=False).logits[0, 19:]
-        close(found[row], expected)
+        sees = torch.ones(24, 24, dtype=torch.bool).tril()
+        sees[20:, :20] &= ~removed[row]
+        close(found[row], logits_of(model, ids[row], sees)[19:])
 
 
 def cached(edit) -> DynamicCache:
