@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,27 +111,6 @@ def test_what_compilers_raise_leaves_lines_to_pytorch_and_errors_of_cuda_do_not(
     assert failures["launching OutOfResources"] == ["left", f"{said}OutOfResources no"]
     for name in ("compiling AcceleratorError", "launching AcceleratorError", "launching RuntimeError"):
         assert failures[name] == ["raised", "no"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_all_of_this_in_an_environment_with_triton(tmp_path):
-    """An environment with triton and a NumPy that its interpreter takes, before the packages of this one."""
-    venv.create(tmp_path, with_pip=True)
-    python = tmp_path / "bin/python"
-    install = [python, "-m", "pip", "install", "--quiet", "triton", "numpy<2.4"]
-    done = subprocess.run(install, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"triton and numpy<2.4 cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-    packages = next(tmp_path.glob("lib/python*/site-packages"))
-    (packages / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    words = f"-m pytest -n 0 -q -p no:cacheprovider {__file__} -k".split()
-    run = [python, *words, "not in_an_environment", "-m", "slow or not slow"]
-    root = Path(__file__).parents[2]
-    told = subprocess.run(run, capture_output=True, text=True, check=False, cwd=root).stdout
-    assert "failed" not in told and "error" not in told, told
-    passed = re.search(r"(\d+) passed", told)
-    assert passed is not None and int(passed[1]) >= len(CASES) + 8, told
 
 
 @pytest.mark.parametrize(
