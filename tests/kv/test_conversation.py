@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,21 +176,6 @@ def test_the_end_token_is_not_in_the_text():
     assert told.text == tokenizer.decode([30, 31])
 
 
-class _Stops:
-    """A streamer that is interrupted at the third token."""
-
-    def __init__(self):
-        self.count = 0
-
-    def put(self, value: Tensor):
-        self.count += 1
-        if self.count == 4:  # the prompt came first
-            raise KeyboardInterrupt
-
-    def end(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("edit", "answers"),
     [(SMALL, "recompute"), (H2O(budget=20), "keep")],
@@ -200,7 +186,9 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers):
     for each in (chat, calm):
         ask(each, 0)
     with pytest.raises(KeyboardInterrupt):
-        ask(chat, 2, streamer=_Stops())
+        ask(
+            chat, 2, streamer=Mock(put=Mock(side_effect=[None, None, None, KeyboardInterrupt]))
+        )  # the prompt comes first
     assert len(chat.turns) == 1
     assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(calm), strict=True))
     assert torch.equal(logits(ask(chat, 1)), logits(ask(calm, 1)))

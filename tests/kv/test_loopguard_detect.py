@@ -11,7 +11,7 @@ from loop_texts import TABLES
 from organisms import tiny_model
 from refusals import refused
 from torch import Tensor
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import AutoTokenizer, LogitsProcessorList
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.pieces import Rewinder
@@ -23,19 +23,6 @@ BUNDLED = Path(__file__).parents[2] / "sinkscope/models/bundled"
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
 P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)
 LOOPS = [11, 12, 13] * 20
-
-
-class Write(LogitsProcessor):
-    """Each row writes its own tokens."""
-
-    def __init__(self, rows: list[list[int]], prompt: int):
-        self.rows, self.prompt = rows, prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        out = torch.full_like(scores, -torch.inf)
-        for row, tokens in enumerate(self.rows):
-            out[row, tokens[input_ids.shape[1] - self.prompt]] = 0
-        return out
 
 
 def run(model, ids: Tensor, mask: Tensor, *processors, **settings) -> Tensor:
@@ -94,7 +81,8 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     reporter = LoopReporter(TAIL, eos_token_id=[2, 3], stop=True)
     first, second = (triggers(row, TAIL)[0] for row in rows[:2])
     for _ in range(2):  # a second generation begins anew
-        out = run(model, ids, mask, Write(rows, 9), reporter)[:, 9:].tolist()
+        out = run(model, ids, mask, reporter, prefix_allowed_tokens_fn=lambda row, ids: [rows[row][len(ids) - 9]])
+        out = out[:, 9:].tolist()
         assert first < second < 40 and len(out[0]) == second + 1
         assert out[:2] == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
         assert {event.row for event in reporter.events} == {0, 1}

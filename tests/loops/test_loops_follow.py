@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 import pytest
 from loop_texts import prose
@@ -129,11 +130,9 @@ def test_exit_codes_and_the_first_loop(tmp_path, typed):
 
 @pytest.fixture
 def process():
-    def heed():  # a shell lets what runs in the background ignore Ctrl-C
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     command = [sys.executable, "-m", "sinkscope", "loops", "--follow"]
     pipe = subprocess.PIPE
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets its background ignore Ctrl-C
     started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
     yield started
     started.kill()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,13 +258,11 @@ def test_an_upstream_that_is_no_address(wrong):
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
     upstream = Upstream()
 
-    def heed():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     with _served(upstream.app()) as direct:
         words = [sys.executable, "-X", "importtime", "-m", "sinkscope", "loops", "--proxy", direct, "--port", "0"]
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed, env=environment)
         try:
             address = process.stdout.readline().split()[0]

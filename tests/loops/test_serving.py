@@ -254,11 +254,8 @@ def test_vllm_says_which_token_cut_a_request():
 def test_sglang_says_that_a_request_was_cut(monkeypatch):
     """At the first token of the action, and never for a request that does not loop."""
 
-    class Matched:
-        def __init__(self, matched):
-            self.matched = matched
-
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", SimpleNamespace(FINISH_MATCHED_STR=Matched))
+    reasons = SimpleNamespace(FINISH_MATCHED_STR=lambda matched: f"matched {matched}")
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", reasons)
     processor = serving.SglangLoopProcessor()
 
     def finish(tokens, **missing):
@@ -272,7 +269,7 @@ def test_sglang_says_that_a_request_was_cut(monkeypatch):
         return request
 
     looping = finish([5, 6, 7] * 30)
-    assert looping.to_finish.matched == "repetition_detected"
+    assert looping.to_finish == "matched repetition_detected"
     assert finish(range(90)).to_finish is None
     assert not hasattr(finish([5, 6, 7] * 30, to_finish=0), "to_finish")  # an older version: only its end token
 
