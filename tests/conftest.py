@@ -181,7 +181,11 @@ def refusal(typed: Callable[..., Any]) -> Callable[..., str]:
     def run(words: str | list[str]) -> str:
         before = sorted(os.listdir())
         out, err = typed(words, 2)
-        assert (out, err[:7], err.count("\n")) == ("", "error: ", 1) and sorted(os.listdir()) == before, out + err
+        assert (out, err[:7], err.count("\n")) == ("", "error: ", 1) and sorted(os.listdir()) == before, (
+            words,
+            out,
+            err,
+        )
         return err[7:].strip()
 
     return run

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
+
+Line = tuple[str, int]
+"""Its kind, and its key or distance."""
 
 
 def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
@@ -28,16 +32,24 @@ def offsets(queries: int, keys: int) -> Tensor:
     return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
 
 
+@cache
+def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
+    """The cells `[query key]` of each line."""
+    offset = offsets(queries, keys)
+    cells = {}
+    for place in range(keys):
+        cells["vertical", place] = (torch.arange(keys) == place) & (offset >= 0)
+        cells["slash", place] = offset == place
+    return cells
+
+
 def on_lines(lines: HeadLines) -> Tensor:
     """Which cells `[head query key]` lie on lines, line by line."""
     heads, keys = lines.vertical.shape
-    offset = offsets(lines.queries, keys)
     found = torch.zeros(heads, lines.queries, keys, dtype=torch.bool)
-    for head, key in lines.vertical.nonzero().tolist():
-        found[head, :, key] = True
-    for head, distance in lines.slash.nonzero().tolist():
-        found[head] |= offset == distance
-    return found & (offset >= 0)
+    for (kind, place), cells in lines_of(lines.queries, keys).items():
+        found |= getattr(lines, kind)[:, place, None, None] & cells
+    return found
 
 
 def dense(scores: Scores, sees: Tensor | None = None) -> Tensor:

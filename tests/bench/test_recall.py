@@ -101,8 +101,7 @@ def test_how_far_a_chain_was_followed():
     answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], 1.0, None, 0.0)
     turn = Turn("?", ("bell glass lotte carpet rope .",))
     target, batch = target_of(*tiny()), Batch("f", "recall", (), (), 9)
-    metrics = Recall().score(target, batch, turn, answer)
-    assert (metrics["score"], metrics["prefix"]) == (0.0, 0.5)
     whole = replace(answer, text="bell glass lotte carpet rope", ended="eos")
-    metrics = Recall().score(target, batch, turn, whole)
-    assert (metrics["score"], metrics["prefix"]) == (1.0, 1.0)
+    for one, score, prefix in ((answer, 0.0, 0.5), (whole, 1.0, 1.0)):
+        metrics = Recall().score(target, batch, turn, one)
+        assert (metrics["score"], metrics["prefix"]) == (score, prefix)

@@ -49,6 +49,10 @@ def tensors(chat: Conversation, layers=None) -> list[Tensor]:
     return held
 
 
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
 @cache
 @torch.no_grad()
 def one_prompt(family: str) -> list[tuple[list[int], Tensor]]:
@@ -109,7 +113,7 @@ def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
     for chat, turn in ((branch, 1), (trunk, 2)):
         alone, said_alone = talk(0, turn)
         assert len(chat.turns) == 1 and [first, ask(chat, turn).ids] == said_alone
-        assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(alone), strict=True))
+        assert same(tensors(chat), tensors(alone))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers):
             if answers == "recompute":
                 cache.crop(-(NEW - 1))
             ids += turn.ids
-    assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(chat, cache.layers), strict=True))
+    assert same(tensors(chat), tensors(chat, cache.layers))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answ
     first = ask(asked, 0)
     gold = told.say(said(0), first.ids)
     assert (gold.ids, gold.read, gold.queries) == (first.ids, first.read, first.queries)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(asked), tensors(told), strict=True))
+    assert same(tensors(asked), tensors(told))
     assert torch.equal(logits(ask(asked, 1)), logits(ask(told, 1)))
     other = Conversation(model, edit, answers=answers)
     other.say(said(0), [7] * NEW)
@@ -190,7 +194,7 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers):
             chat, 2, streamer=Mock(put=Mock(side_effect=[None, None, None, KeyboardInterrupt]))
         )  # the prompt comes first
     assert len(chat.turns) == 1
-    assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(calm), strict=True))
+    assert same(tensors(chat), tensors(calm))
     assert torch.equal(logits(ask(chat, 1)), logits(ask(calm, 1)))
     assert chat.turns[1].events == calm.turns[1].events
 

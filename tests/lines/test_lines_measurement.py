@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from itertools import combinations, product
 from statistics import fmean
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from intervention_kit import bridge_of
+from lines_kit import Line, lines_of
 from organisms import tiny_model
 from raw_kit import attention
 from refusals import refused
@@ -22,9 +22,6 @@ from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import LineWeights, lines, shared_by_second
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
-
-Line = tuple[str, int]
-"""Its kind, and its key or distance."""
 
 
 def ids_of(length: int, seed: int = 0) -> list[int]:
@@ -49,17 +46,6 @@ def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(ma
     assert (claim.value, claim.control.value) == (pytest.approx(1 - mass), pytest.approx(1 - random))
     assert claim.verdict == verdict and claim.draws == 1 and claim.place == "10% of all lines"
     assert f"lines carry {mass:.1%} of the attention; random lines" in result.conclusion()
-
-
-@cache
-def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
-    """The cells of each line, of rows [query key] whose last query sees the last key."""
-    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-    cells: dict[Line, Tensor] = {}
-    for place in range(keys):
-        cells["vertical", place] = (torch.arange(keys) == place) & (back >= 0)
-        cells["slash", place] = back == place
-    return cells
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lines_kit import dense, on_lines
+from lines_kit import dense, lines_of, on_lines
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
@@ -82,18 +82,17 @@ def test_against_the_exhaustive_optimum(queries, past):
     assert means["exact"] < means["faithful"]  # it subtracts overlaps that are not there
 
 
-def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]:
+def printed(probs: Tensor, alpha: float) -> tuple[set[int], set[int]]:
     """Algorithm 5 step by step: at each the best line of both kinds per new cell, slash lines first among equals."""
     queries, keys = probs.shape
-    cells = {("v", j): [(r, j) for r in range(queries) if j <= past + r] for j in range(keys)}
-    cells |= {("s", o): [(r, past + r - o) for r in range(queries) if o <= past + r] for o in range(keys)}
-    weight = {line: sum(float(probs[cell]) for cell in held) for line, held in cells.items()}
-    largest = {line: max((float(probs[cell]) for cell in held), default=0.0) for line, held in cells.items()}
-    chosen = {"v": [0], "s": [0]}
-    total = sum(float(probs[cell]) for cell in {*cells["v", 0], *cells["s", 0]})
+    cells = lines_of(queries, keys)
+    weight = {line: float((probs * held).sum()) for line, held in cells.items()}
+    largest = {line: float((probs * held).max()) for line, held in cells.items()}
+    chosen = {"vertical": [0], "slash": [0]}
+    total = float(probs[cells["vertical", 0] | cells["slash", 0]].sum())
     while total < alpha * queries:
         offers = []
-        for kind, other in (("s", "v"), ("v", "s")):
+        for kind, other in (("slash", "vertical"), ("vertical", "slash")):
             rest = [line for line in range(keys) if line not in chosen[kind]]
             if rest:  # each list is in order of weight, so only its first line is looked at
                 line = max(rest, key=lambda n, kind=kind: weight[kind, n])
@@ -104,7 +103,7 @@ def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]
         _, gain, kind, line = max(offers, key=lambda offer: offer[0])
         total += max(0.0, gain)
         chosen[kind].append(line)
-    return set(chosen["v"]), set(chosen["s"])
+    return set(chosen["vertical"]), set(chosen["slash"])
 
 
 @pytest.mark.parametrize(("queries", "past", "alpha"), [(12, 0, 0.5), (9, 6, 0.6), (14, 3, 0.7), (6, 0, 1.0 - 1e-9)])
@@ -115,7 +114,7 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
         lines = select_lines(scores, alpha, variant="faithful")
         probs = dense(scores)
         for head in range(2):
-            vertical, slash = printed(probs[head], past, alpha)
+            vertical, slash = printed(probs[head], alpha)
             assert set(lines.vertical[head].nonzero().flatten().tolist()) == vertical
             assert set(lines.slash[head].nonzero().flatten().tolist()) == slash
             whole += len(vertical) == queries + past
