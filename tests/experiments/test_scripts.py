@@ -22,6 +22,7 @@ from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import streaming_llm
+from experiments.loopguard.honest import honest_texts
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel, alone
 from experiments.make_shape import make_plan
@@ -158,6 +159,15 @@ CASES = {
     ),
     "loopguard.figure2": Case(
         "{run} --out {out}", lambda made: made["result"]["folders"][0]["runs"] == 1, "loopguard_fig2.json"
+    ),
+    "loopguard.figure4": Case(
+        "{run} --out {out}",
+        lambda made: (
+            [(g["method"], g["counts"], g["positions"]) for g in made["result"]["guards"]] == [("loopguard", [1], [20])]
+        ),
+        "loopguard_fig4.json",
+        {"honest_texts": lambda: honest_texts()[:1]},
+        quick=True,
     ),
     "loopguard.why": Case(
         "--count 0 --out {out}",
