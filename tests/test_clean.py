@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 FORBIDDEN = {
     "a home folder": r"/(?:home|Users)/(?!me\b|you\b|user\b)[a-z_][\w.-]*/|/root/|[A-Z]:\\{1,2}Users\\{1,2}(?!\\|me\b)",
     "a place of work": r"(?<![\w.<-])/work/|(?<![\w/.])shared/|\.\./shared/",

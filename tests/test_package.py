@@ -15,10 +15,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 import sinkscope
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A package imports only what stands above it.
 ORDER = (

@@ -37,7 +37,6 @@ from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
 from sinkscope.results.tables import SCREEN
 
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = dict(os.environ)
 EVERY = pytest.mark.parametrize("words", list(commands()))
 

@@ -7,12 +7,12 @@ import re
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import unquote
 
 import browser
 import numpy as np
 import pytest
+from repository import FIGURES
 
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
@@ -37,7 +37,7 @@ def bundled():
 @pytest.fixture(scope="module")
 def view(bundled):
     """The model in the package on a short text, with its circuit and a generation."""
-    bundled.sink.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
+    bundled.sink.circuit = Circuit.load(FIGURES / "circuit.json")
     return replace(bundled.view(TEXT), generation=generation_of(bundled.sink.setup, 12))
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from repository import ROOT
 
 import sinkscope
 from experiments.script import run as run_script
@@ -27,7 +28,6 @@ from sinkscope.kv import registry
 from sinkscope.models import adapters
 from sinkscope.results.result import Result
 
-ROOT = Path(__file__).parents[2]
 STRANGER = ROOT / "tests/fixtures/attention_entropy.py"
 BUNDLED = ROOT / "sinkscope/models/bundled/model.safetensors"
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import FIGURES
 from same_kit import differences
 
 from experiments import drawn
 from experiments.script import run
 from sinkscope.app.cli import main
 
-FIGURES = Path(__file__).parents[2] / "figures"
 QUICKEST = ("loopserve_fig2a", "repeat-ablate")  # run by default
 QUICK = ("barcode", "barcode-guard", "circuit", "clusters", "converge", "find_sinks", "heads", "patch-eval")
 QUICK += ("lines", "patch-make", "repeat", "repeat-attention", "rotary", "separate")

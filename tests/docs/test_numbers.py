@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAPERS = ("repeated-token", "loopguard", "loopserve")
 _MARK = re.compile(r"<!-- figures/(\S+)\.json: (.+?) -->", re.DOTALL)
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
+from repository import ROOT
 
 import sinkscope as ss
 
-PAGE = Path(__file__).parents[2] / "docs/other_libraries.md"
+PAGE = ROOT / "docs/other_libraries.md"
 LIBRARIES = {"TransformerLens": "transformer_lens", "nnsight": "nnsight", "kvpress": "kvpress", "SAELens": "sae_lens"}
 ROWS = [
     (section.partition("\n")[0], *row)

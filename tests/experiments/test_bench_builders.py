@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from refusals import refused
+from repository import ROOT
 
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
 from experiments.loopserve import build as serve_build
-
-ROOT = Path(__file__).parents[2]
 
 
 def records(count: int) -> list[LongBenchRecord]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from organisms import organism
+from repository import ROOT
 
 from sinkscope.app.scan_table import scan_table
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("gpt2", "llama", "qwen2")
 
 

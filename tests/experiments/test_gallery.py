@@ -7,28 +7,27 @@ import subprocess
 import sys
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from repository import FIGURES, ROOT
 
 from experiments.gallery import figure_of
 from experiments.script import run
 from sinkscope.files.envelope import known_kinds
 from sinkscope.results.result import Result
 
-FIGURES = sorted((Path(__file__).parents[2] / "figures").glob("*.json"))
+FILES = sorted(FIGURES.glob("*.json"))
 
 
 def test_gallery_names_every_committed_picture_and_its_command():
-    root = Path(__file__).parents[2]
-    if shutil.which("git") is None or not (root / ".git").exists():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no git checkout")
-    names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=root, capture_output=True, text=True, check=True)
-    page = (root / "docs/gallery.md").read_text()
+    names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=ROOT, capture_output=True, text=True, check=True)
+    page = (ROOT / "docs/gallery.md").read_text()
     shown = re.findall(r"\]\(\.\./(figures/[^)]*)\)", page)
     missing = set(names.stdout.split()) - set(shown)
     assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
-    assert all((root / name).is_file() for name in shown)
+    assert all((ROOT / name).is_file() for name in shown)
     assert len(re.findall(r"^`(?:sinkscope |(?:python|torchrun .*) -m experiments\.)\S.*`$", page, re.M)) == len(shown)
 
 
@@ -39,7 +38,7 @@ def keys(data: object) -> object:
     return [keys(part) for part in data[:1]] if isinstance(data, list) else None
 
 
-@pytest.mark.parametrize("file", FIGURES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
     """Its data are those that the command would write today, and the words of the command are options of today."""
     data = json.loads(file.read_text())
@@ -57,13 +56,13 @@ def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
 
 def test_a_saved_result_is_drawn_by_a_program_that_imports_no_more_than_results():
     script = "import sys, sinkscope.results.result as r; print(len(r.Result.load(sys.argv[1]).figure().data))"
-    sinks = next(file for file in FIGURES if file.stem == "find_sinks")
+    sinks = next(file for file in FILES if file.stem == "find_sinks")
     made = subprocess.run([sys.executable, "-c", script, sinks], capture_output=True, text=True, check=True)
     assert int(made.stdout) == len(Result.load(sinks).figure().data) > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("picture", [file.with_suffix(".png") for file in FIGURES], ids=lambda picture: picture.stem)
+@pytest.mark.parametrize("picture", [file.with_suffix(".png") for file in FILES], ids=lambda picture: picture.stem)
 def test_a_picture_is_drawn_from_the_json_beside_it(picture):
     if picture.exists():
         assert figure_of(picture).to_plotly_json()["data"]

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 from bench_kit import MODEL, SETTINGS, made_record, tiny
 from bench_kit import dialogues as prompts
+from repository import ROOT
 
 from experiments.drawn import put_table
 from experiments.loopserve import dialogues, longeval, runs, table1
@@ -17,8 +18,6 @@ from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):

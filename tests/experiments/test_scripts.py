@@ -17,6 +17,7 @@ import pytest
 from bench_kit import guarded_run
 from covering import slow
 from organisms.kept_loops import kept_loops
+from repository import ROOT
 
 from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
@@ -31,8 +32,6 @@ from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.results.options import parameters_of
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

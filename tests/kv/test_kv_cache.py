@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from random import Random
 from unittest import mock
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_kit import Drawn, close, decode, model_of, prompts, shallow_of
 from refusals import refused
+from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import UnsupportedError
@@ -24,7 +24,7 @@ from sinkscope.kv.usage import allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
-PAGE = Path(__file__).parents[2] / "docs/kv_states.md"
+PAGE = ROOT / "docs/kv_states.md"
 
 
 def transitions() -> dict[str, dict[str, set[str]]]:

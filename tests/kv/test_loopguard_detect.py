@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from kv_kit import prompts, shallow_of
 from loop_texts import TABLES
 from organisms import tiny_model
 from refusals import refused
+from repository import ROOT
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessorList
 
@@ -19,7 +18,7 @@ from sinkscope.loops.guard import LoopReporter
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 
-BUNDLED = Path(__file__).parents[2] / "sinkscope/models/bundled"
+BUNDLED = ROOT / "sinkscope/models/bundled"
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
 P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)
 LOOPS = [11, 12, 13] * 20

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lines_kit import along, drawn
+from repository import ROOT
 from test_loopserve_sparse import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,7 +25,6 @@ from sinkscope.lines.shapes import AShape
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
-ROOT = Path(__file__).parents[2]
 CASES = [
     (*case, dtype)
     for case in (  # lines, queries, keys before them, width, kv heads, limit above which heads are dense
@@ -49,7 +48,7 @@ def found():
         int(np.ones(1, dtype=np.int64))  # Triton 3.6's interpreter does so; NumPy 2.5 refuses
     except TypeError:
         pytest.skip("Triton's interpreter does not run with this version of NumPy")
-    here = Path(__file__).parents[1]
+    here = ROOT / "tests"
     path = os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
     run = [sys.executable, str(here / "triton_cases.py"), json.dumps(CASES)]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)

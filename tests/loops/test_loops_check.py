@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import TABLES, prose
 from refusals import refused
+from repository import ROOT
 
 from sinkscope.loops import LoopCheck, check, check_file, compression_ratio, type_token_ratio
 from sinkscope.loops.text.outputs import Splitter, spans, split
 from sinkscope.results.result import Result
-
-ROOT = Path(__file__).parents[2]
 
 
 def _lines(*records: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import sys
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from unittest import mock
@@ -17,13 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
+from repository import ROOT
 
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops import servers as serving
 from sinkscope.loops.servers import loop_row
 from sinkscope.loops.servers.loop_row import ENVIRONMENT, LoopRow, ServingSettings
 
-ROOT = Path(__file__).parents[2]
 SEEDS = st.integers(0, 2**32)
 ACTIONS = st.lists(st.sampled_from(["stop", "force"]), min_size=1, max_size=4)
 
