@@ -15,7 +15,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from repository import ROOT, python, ran
 
 import sinkscope
 
@@ -41,12 +41,6 @@ ORDER = (
 )
 
 
-def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
@@ -55,7 +49,7 @@ def _python(code: str) -> str:
     ],
 )
 def test_import_loads_nothing_heavy(module, heavy):
-    assert _python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
+    assert python(f"import sys, {module}; print({heavy} & set(sys.modules))").stdout == "set()\n"
 
 
 def test_public_names_are_there():
@@ -204,12 +198,7 @@ def test_every_error_page_is_there_and_in_the_index():
 def test_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = ran([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path])
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from email.message import Message
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest import mock
 import click
 import pytest
 import torch
+from repository import python, ran
 from sample_results import sample_find_sinks
 
 import sinkscope
@@ -37,7 +37,6 @@ from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
 from sinkscope.results.tables import SCREEN
 
-ENVIRONMENT = dict(os.environ)
 EVERY = pytest.mark.parametrize("words", list(commands()))
 
 
@@ -63,7 +62,7 @@ def test_the_list_of_commands_is_there_at_once():
         "import sys\nfrom sinkscope.app.cli import main\nfor words in ([], ['--version']):\n    main(words)\n"
         "print({'torch', 'transformers', 'plotly', 'pandas', 'numpy', 'pydantic'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    done = python(code)
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
     assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
@@ -97,7 +96,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
 def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     code = "import sys; sys.argv = ['sinkscope']; from sinkscope.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | question, capture_output=True, text=True)
+    done = python(code, **question)
     assert done.stdout.split() == [f"plain,{word}"] and done.stderr == ""
 
 
@@ -302,8 +301,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
 def test_streams_without_listeners_and_odd_words(tmp_path, words, code, message):
     (tmp_path / "loop.txt").write_text("one two three four\n" * 300)
     line = ["bash", "-c", f"{sys.executable} -m sinkscope {words}"]
-    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1"}  # the first line already has no reader
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = ran(line, tmp_path, PYTHONUNBUFFERED="1")  # the first line already has no reader
     said = re.sub(r"^loop in .*\n", "", done.stderr, flags=re.M)  # what is found comes while the file is read
     assert done.returncode == code and said.startswith(message), done.stderr
     assert said.count("\n") == bool(message) and "Traceback" not in done.stderr
@@ -323,6 +321,4 @@ def test_standard_input_is_utf8_whatever_the_terminal_is(tmp_path, monkeypatch, 
 
 def test_tokens_that_the_terminal_cannot_show():
     code = "from sinkscope.app import cli; cli._prepare_streams(); print('\\u0120the \\ud800')"
-    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "\\u0120the \\ud800\n"
+    assert python(code, PYTHONIOENCODING="ascii").stdout == "\\u0120the \\ud800\n"

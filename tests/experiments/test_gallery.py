@@ -3,13 +3,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from functools import wraps
 from importlib import import_module
 
 import pytest
-from repository import FIGURES, ROOT
+from repository import FIGURES, ROOT, python, ran
 
 from experiments.gallery import figure_of
 from experiments.script import run
@@ -22,10 +20,10 @@ FILES = sorted(FIGURES.glob("*.json"))
 def test_gallery_names_every_committed_picture_and_its_command():
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no git checkout")
-    names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = ran(["git", "ls-files", "figures/*.png"]).stdout.split()
     page = (ROOT / "docs/gallery.md").read_text()
     shown = re.findall(r"\]\(\.\./(figures/[^)]*)\)", page)
-    missing = set(names.stdout.split()) - set(shown)
+    missing = set(names) - set(shown)
     assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
     assert all((ROOT / name).is_file() for name in shown)
     assert len(re.findall(r"^`(?:sinkscope |(?:python|torchrun .*) -m experiments\.)\S.*`$", page, re.M)) == len(shown)
@@ -57,8 +55,7 @@ def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
 def test_a_saved_result_is_drawn_by_a_program_that_imports_no_more_than_results():
     script = "import sys, sinkscope.results.result as r; print(len(r.Result.load(sys.argv[1]).figure().data))"
     sinks = next(file for file in FILES if file.stem == "find_sinks")
-    made = subprocess.run([sys.executable, "-c", script, sinks], capture_output=True, text=True, check=True)
-    assert int(made.stdout) == len(Result.load(sinks).figure().data) > 3
+    assert int(python(script, str(sinks)).stdout) == len(Result.load(sinks).figure().data) > 3
 
 
 @pytest.mark.slow

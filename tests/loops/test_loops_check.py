@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import TABLES, prose
 from refusals import refused
-from repository import ROOT
+from repository import python
 
 from sinkscope.loops import LoopCheck, check, check_file, compression_ratio, type_token_ratio
 from sinkscope.loops.text.outputs import Splitter, spans, split
@@ -218,9 +217,7 @@ def test_no_torch_is_loaded(tmp_path):
         "follow = main(['loops', '--follow', sys.argv[1]])\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'plotly', 'pandas'} & set(sys.modules)), code, follow)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
     assert "\nConclusion: x.txt loops: its last " in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
