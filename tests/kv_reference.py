@@ -92,6 +92,11 @@ def tova(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], first=0
     return pick(scores, held, budgets, first, [last] * len(budgets))
 
 
+def progressive(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], interval=4) -> Tensor:
+    """Li et al. 2025, algorithm 6, where a choice evicts: the latest queries, mean over the heads of a kv head."""
+    return pick(probs[..., -interval:, :].sum(-2).mean(2), held, budgets)
+
+
 def snapkv(
     probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], window=64, kernel=5, pooling="avg", reduce="mean"
 ) -> Tensor:

@@ -18,13 +18,13 @@ from unittest.mock import Mock
 import pytest
 from filelock import FileLock
 from organisms import organism
+from refusals import refused
 from scan_kit import DIES_ONCE, HANGS, few_parts, plant, results
 
 import sinkscope as ss
 from sinkscope.app import scan as scanning
 from sinkscope.app.many import scan_many
 from sinkscope.app.scan import scan
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import OURS
 
 pytestmark = pytest.mark.few_texts
@@ -83,9 +83,9 @@ def test_threads_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
 def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed):
     out = Path(shutil.copytree(alone, tmp_path / "out"))
     table = scan_many([models[0], tmp_path / "absent"], out, Serial(), quick=True)
-    with pytest.raises(SinkscopeError) as refused:
+    with refused() as said:
         scan(tmp_path / "absent", out=tmp_path / "other")
-    assert table.exit_code == 1 and f"absent has no card: {refused.value}" in table.details()
+    assert table.exit_code == 1 and f"absent has no card: {said.value}" in table.details()
     compare(out, alone, models)
     said = typed(f"scan table {out} --csv -", 1).out
     assert "absent" in said and "run the same command again" in said
@@ -172,9 +172,9 @@ def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_p
         (same, {}, "two models go to the folder llama"),
         ([organism("llama", 2)], {}, "expected names, folders or files"),
     ):
-        with pytest.raises(SinkscopeError, match=said):
+        with refused(said):
             scan_many(given, tmp_path / "out", never, **settings)
-    with pytest.raises(SinkscopeError, match="is the folder of another run"):
+    with refused("is the folder of another run"):
         scan_many(models, alone / "llama", never)
     assert "give --out DIR" in typed(f"scan {models[0]} {models[1]}", 2).err
     assert not (tmp_path / "out").exists()
@@ -189,10 +189,10 @@ def test_a_full_disk_and_a_worker_without_the_package_end_it(models, monkeypatch
         measured = scanning._measured
         fill = lambda part: part.name == "repeat" and patch.setattr(os, "fsync", full)  # noqa: E731
         patch.setattr(scanning, "_measured", lambda part, *rest: (fill(part), measured(part, *rest))[1])
-        with pytest.raises(SinkscopeError, match=r"no space left on device.*are kept: make room and run the same"):
+        with refused(r"no space left on device.*are kept: make room and run the same"):
             scan_many(models[1:], tmp_path, Serial(), quick=True)
     assert (tmp_path / "gpt2/find-sinks.json").exists() and not (tmp_path / "gpt2/repeat.json").exists()
     (row,) = scan_many(models[1:], tmp_path, Serial(RuntimeError("its process ended")), quick=True).scans
     assert row.scan == "gpt2" and "RuntimeError: its process ended" in str(row.problem)
-    with pytest.raises(SinkscopeError, match="install sinkscope where the executor works"):
+    with refused("install sinkscope where the executor works"):
         scan_many(models, tmp_path, Serial(ModuleNotFoundError("No module named 'sinkscope'")), quick=True)

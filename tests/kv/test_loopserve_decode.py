@@ -29,27 +29,18 @@ def assert_chosen(model, policy: Progressive, kept: list[list[Tensor]]):
         whole = (column <= column[:, None]) & (MASK[:, None] > 0)
         if (window := window_of(model.config, layer)) is not None:
             whole &= column > column[:, None] - window
-        held = MASK[:, None].bool().repeat(1, key.shape[1], 1)
-        for now in range(PROMPT, IDS.shape[1]):
-            got = kept[now - PROMPT][layer][..., :now]
-            if now < PROMPT + policy.after or (now - PROMPT - policy.after) % policy.interval:
-                continue
-            free = whole[:, None]
-            if policy.mode == "evict":
-                free = free & held.repeat_interleave(groups, 1)[:, :, None]
-            probs = scores.masked_fill(~free, -1e9).softmax(-1) * free
+        probs = scores.masked_fill(~whole[:, None], -1e9).softmax(-1) * whole[:, None]
+        for now in range(PROMPT + policy.after, IDS.shape[1], policy.interval):
             votes = probs[:, :, now - policy.interval : now, :now].sum(2).unflatten(1, (-1, groups)).mean(2)
-            order = votes.masked_fill(~held[..., :now], -1).sort(descending=True, stable=True).indices
-            keep = torch.zeros_like(got).scatter(-1, order[..., : int(policy.budget)], True) & held[..., :now]
-            assert torch.equal(got, keep), f"layer {layer}, column {now}"
-            if policy.mode == "evict":
-                held[..., :now] = keep
+            real = MASK[:, None, :now].bool()
+            best = votes.masked_fill(~real, -1).topk(int(policy.budget)).indices
+            keep = torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True) & real
+            assert torch.equal(kept[now - PROMPT][layer][..., :now], keep), f"layer {layer}, column {now}"
 
 
 POLICIES = {
     "text": Progressive(budget=12, every=4, after=4),
     "at once": Progressive(budget=9, every=4, after=0),
-    "evicting": Progressive(budget=12, every=4, after=0, mode="evict"),
     "odd": Progressive(budget=10, every=3, after=2),
 }
 

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+from sinkscope.lines.serve import Progressive
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
@@ -26,6 +27,7 @@ CASES = {
     "h2o": (H2O(budget=12), dense.h2o),
     "tova": (TOVA(budget=12), dense.tova),
     "snapkv": (SnapKV(budget=14, window=8, kernel=3), SNAP),
+    "progressive": (Progressive(budget=12, every=4, after=0, mode="evict"), dense.progressive),
 }
 
 
