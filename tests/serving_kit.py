@@ -84,13 +84,13 @@ class BatchProcessor(ABC):
     """vllm.v1.sample.logits_processor.LogitsProcessor"""
 
     @abstractmethod
-    def __init__(self, vllm_config, device, is_pin_memory: bool): ...
+    def __init__(self, vllm_config, device, is_pin_memory): ...
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor) -> torch.Tensor: ...
+    def apply(self, logits): ...
 
     @abstractmethod
-    def is_argmax_invariant(self) -> bool: ...
+    def is_argmax_invariant(self): ...
 
     @abstractmethod
     def update_state(self, batch_update): ...
@@ -99,25 +99,25 @@ class BatchProcessor(ABC):
 class SlotProcessor(ABC):
     """vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor"""
 
-    def add_request(self, req_idx: int, sampling_params) -> bool:
+    def add_request(self, req_idx, sampling_params):
         return True
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor, ctx) -> torch.Tensor: ...
+    def apply(self, logits, ctx): ...
 
 
 class CustomLogitProcessor(ABC):
     """sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor"""
 
     @abstractmethod
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor: ...
+    def __call__(self, logits, custom_param_list=None): ...
 
     @classmethod
-    def to_str(cls) -> str:
+    def to_str(cls):
         return json.dumps({"callable": dill.dumps(cls).hex()})
 
     @classmethod
-    def from_str(cls, json_str: str):
+    def from_str(cls, json_str):
         return dill.loads(bytes.fromhex(json.loads(json_str)["callable"]))()
 
 

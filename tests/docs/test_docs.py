@@ -162,17 +162,6 @@ _SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")
 _OUTPUT = re.compile(r"<!-- output: (.+?) -->")
 
 
-def marked_blocks() -> list[tuple[str, str, str]]:
-    """Marks, language and source of every block of the README, with what stands in for what tests do not have."""
-    found = []
-    for marks, language, source in _MARKED.findall((ROOT / "README.md").read_text()):
-        for there, written, _ in _WITH.findall(marks):
-            assert written in source, f"{written!r} is not in the block below its mark"
-            source = source.replace(written, there)
-        found.append((marks, language, source))
-    return found
-
-
 def typed(page: Path) -> set[str]:
     """The commands that a page shows, in its blocks, its lines and its tables."""
     text = page.read_text().replace("\\\n", " ").replace("\\|", "|")
@@ -229,8 +218,11 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     module = ModuleType("readme")
     monkeypatch.setitem(sys.modules, "readme", module)
-    for number, (marks, language, source) in enumerate(marked_blocks(), 1):
+    for number, (marks, language, source) in enumerate(_MARKED.findall((ROOT / "README.md").read_text()), 1):
         name = f"block {number} of the README"
+        for there, written, _ in _WITH.findall(marks):  # what stands in for what tests do not have
+            assert written in source, f"{written!r} is not in the block below its mark"
+            source = source.replace(written, there)
         if _SKIPPED.search(marks):
             continue
         if language == "python":
