@@ -89,12 +89,6 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    """The model in the package, opened once."""
-    return Explorer.open()
-
-
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"

@@ -9,12 +9,10 @@ import time
 from dataclasses import replace
 from urllib.parse import unquote
 
-import browser
 import numpy as np
 import pytest
 from repository import FIGURES
 
-from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
@@ -29,24 +27,10 @@ CAPTIONS = ".pair figcaption"
 
 
 @pytest.fixture(scope="module")
-def bundled():
-    """The model in the package, opened once."""
-    return Explorer.open()
-
-
-@pytest.fixture(scope="module")
 def view(bundled):
     """The model in the package on a short text, with its circuit and a generation."""
     bundled.sink.circuit = Circuit.load(FIGURES / "circuit.json")
     return replace(bundled.view(TEXT), generation=generation_of(bundled.sink.setup, 12))
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    if browser.found() is None:
-        pytest.skip("needs chromium or Chrome on the PATH")
-    with browser.chromium() as tab:
-        yield tab
 
 
 @pytest.fixture
