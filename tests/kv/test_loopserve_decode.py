@@ -8,10 +8,12 @@ from covering import each_other
 from guard_kit import EAGER, SMALL
 from kv_kit import attended, close, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
+from lines_kit import dense
 from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits, window_of
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.serve import Progressive, tokens_read
 from sinkscope.loops.guard import LoopGuard
 
@@ -22,20 +24,15 @@ PROMPT = 30
 def assert_chosen(model, policy: Progressive, kept: list[list[Tensor]]):
     """What is read from each choice on has the most votes: attention of the latest queries, of whole passes."""
     passed = attended(model, IDS, MASK, masks_of_run(model, kept, MASK, PROMPT))
-    column = torch.arange(IDS.shape[1])
     for layer, (query, key, _, scaling) in enumerate(passed):
-        groups = query.shape[1] // key.shape[1]
-        scores = query @ key.repeat_interleave(groups, 1).mT * scaling
-        whole = (column <= column[:, None]) & (MASK[:, None] > 0)
-        if (window := window_of(model.config, layer)) is not None:
-            whole &= column > column[:, None] - window
-        probs = scores.masked_fill(~whole[:, None], -1e9).softmax(-1) * whole[:, None]
-        for now in range(PROMPT + policy.after, IDS.shape[1], policy.interval):
-            votes = probs[:, :, now - policy.interval : now, :now].sum(2).unflatten(1, (-1, groups)).mean(2)
-            real = MASK[:, None, :now].bool()
-            best = votes.masked_fill(~real, -1).topk(int(policy.budget)).indices
-            keep = torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True) & real
-            assert torch.equal(kept[now - PROMPT][layer][..., :now], keep), f"layer {layer}, column {now}"
+        for row, real in enumerate(MASK.bool()):
+            scores = Scores(query[row], key[row], scaling, window_of(model.config, layer))
+            probs = dense(scores, real).unflatten(0, (key.shape[1], -1)).mean(1)
+            for now in range(PROMPT + policy.after, IDS.shape[1], policy.interval):
+                votes = probs[:, now - policy.interval : now, :now].sum(1)
+                best = votes.topk(int(policy.budget)).indices
+                keep = torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True)
+                assert torch.equal(kept[now - PROMPT][layer][row, :, :now], keep), f"layer {layer}, column {now}"
 
 
 POLICIES = {
