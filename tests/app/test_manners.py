@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 import sinkscope.app.pages as pages
 from sinkscope.bench.answer import answer_rows
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of
 from sinkscope.hooks.edit.decode import greedy, noted_decoding
 from sinkscope.models.modules.down_projections import w_out
@@ -170,9 +170,8 @@ def test_a_chat_template_that_fails_is_refused_in_one_line(template, says):
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
-    with pytest.raises(SinkscopeError, match="chat template") as caught:
+    with refused("chat template", [says, "leave out chat"]):
         chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m")
-    assert says in str(caught.value) and "leave out chat" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_chat_is_written_by_the_tokenizers_template():
