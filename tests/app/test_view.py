@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -146,18 +147,10 @@ def test_a_body_that_is_no_json_is_refused_in_one_line(bundled, body):
 @pytest.mark.parametrize(("then", "status", "most"), [("http.request", 413, 5), ("http.disconnect", 400, 2)])
 def test_of_a_body_that_is_too_large_or_broken_off_the_rest_is_never_read(bundled, then, status, most):
     part = {"type": "http.request", "body": b" " * (LARGEST_REQUEST // 4), "more_body": True}
-    messages, answers, taken = [part, *[part | {"type": then}] * 1000], [], []
-
-    async def receive():
-        taken.append(messages[len(taken)])
-        return taken[-1]
-
-    async def send(message):
-        answers.append(message)
-
+    receive, send = AsyncMock(side_effect=[part, *[part | {"type": then}] * 1000]), AsyncMock()
     scope = {"type": "http", "method": "POST", "path": "/secret/view", "headers": [(b"host", b"127.0.0.1")]}
     asyncio.run(application(bundled, "secret")({**scope, "query_string": b"", "root_path": ""}, receive, send))
-    assert answers[0]["status"] == status and len(taken) == most
+    assert send.await_args_list[0].args[0]["status"] == status and receive.await_count == most
 
 
 def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):

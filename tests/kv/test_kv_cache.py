@@ -16,7 +16,6 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
@@ -271,7 +270,7 @@ def test_an_edited_cache_is_refused_outside():
     cache = DynamicCache()
     with StreamingLLM(budget=6).on(model):
         decode(model, ids, mask, 12, cache)
-    with pytest.raises(UnsupportedError, match="outside of the `with`"):
+    with refused("outside of the `with`"):
         model(input_ids=ids[:, :1], past_key_values=cache)
     with Observe(lambda _: None).on(model):  # somebody who does not own the cache still knows its positions
         model(input_ids=ids[:, :1], past_key_values=cache)

@@ -17,15 +17,14 @@ from raw_kit import attention
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import LineWeights, lines, shared_by_second
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
 
 
-def ids_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(4, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def ids_of(length: int) -> list[int]:
+    return torch.randint(4, 90, (length,)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, f
 def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
-    texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
+    texts = [ids_of(30), ids_of(41), ids_of(33)]
     etas, layers = (0.05, 0.2, 1.0), [0, 2]
     result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     dense = [attention(model, torch.tensor([ids])) for ids in texts]
@@ -162,13 +161,13 @@ def test_short_texts_and_other_models_are_refused():
         with refused(message):
             lines(model, tokenizer=tokenizer, **options)
     for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
-        with pytest.raises(UnsupportedError, match="are not offered"):
+        with refused("are not offered"):
             lines(other, [ids_of(40)], tokenizer=tokenizer)
 
 
 def test_ids_need_no_tokenizer_and_texts_do():
     model = tiny_model("llama")[0]
     assert getattr(model, "tokenizer", None) is None
-    assert lines(model, [ids_of(40), ids_of(24, 1)], layers=[0]).tokens == (40, 24)
+    assert lines(model, [ids_of(40), ids_of(24)], layers=[0]).tokens == (40, 24)
     with refused("carries no tokenizer"):
         lines(model, ["a text"], layers=[0])
