@@ -40,9 +40,7 @@ def opened(view, tmp_path, chrome):
     page = tmp_path / "view.html"
 
     def opening(width: int = 1400, shown: ModelView = view, **how: bool):
-        page.write_text(
-            view_page(shown, "</script><b>"),
-        )
+        page.write_text(view_page(shown, "</script><b>"))
         chrome.open(page, width, **how)
         chrome.wait(LOADED)
         return chrome

@@ -57,9 +57,7 @@ def test_every_method_of_the_experiments_can_be_made():
 
 def test_the_page_shows_the_committed_numbers(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8"),
-    )
+    page.write_text((ROOT / "docs/papers/loopserve.md").read_text())
     before = page.read_text()
     record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text())
     put_table(page, "loopserve.longeval", longeval.table(record["result"]["sources"]))

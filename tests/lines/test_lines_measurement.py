@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import combinations, product
 from statistics import fmean
@@ -17,6 +16,7 @@ from raw_kit import attention
 from refusals import refused
 from torch import Tensor
 
+from sinkscope.files.store import lines as json_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import LineWeights, lines, shared_by_second
 from sinkscope.lines.votes import top_lines
@@ -126,7 +126,7 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
     file = tmp_path / "texts.jsonl"
     out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(json_lines(rows))
     shown = typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}").out
     printed = LineWeights.load(out)
     assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()

@@ -8,7 +8,6 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,10 @@ from loop_texts import TABLES, prose
 from refusals import refused
 from repository import python
 
+from sinkscope.files.store import lines
 from sinkscope.loops import LoopCheck, check, check_file, compression_ratio, type_token_ratio
 from sinkscope.loops.text.outputs import Splitter, spans, split
 from sinkscope.results.result import Result
-
-
-def _lines(*records: dict[str, Any]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def test_numbers_are_those_of_the_signals():
@@ -121,7 +117,7 @@ ANSWERS = {
 def test_the_json_of_answers_is_read(name, whole):
     """One document on several lines, or a line each, among honest ones that have the same ids."""
     fine = json.loads(json.dumps(ANSWERS[name]).replace("one more cup of tea, " * 40, prose(90)))
-    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else _lines(fine, ANSWERS[name])
+    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else lines([fine, ANSWERS[name]])
     verdicts = [one.verdict for one in check_file(io.BytesIO(text.encode()), form="jsonl").records]
     expected = "loops" if name in ("calls", "ids", "tokens") else "clean"
     assert verdicts == [expected, "loops"]
@@ -137,7 +133,7 @@ def test_tables_whose_rows_follow_a_rule_are_no_loops(name):
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 def test_a_file_is_told_of_while_it_is_read(form):
     texts = [f"{prose(900)} {'one more cup of tea, ' * 40} ", *(prose(900, seed) for seed in range(1, 30))]
-    content = "".join(texts) if form == "text" else _lines(*({"text": text} for text in texts))
+    content = "".join(texts) if form == "text" else lines({"text": text} for text in texts)
     source = io.BytesIO(content.encode())
     places: list[int] = []
     found = check_file(source, form=form, told=lambda _: places.append(source.tell()))
@@ -195,7 +191,7 @@ def test_an_input_that_is_neither_text_nor_ids_is_refused(wrong):
 
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    Path("runs.jsonl").write_text(_lines({"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}))
+    Path("runs.jsonl").write_text(lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
     said = typed("loops runs.jsonl --json x.json --max-new 900", 3).err
     assert said.startswith("loop in line 2 at token 348: period 2, ")
     found = Result.load("x.json")

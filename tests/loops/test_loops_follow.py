@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from server_streams import SERVERS, chunks, events
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
+from sinkscope.files.store import lines
 from sinkscope.loops import Alarm, MonitorSettings, Watch, check
 from sinkscope.loops.text.outputs import split
 
@@ -65,14 +65,13 @@ def test_choices_are_watched_apart():
 
 
 def test_json_lines_are_records_or_pieces():
-    lines = [{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}]
-    records = "".join(json.dumps(line) + "\n" for line in lines)
+    records = lines([{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}])
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
-    (alarm,) = _follow(json.dumps({"tokens": ids}) + "\n", settings=PAPER)
+    (alarm,) = _follow(lines([{"tokens": ids}]), settings=PAPER)
     assert alarm.stream == "line 1" and alarm.token == check(ids, settings=PAPER).records[0].detected
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
-    assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
+    assert len(_follow(lines(pieces))) == 1
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -97,12 +96,12 @@ def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     ],
 )
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
-    lines = events([{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in chunks(TEXT)]).split("data: ")
-    lines.insert(5, f"{bad}\n\n")
+    sent = events([{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in chunks(TEXT)]).split("data: ")
+    sent.insert(5, f"{bad}\n\n")
     watch = Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkscopeWarning)
-        (alarm,) = watch.follow(io.BytesIO("data: ".join(lines).encode()))
+        (alarm,) = watch.follow(io.BytesIO("data: ".join(sent).encode()))
     assert alarm.tail is not None and watch.skipped <= 1
 
 
