@@ -29,8 +29,6 @@ from sinkscope.files.store import OURS
 
 pytestmark = pytest.mark.few_texts
 
-NAMES = ("llama", "gpt2")
-
 
 class Serial:
     """The least executor: its results have nothing but `result()`, which may raise in place of the call."""
@@ -42,29 +40,11 @@ class Serial:
         return SimpleNamespace(result=Mock(side_effect=self.error or partial(function, *arguments)))
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> list[Path]:
-    """Small models with known sinks, a folder each."""
-    place = tmp_path_factory.mktemp("models")
-    return [Path(organism(name, 2).save(place / name)) for name in NAMES]
-
-
 @pytest.fixture(autouse=True)
 def start(monkeypatch, tmp_path_factory) -> Path:
     """The tests are about what runs the scans, and not about all their parts."""
     folder = tmp_path_factory.mktemp("start")
     few_parts(monkeypatch, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(models, tmp_path_factory) -> Path:
-    """A folder of scans of the models, one by one."""
-    folder = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        few_parts(patch, tmp_path_factory.mktemp("start"))
-        for model in models:
-            scan(model, out=folder / model.name, quick=True)
     return folder
 
 
@@ -76,7 +56,7 @@ def compare(out: Path, alone: Path, models: list[Path]):
 
 def test_threads_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
     table = scan_many(models, tmp_path, ThreadPoolExecutor(), quick=True)
-    assert table.exit_code == 0 and [row.scan for row in table.scans] == sorted(NAMES)
+    assert table.exit_code == 0 and [row.scan for row in table.scans] == ["gpt2", "llama"]
     compare(tmp_path, alone, models)
 
 
