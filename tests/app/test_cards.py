@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
-from organisms import Organism, organism
+from organisms import organism
 from refusals import refused
 from report_kit import files_shown, made_report
+from scan_kit import PARTS
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import context_arguments, scan
 from sinkscope.measure import Setup
+from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
 
 pytestmark = pytest.mark.few_texts
-
-FEW = ("find_sinks", "heads", "repeat")
 
 
 def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
@@ -28,54 +27,45 @@ def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
     monkeypatch.setattr(scanning, "PARTS", [part for part in scanning.PARTS if part.name in names])
 
 
-@cache
-def planted() -> Organism:
-    return organism("llama", 2)
+@pytest.fixture
+def model(models) -> Path:
+    """A small model with a known sink."""
+    return models[0]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A small model with a known sink, in a folder named model."""
-    return Path(planted().save(tmp_path_factory.mktemp("organism") / "model"))
-
-
+@pytest.fixture
 def neuron() -> str:
-    """The neuron that makes the sink of the small model."""
-    layer, index = planted().truth.neurons[0]
-    return f"L{layer}.N{index}"
+    """The neuron that makes its sink."""
+    return neuron_name(*organism("llama", 2).truth.neurons[0])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, model):
-    """The folder of a scan of the small model; for those who only read."""
-    folder = tmp_path_factory.mktemp("made") / "scan"
-    with pytest.MonkeyPatch.context() as patch:
-        only(patch, FEW)
-        scan(model, out=folder, quick=True)
-    return folder
+@pytest.fixture
+def folder(alone, model) -> Path:
+    """The folder of its scan, which is only read."""
+    return alone / model.name
 
 
-def test_every_part_and_the_card_are_in_the_folder(folder):
+def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     card = read_card(folder)
-    assert [part.name for part in card.parts] == list(FEW)
+    assert [part.name for part in card.parts] == list(PARTS)
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
     lost = numbers["spike lost without its neurons"]
     claim = sinks.minimal.claims[0]
     assert (lost.value, lost.control) == (1 - claim.value, 1 - claim.control.value)
-    assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron()
+    assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron
     assert card.to_dict() == SinkCard.load(folder / "card.json").to_dict()
     page = (folder / "card.html").read_text()
     for part in card.parts:
         assert part.conclusion in page.replace("&#x27;", "'")
         assert part.command in page
-    assert page.count('class="plot"') == len(FEW) + 1  # one is on the first screen
+    assert page.count('class="plot"') == len(PARTS) + 1  # one is on the first screen
     assert card.provenance.seconds == pytest.approx(sum(part.seconds or 0 for part in card.parts), abs=0.01)
 
 
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
-    only(monkeypatch, FEW)
+    only(monkeypatch, PARTS)
     before = json.loads((folder / "card.json").read_text())["result"]
     monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
     scan(model, out=folder, quick=True)
@@ -90,7 +80,7 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
-    only(monkeypatch, FEW)
+    only(monkeypatch, PARTS)
     options = {"out": folder, "quick": True, **other}
     with refused("begun with other settings"):
         scan(model, **options)
@@ -184,14 +174,14 @@ def test_lengths_fit_the_context():
     assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
-def test_a_fact_that_changed_is_named(folder):
+def test_a_fact_that_changed_is_named(folder, neuron):
     card = read_card(folder)
     first_part, *others = card.parts
     numbers = [replace(one, value="L9.N9") if one.key == "neurons" else one for one in first_part.numbers]
     compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
     first, *same = compared.changes
     assert first.changed and not any(change.changed for change in same)
-    assert f"first neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
+    assert f"first neurons that make the spike (L9.N9 before, {neuron} now" in compared.conclusion()
 
 
 def test_cards_of_different_settings_are_not_compared(folder):
