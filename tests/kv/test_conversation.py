@@ -100,8 +100,7 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
         (H2O(budget=20), "recompute"),
     ],
 )
-def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
-    model = model_of("llama")
+def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers, model):
 
     def talk(*turns):
         chat = Conversation(model, edit, answers=answers)
@@ -125,9 +124,8 @@ def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
         (SinkPatch(layer=1, neurons=[3, 5]) | StreamingLLM(budget=20), "recompute"),
     ],
 )
-def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers):
+def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers, model):
     """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
-    model = model_of("llama")
     chat = Conversation(model, policy, answers=answers)
     turns = [ask(chat, number) for number in range(2)]
     cache, ids = DynamicCache(), []
@@ -156,8 +154,7 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers):
     ("edit", "answers"),
     [(SMALL, "keep"), (H2O(budget=20), "recompute")],
 )
-def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answers):
-    model = model_of("llama")
+def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answers, model):
     asked, told = (Conversation(model, edit, answers=answers) for _ in range(2))
     first = ask(asked, 0)
     gold = told.say(said(0), first.ids)
@@ -184,8 +181,7 @@ def test_the_end_token_is_not_in_the_text():
     ("edit", "answers"),
     [(SMALL, "recompute"), (H2O(budget=20), "keep")],
 )
-def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers):
-    model = model_of("llama")
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers, model):
     chat, calm = (Conversation(model, edit, answers=answers) for _ in range(2))
     for each in (chat, calm):
         ask(each, 0)
@@ -233,8 +229,7 @@ def test_what_cannot_be_asked(prompt, more, words):
     assert not chat.turns
 
 
-def test_what_is_no_answer_and_no_edit():
-    model = model_of("llama")
+def test_what_is_no_answer_and_no_edit(model):
     for edit, answers, words in (
         (None, "none", "answers='none'"),
         ("loopserve", "keep", "edit='loopserve': expected LoopServe(...), a policy, patch or guard, or"),

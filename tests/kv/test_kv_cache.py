@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_kit import Drawn, close, decode, model_of, prompts, shallow_of
+from kv_kit import Drawn, close, decode, model_of, prompts
 from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -223,8 +223,7 @@ def test_crop_takes_minus_a_number():
         layer.crop(2)
 
 
-def test_a_cache_that_was_filled_before():
-    model = model_of("llama")
+def test_a_cache_that_was_filled_before(model):
     ids, mask = prompts([15, 9], 6)
     policy = Drawn(budget=7)
     with policy.on(model):
@@ -264,8 +263,7 @@ def model_of_base(model):
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def test_an_edited_cache_is_refused_outside():
-    model = model_of("llama")
+def test_an_edited_cache_is_refused_outside(model):
     ids, mask = prompts([12], 2)
     cache = DynamicCache()
     with StreamingLLM(budget=6).on(model):
@@ -286,9 +284,8 @@ def test_an_untouched_cache_goes_on_outside():
     close(torch.cat([first, decode(model, ids, mask, 22, cache, [])], 1), want)
 
 
-def test_usage_is_counted_by_hand():
+def test_usage_is_counted_by_hand(model):
     """Two layers hold the whole prompt in its own call, and 8 tokens and the new one in each of the six after it."""
-    model = shallow_of("llama")
     ids, mask = prompts([20, 13], 6)
     with Drawn(budget=8).on(model) as run:
         decode(model, ids, mask, 20)

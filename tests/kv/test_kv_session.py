@@ -72,9 +72,8 @@ def test_nothing_stays():
 
 
 @pytest.mark.parametrize("way", [Full(), LoopGuard(20), Drawn(budget=6), LoopServe(20, shortest=0)], ids=repr)
-def test_a_cache_goes_when_its_owner_lets_it_go(way):
+def test_a_cache_goes_when_its_owner_lets_it_go(way, model):
     """Also before Python next looks for circles: two caches of a large model do not fit beside each other."""
-    model = model_of("llama")
     caches: list[weakref.ref[DynamicCache]] = []
     alive: list[list[bool]] = []
     looking = model.model.register_forward_pre_hook(lambda *_: alive.append([cache() is not None for cache in caches]))
@@ -258,8 +257,7 @@ def test_a_policy_that_never_acts_warns_at_the_end(model):
         assert not warned(policy, *calls)
 
 
-def test_tokens_are_counted_since_the_number_of_rows_changed():
-    model = model_of("llama")
+def test_tokens_are_counted_since_the_number_of_rows_changed(model):
     with torch.no_grad(), Full().on(model) as run:
         cache = DynamicCache(config=model.config)
         model(IDS[:, :4], past_key_values=cache, use_cache=True)

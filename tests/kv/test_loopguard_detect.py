@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_kit import prompts, shallow_of
+from kv_kit import prompts
 from loop_texts import TABLES
 from organisms import tiny_model
 from refusals import refused
@@ -51,8 +51,7 @@ def test_tables_whose_rows_follow_a_rule_do_not_call_the_guard(name):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample):
-    model = shallow_of("llama")
+def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample, model):
     ids, mask = prompts([8])
     settings = {"output_scores": True, "return_dict_in_generate": True, "do_sample": sample}
     settings |= {"top_k": 0} if sample else {}  # scores come after the warpers, and the reporter reads before them
@@ -86,8 +85,7 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
         assert {event.row for event in reporter.events} == {0, 1}
 
 
-def test_bad_input():
-    model = shallow_of("llama")
+def test_bad_input(model):
     ids, mask = prompts([6, 6])
     with refused("batch of 2 rows and no eos_token_id"):
         run(model, ids, mask, LoopReporter(TAIL))

@@ -83,8 +83,7 @@ def test_options_keep_what_the_dense_reference_keeps(policy, choose, sizes):
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=6), TOVA(budget=6)], ids=str)
-def test_attention_that_a_model_returns_is_returned_of_every_token(policy):
-    model = model_of("llama")
+def test_attention_that_a_model_returns_is_returned_of_every_token(policy, model):
     model.set_attn_implementation("eager")
     ids, _ = prompts([9], 1)
     with policy.on(model):
