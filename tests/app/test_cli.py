@@ -37,8 +37,6 @@ from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
 from sinkscope.results.tables import SCREEN
 
-EVERY = pytest.mark.parametrize("words", list(commands()))
-
 
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
@@ -72,7 +70,7 @@ def test_the_list_of_commands_is_there_at_once():
         assert any(line.startswith(f"  {words.split()[0]} ") for line in lines)
 
 
-@EVERY
+@pytest.mark.parametrize("words", list(commands()))
 def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, typed):
     monkeypatch.setenv("COLUMNS", "80")
     text = typed([*words.split(), "--help"]).out
