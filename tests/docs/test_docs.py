@@ -8,16 +8,15 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from repository import ROOT
+from repository import ROOT, ran
 
 import sinkscope
 from experiments.script import run as run_script
@@ -213,7 +212,7 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
     (programs / "sinkscope").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sinkscope "$@"\n')
     (programs / "sinkscope").chmod(0o755)
     paths = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    shell = partial(ran, folder=tmp_path / "here", PATH=paths, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     module = ModuleType("readme")
@@ -228,10 +227,10 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
         if language == "python":
             exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
         if language == "bash":
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", source], env=env, capture_output=True, text=True)
+            done = shell(["bash", "-euo", "pipefail", "-c", source])
             assert done.returncode == 0, f"{name}:\n{source}\n{done.stderr[-2000:]}"
         for command in _OUTPUT.findall(marks):
-            done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+            done = shell(["bash", "-c", command])
             missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"
     assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
