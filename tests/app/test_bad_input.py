@@ -42,16 +42,10 @@ def _nan(name: str) -> Callable[[Path], object]:
     return change
 
 
-def _pickle(content: bytes) -> Callable[[Path], None]:
-    def change(folder: Path):
-        (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(content)
-
-    return change
-
-
-def _without(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
+def _pickled(folder: Path):
+    """Weights that would run a program."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR.")
 
 
 def _cut(folder: Path):
@@ -64,7 +58,7 @@ def _written(name: str, text: str) -> Callable[[Path], object]:
 
 
 SPOILED = [  # entries of config.json, or what is done to the folder; what is said of it
-    (_without("config.json"), ("m has no config.json", "give the folder")),
+    (lambda folder: (folder / "config.json").unlink(), ("m has no config.json", "give the folder")),
     (_written("config.json", "[1]"), ("config.json of m has no model_type", "give one")),
     ({"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     ({"num_hidden_layers": 0}, ("no list of 0 layers",)),
@@ -77,7 +71,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
     (_cut, ("model.safetensors is damaged: it has ", "download it again")),
-    (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), ("hold more than tensors", "convert them")),
+    (_pickled, ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
         for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")
