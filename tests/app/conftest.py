@@ -6,16 +6,13 @@ from pathlib import Path
 
 import browser
 import pytest
-from organisms import organism
-from scan_kit import few_parts
-
-from sinkscope.app.scan import scan
-from sinkscope.app.view.explorer import Explorer
 
 
 @pytest.fixture(scope="module")
 def bundled():
     """The model in the package."""
+    from sinkscope.app.view.explorer import Explorer  # not before shapes are checked
+
     return Explorer.open()
 
 
@@ -30,6 +27,8 @@ def chrome():
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> list[Path]:
     """Small models with known sinks, a folder each."""
+    from organisms import organism
+
     place = tmp_path_factory.mktemp("models")
     return [Path(organism(name, 2).save(place / name)) for name in ("llama", "gpt2")]
 
@@ -37,6 +36,10 @@ def models(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="session")
 def alone(models, tmp_path_factory) -> Path:
     """A folder of scans of the models with few parts, one by one."""
+    from scan_kit import few_parts
+
+    from sinkscope.app.scan import scan
+
     folder = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
         few_parts(patch, tmp_path_factory.mktemp("start"))
