@@ -27,11 +27,6 @@ def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> d
     return Loops().score(target, batch, Turn(words(8)), answer)
 
 
-def guard_event(step: int) -> dict[str, Any]:
-    data = {"generated": step}
-    return {"step": step, "position": step, "kind": "guard", "data": data}
-
-
 def test_a_loop_and_a_text_without_one():
     loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
     assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
@@ -58,8 +53,8 @@ def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
 
 
 def test_interventions():
-    events = (guard_event(40), guard_event(100), guard_event(130), guard_event(290))
-    made = scored(LOOP, "loopguard", events=events)
+    acts = [{"step": at, "position": at, "kind": "guard", "data": {"generated": at}} for at in (40, 100, 130, 290)]
+    made = scored(LOOP, "loopguard", events=tuple(acts))
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
 
 
