@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import ClassVar
 
-import pytest
 from refusals import refused
 
 import sinkscope.bench.task as registry
@@ -26,12 +25,8 @@ class Echo(Task):
         return [Prompt(str(n), (Turn("again " * self.words, ("again",)),), "echo") for n in range(2)]
 
 
-@pytest.fixture
-def registered(monkeypatch):
+def test_a_task_is_found_by_the_name_that_it_registers(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
-
-
-def test_a_task_is_found_by_the_name_that_it_registers(registered):
     register_task(Echo)
     assert read_task("echo:words=3") == Echo(words=3)
     assert task_class("echo") is Echo and task_class("needle") is Needle

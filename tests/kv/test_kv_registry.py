@@ -44,13 +44,6 @@ def module(tmp_path, monkeypatch):
     yield "policies_of_others"
 
 
-@pytest.fixture
-def entries(module, monkeypatch):
-    found = []
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == "sinkscope.policies" else [])
-    return found
-
-
 NAMES = {
     "h2o": H2O(),
     "h2o:0.25": H2O(budget=0.25),
@@ -110,8 +103,9 @@ def test_what_cannot_be_is_said_in_one_line(text, says, module):
         policy_named(text)
 
 
-def test_a_policy_of_an_installed_package(entries, module):
-    entries.append(EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS))
+def test_a_policy_of_an_installed_package(module, monkeypatch):
+    entry = EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [entry] if group == "sinkscope.policies" else [])
     assert "key-norm" in policies()
     made = policy_named("key-norm:9")
     assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
