@@ -94,6 +94,4 @@ class Browser:
 
     def run(self, script: str):
         """The value of an expression, awaited."""
-        done = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in done, done["exceptionDetails"]
-        return done["result"].get("value")
+        return self._page.evaluate(script)

@@ -164,3 +164,20 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
         return capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def refusal(typed: Callable[..., Any]) -> Callable[..., str]:
+    """Type a command that must be refused: in one line, and before anything is printed or written; what it says."""
+
+    def run(words: str | list[str]) -> str:
+        before = sorted(os.listdir())
+        out, err = typed(words, 2)
+        assert (out, err[:7], err.count("\n")) == ("", "error: ", 1) and sorted(os.listdir()) == before, (
+            words,
+            out,
+            err,
+        )
+        return err[7:].strip()
+
+    return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kv_kit import decode
+from kv_kit import decode, logits_of
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -23,18 +23,14 @@ def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCach
     return decode(target_of(model).hf, ids, whole, seen + prompt.shape[1], cache)
 
 
-@torch.no_grad()
 def dense(model, row: Tensor, events: list[Event]) -> Tensor:
     """Logits of a stock model for one unpadded row, computed at once, without what the events took from the cache.
 
     Tokens after an event do not see positions before it that it did not keep.
     """
-    total = len(row)
-    sees = torch.ones(total, total, dtype=torch.bool).tril()
+    sees = torch.ones(len(row), len(row), dtype=torch.bool).tril()
     for event in events:
         end = event.position + 1
         kept = {p for start, stop in event.data["kept"] for p in range(start, stop)}
-        gone = [p for p in range(end) if p not in kept]
-        sees[end:, gone] = False
-    zero = torch.zeros(total, total).masked_fill(~sees, torch.finfo(torch.float32).min)
-    return model(input_ids=row[None], attention_mask=zero[None, None], use_cache=False).logits[0]
+        sees[end:, [p for p in range(end) if p not in kept]] = False
+    return logits_of(model, row, sees)

@@ -16,7 +16,7 @@ from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
-from sinkscope.conformance.masked import attending, positions_of, window_of
+from sinkscope.conformance.masked import attending, plain_logits, positions_of, window_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
@@ -155,6 +155,13 @@ def decode(
         if after is not None:
             after(at)
     return torch.stack(logits, 1)
+
+
+def logits_of(model, row: Tensor, sees: Tensor) -> Tensor:
+    """Logits of a stock pass over an unpadded row, in which query i of all layers and heads sees the keys `sees[i]`."""
+    target = target_of(model)
+    shown = dict.fromkeys(range(target.n_layers), sees.expand(1, target.n_kv_heads, -1, -1))
+    return plain_logits(target.hf, row[None], torch.ones_like(row)[None], shown)[0]
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-5):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from kv_kit import masks_of_run
 from torch import Tensor
@@ -73,60 +74,50 @@ def pick(scores: Tensor, held: Tensor, budgets: list[int], first: int = 0, last:
     return keep
 
 
-def streaming_llm() -> Choose:
+def streaming_llm(_probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
     """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
-
-    def choose(_probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
-        return pick(torch.zeros(held.shape), held, budgets, first=4)
-
-    return choose
+    return pick(torch.zeros(held.shape), held, budgets, first=4)
 
 
-def h2o(reduce: str = "mean", recent: float = 0.5, first: int = 0) -> Choose:
+def h2o(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], reduce="mean", recent=0.5, first=0) -> Tensor:
     """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
-
-    def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
-        # Query by query: what a query could not see has zero in its row; padding queries do not count.
-        scores = (per_group(probs, reduce) * real[:, None, :, None]).sum(-2)
-        return pick(scores, held, budgets, first, [int(budget * recent) for budget in budgets])
-
-    return choose
+    # Query by query: what a query could not see has zero in its row; padding queries do not count.
+    scores = (per_group(probs, reduce) * real[:, None, :, None]).sum(-2)
+    return pick(scores, held, budgets, first, [int(budget * recent) for budget in budgets])
 
 
-def tova(first: int = 0, last: int = 0) -> Choose:
+def tova(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], first=0, last=0) -> Tensor:
     """Oren et al. 2024, section 4: the newest query, mean over all heads of the layer."""
-
-    def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
-        scores = probs[..., -1, :].mean((1, 2))[:, None].expand(held.shape)
-        return pick(scores, held, budgets, first, [last] * len(budgets))
-
-    return choose
+    scores = probs[..., -1, :].mean((1, 2))[:, None].expand(held.shape)
+    return pick(scores, held, budgets, first, [last] * len(budgets))
 
 
-def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str = "mean") -> Choose:
+def progressive(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], interval=4) -> Tensor:
+    """Li et al. 2025, algorithm 6, where a choice evicts: the latest queries, mean over the heads of a kv head."""
+    return pick(probs[..., -interval:, :].sum(-2).mean(2), held, budgets)
+
+
+def snapkv(
+    probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], window=64, kernel=5, pooling="avg", reduce="mean"
+) -> Tensor:
     """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled.
 
     Both are over what a head still holds: weights sum to one over it, and neighbours are the nearest that are left.
     """
-
-    def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
-        scores = torch.zeros(held.shape)
-        for row in range(held.shape[0]):
-            for head in range(held.shape[1]):
-                there = held[row, head].nonzero().flatten()
-                earlier = there[there < held.shape[-1] - window]
-                if not len(earlier):
-                    continue
-                rows = probs[row, head][:, -window:]  # group query key
-                left = rows[..., there].sum(-1, keepdim=True).clamp(min=1e-30)
-                rows = rows / left * rows.sum(-1, keepdim=True) * real[row, -window:, None]
-                padded = torch.nn.functional.pad(rows[..., earlier].sum(1), (kernel // 2, kernel // 2))
-                around = padded.unfold(-1, kernel, 1)
-                pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
-                scores[row, head, earlier] = per_group(pooled[None, None], reduce)[0, 0]
-        return pick(scores, held, budgets, last=[window] * len(budgets))
-
-    return choose
+    scores = torch.zeros(held.shape)
+    for row, head in np.ndindex(*held.shape[:2]):
+        there = held[row, head].nonzero().flatten()
+        earlier = there[there < held.shape[-1] - window]
+        if not len(earlier):
+            continue
+        rows = probs[row, head][:, -window:]  # group query key
+        left = rows[..., there].sum(-1, keepdim=True).clamp(min=1e-30)
+        rows = rows / left * rows.sum(-1, keepdim=True) * real[row, -window:, None]
+        padded = torch.nn.functional.pad(rows[..., earlier].sum(1), (kernel // 2, kernel // 2))
+        around = padded.unfold(-1, kernel, 1)
+        pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
+        scores[row, head, earlier] = per_group(pooled[None, None], reduce)[0, 0]
+    return pick(scores, held, budgets, last=[window] * len(budgets))
 
 
 def per_group(scores: Tensor, reduce: str) -> Tensor:

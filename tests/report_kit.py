@@ -66,15 +66,10 @@ def fill(folder: Path, text: str):
     texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
     loops.check(texts, name=text).save(folder / "loops.json")
     (folder / "below").mkdir()
-    fill_plain(folder / "below", text)
-
-
-def fill_plain(folder: Path, text: str):
     made = sample_find_sinks()
-    Plain(word=text, share=0.125, model=made.model, settings={text: text}, provenance=made.provenance).save(
-        folder / "plain.json"
-    )
-    (folder / "plain.png").write_bytes(PIXEL)
+    plain = Plain(word=text, share=0.125, model=made.model, settings={text: text}, provenance=made.provenance)
+    plain.save(folder / "below/plain.json")
+    (folder / "below/plain.png").write_bytes(PIXEL)
 
 
 class Reader(HTMLParser):
@@ -100,7 +95,7 @@ class Reader(HTMLParser):
 
 
 def read_report(path: Path) -> Reader:
-    return Reader(path.read_text(encoding="utf-8"))
+    return Reader(path.read_text())
 
 
 def made_report(folder: Path, out: Path | None = None) -> Path:
@@ -111,7 +106,7 @@ def made_report(folder: Path, out: Path | None = None) -> Path:
 
 def files_shown(path: Path) -> list[str]:
     """The files of a report's sections, in their order."""
-    return re.findall(r"<h2>.*? <small>(.*?)</small></h2>", path.read_text(encoding="utf-8"))
+    return re.findall(r"<h2>.*? <small>(.*?)</small></h2>", path.read_text())
 
 
 def spoil(folder: Path):

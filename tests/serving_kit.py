@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
@@ -45,30 +46,33 @@ class Request:
     log: list[tuple[int, int]] = field(default_factory=list)
     edited: list[int] = field(default_factory=list)
 
-    def logits(self, position: int) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(self.stream[position]), VOCAB).float()
+    def say(self, row: torch.Tensor):
+        """The next token, from what the processor made of its logits."""
+        at = len(self.output)
+        if not torch.equal(row, logits_of([(self, at)])[0]):
+            self.edited.append(at)
+        self.output.append(int(row.argmax()))
 
-    def said(self, row: torch.Tensor, position: int) -> int:
-        if not torch.equal(row, self.logits(position)):
-            self.edited.append(position)
-        return int(row.argmax())
+    def over(self) -> bool:
+        return END in self.output or len(self.output) + 8 > len(self.stream)
 
 
-class Server:
-    """What the servers below share: tokens that a request's list does not hold yet."""
+def logits_of(rows: list[tuple[Request, int]]) -> torch.Tensor:
+    """Logits `[row vocab]` of requests at positions of their streams."""
+    tokens = [request.stream[position] for request, position in rows]
+    return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), VOCAB).float()
 
-    running: list[Request]
 
-    def __init__(self):
-        self.unknown = {}
-
-    def settle(self, request: Request):
-        """Write the real tokens over the placeholders."""
-        if known := self.unknown.pop(request, None):
-            request.output[request.output.index(-1) :] = known
-
-    def over(self, request: Request) -> bool:
-        return END in [*request.output, *self.unknown.get(request, ())] or len(request.output) + 8 > len(request.stream)
+def sample(rng: Random, visible: dict[Request, int], apply: Callable[[torch.Tensor], torch.Tensor], drafts: int = 0):
+    """A step of requests, of whose tokens so many could be read: each says one, and more while drafts are accepted."""
+    rows = [(request, len(request.output) + j) for request in visible for j in range(1 + drafts)]
+    for request, its in zip(visible, apply(logits_of(rows)).split(1 + drafts), strict=False):
+        before = len(request.output)
+        for row in its:
+            request.say(row)
+            if rng.random() < 0.4:
+                break
+        request.log.append((visible[request], len(request.output) - before))
 
 
 class MoveDirectionality(Enum):
@@ -80,13 +84,13 @@ class BatchProcessor(ABC):
     """vllm.v1.sample.logits_processor.LogitsProcessor"""
 
     @abstractmethod
-    def __init__(self, vllm_config, device, is_pin_memory: bool): ...
+    def __init__(self, vllm_config, device, is_pin_memory): ...
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor) -> torch.Tensor: ...
+    def apply(self, logits): ...
 
     @abstractmethod
-    def is_argmax_invariant(self) -> bool: ...
+    def is_argmax_invariant(self): ...
 
     @abstractmethod
     def update_state(self, batch_update): ...
@@ -95,25 +99,25 @@ class BatchProcessor(ABC):
 class SlotProcessor(ABC):
     """vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor"""
 
-    def add_request(self, req_idx: int, sampling_params) -> bool:
+    def add_request(self, req_idx, sampling_params):
         return True
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor, ctx) -> torch.Tensor: ...
+    def apply(self, logits, ctx): ...
 
 
 class CustomLogitProcessor(ABC):
     """sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor"""
 
     @abstractmethod
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor: ...
+    def __call__(self, logits, custom_param_list=None): ...
 
     @classmethod
-    def to_str(cls) -> str:
+    def to_str(cls):
         return json.dumps({"callable": dill.dumps(cls).hex()})
 
     @classmethod
-    def from_str(cls, json_str: str):
+    def from_str(cls, json_str):
         return dill.loads(bytes.fromhex(json.loads(json_str)["callable"]))()
 
 
@@ -136,7 +140,7 @@ def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-class Batches(Server):
+class Batches:
     """vLLM's persistent batch.
 
     Finished requests are replaced by new ones from the lowest index on; further new ones are appended; what is left
@@ -148,12 +152,8 @@ class Batches(Server):
 
     def __init__(self, processor, *, placeholders: bool = False):
         self.processor, self.placeholders = processor, placeholders
-        super().__init__()
         self.batch = []
-
-    @property
-    def running(self) -> list[Request]:
-        return [request for request in self.batch if request]
+        self.lists = {}  # of each request, the list of its output that the processor was given
 
     def _places(self, left: list[Request], new: list[Request]) -> tuple[list[int], list[Any], list[Any]]:
         holes = sorted(i for i, request in enumerate(self.batch) if request in left)
@@ -161,18 +161,17 @@ class Batches(Server):
         for request in new:
             index = holes.pop(0) if holes else len(self.batch)
             self.batch[index : index + 1] = [request]
-            added.append((index, request.params, request.prompt, request.output))
+            self.lists[request] = list(request.output)
+            added.append((index, request.params, request.prompt, self.lists[request]))
+        removed = holes[::-1]
         for hole in holes:
             self.batch[hole] = None
-        removed = sorted(holes, reverse=True)
         while None in self.batch:
-            hole = self.batch.index(None)
-            last = max((i for i, request in enumerate(self.batch) if request), default=-1)
-            if last > hole:
+            hole, last = self.batch.index(None), len(self.batch) - 1
+            request = self.batch.pop()
+            if request:
                 moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
-                self.batch[hole], self.batch[last] = self.batch[last], None
-            else:
-                del self.batch[hole:]
+                self.batch[hole] = request
         return removed, added, moved
 
     def step(self, rng: Random, left: list[Request], new: list[Request]):
@@ -183,23 +182,14 @@ class Batches(Server):
             moved.append((a, b, MoveDirectionality.SWAP))
         update = SimpleNamespace(removed=removed, added=added, moved=moved)
         self.processor.update_state(update if removed or added or moved else None)
-        for request in list(self.unknown):
-            self.settle(request)
-        if not self.batch:
-            return
-        logits = self.processor.apply(torch.stack([r.logits(len(r.output)) for r in self.running]))
-        for request, row in zip(self.running, logits, strict=True):
-            at = len(request.output)
-            made = request.said(row, at)
-            request.log.append((at, 1))
-            if self.placeholders:
-                self.unknown[request] = [made]
-                request.output.append(-1)
-            else:
-                request.output.append(made)
+        for request in self.batch:
+            self.lists[request][:] = request.output
+        sample(rng, {request: len(request.output) for request in self.batch}, self.processor.apply)
+        for request in self.batch:
+            self.lists[request].append(-1 if self.placeholders else request.output[-1])
 
 
-class Slots(Server):
+class Slots:
     """vLLM's Model Runner V2: stable slots, rows in another order each step, tokens on the device only.
 
     Args:
@@ -211,87 +201,65 @@ class Slots(Server):
             tensor = torch.zeros(shape, dtype=torch.int32)
             return SimpleNamespace(gpu=tensor, np=tensor.numpy())
 
-        super().__init__()
         self.drafts, self.slots = drafts, {}
-        self.states = SimpleNamespace(
-            max_num_reqs=slots,
-            all_token_ids=zeros(slots, length),
-            prompt_len=zeros(slots),
-            prefill_len=zeros(slots),
-            total_len=zeros(slots),
-        )
+        names = ("prompt_len", "prefill_len", "total_len")
+        lengths = {name: zeros(slots) for name in names}
+        self.states = SimpleNamespace(max_num_reqs=slots, all_token_ids=zeros(slots, length), **lengths)
         speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
         self.processor = make(SimpleNamespace(speculative_config=speculative), self.states)
-        self.read = {}
-        self.chunked = set()
+        self.read = {}  # of each request, how many tokens the step before could read
+        self.chunked = set()  # requests whose prompt the next step does not read to the end
 
-    @property
-    def running(self) -> list[Request]:
-        return list(self.slots.values())
+    def _write(self, slot: int) -> int:
+        """The tokens of a request on the device; their number."""
+        request = self.slots[slot]
+        tokens = [*request.prompt, *request.output]
+        self.states.all_token_ids.gpu[slot, : len(tokens)] = torch.tensor(tokens)
+        self.states.total_len.gpu[slot] = len(tokens)
+        return len(tokens)
 
     def step(self, rng: Random, left: list[Request], new: list[Request]):
         self.slots = {slot: request for slot, request in self.slots.items() if request not in left}
         for request in new:
             slot = rng.choice([s for s in range(self.states.max_num_reqs) if s not in self.slots])
             self.slots[slot] = request
-            filled = [*request.prompt, *request.output]
             self.states.all_token_ids.gpu[slot] = -7  # what another request has left
-            self.states.all_token_ids.gpu[slot, : len(filled)] = torch.tensor(filled)
+            self.states.prefill_len.np[slot] = self._write(slot)
             self.states.prompt_len.np[slot] = len(request.prompt)
-            self.states.prefill_len.np[slot] = self.states.total_len.gpu[slot] = len(filled)
             self.processor.add_request(slot, request.params)
             self.read.setdefault(request, 0)
             if rng.random() < 0.3:
                 self.chunked.add(request)
-        slots = rng.sample(sorted(self.slots), rng.randint(1, len(self.slots))) if self.slots else []
-        rows = []  # slot, place among the rows of the request, position
-        lengths = []
-        for slot in slots:
-            total = int(self.states.total_len.gpu[slot])
-            if self.slots[slot] in self.chunked:  # its prompt is not read to the end: the token is thrown away
-                rows.append((slot, 0, total - 2))
-                lengths.append(total - 1)
-            else:
-                rows += [(slot, j, total - 1 + j) for j in range(1 + self.drafts)]
-                lengths.append(total + self.drafts)
-        if rows:
-            self._sample(rng, slots, rows, lengths)
-
-    def _sample(self, rng: Random, slots: list[int], rows: list[tuple[int, int, int]], lengths: list[int]):
-        owners = [self.slots[slot] for slot, _, _ in rows]
-        at = [len(r.output) + j for r, (_, j, _) in zip(owners, rows, strict=True)]
-        drafted = [rng.choice((r.stream[p], r.stream[p], 0)) for r, p in zip(owners, at, strict=True)]
+        if not self.slots:
+            return
+        picked = rng.sample(sorted(self.slots), rng.randint(1, len(self.slots)))
+        whole = [slot for slot in picked if self.slots[slot] not in self.chunked]
+        parts = [slot for slot in picked if self.slots[slot] in self.chunked]
+        self.chunked -= {self.slots[slot] for slot in parts}
+        total = {slot: self._write(slot) for slot in picked}
+        rows = [(slot, total[slot] - 1 + j) for slot in whole for j in range(1 + self.drafts)]
+        rows += [(slot, total[slot] - 2) for slot in parts]  # the token of this row is thrown away
         ctx = SimpleNamespace(
-            expanded_idx_mapping=torch.tensor([slot for slot, _, _ in rows], dtype=torch.int32),
-            idx_mapping=torch.tensor(slots, dtype=torch.int32),
-            idx_mapping_np=np.array(slots),
-            pos=torch.tensor([position for _, _, position in rows]),
-            seq_lens_upper_bound_np=np.array(lengths),
+            expanded_idx_mapping=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
+            idx_mapping=torch.tensor([*whole, *parts], dtype=torch.int32),
+            idx_mapping_np=np.array([*whole, *parts]),
+            pos=torch.tensor([position for _, position in rows]),
+            seq_lens_upper_bound_np=np.array([total[s] + self.drafts for s in whole] + [total[s] - 1 for s in parts]),
         )
-        given = torch.stack([r.logits(p) for r, p in zip(owners, at, strict=True)])
-        logits = self.processor.apply(given, ctx)
-        for slot in slots:
-            request = self.slots[slot]
-            before = len(request.output)
-            for i in [i for i, (s, _, _) in enumerate(rows) if s == slot]:
-                if request in self.chunked:
-                    self.chunked.remove(request)
-                    break
-                request.output.append(request.said(logits[i], at[i]))
-                if request.output[-1] != drafted[i]:
-                    break  # this draft is rejected, and so are the later ones
-            else:
-                assert len(request.output) == before + 1 + self.drafts
-            if len(request.output) > before:
-                # What one step has made is read in the step after the next: the next one only begins the copy.
-                request.log.append((self.read[request], len(request.output) - before))
-                self.read[request] = before
-            total = [*request.prompt, *request.output]
-            self.states.all_token_ids.gpu[slot, : len(total)] = torch.tensor(total)
-            self.states.total_len.gpu[slot] = len(total)
+
+        def apply(logits: torch.Tensor) -> torch.Tensor:
+            return self.processor.apply(torch.cat([logits, torch.zeros(len(parts), VOCAB)]), ctx)[: len(logits)]
+
+        # What one step has made is read in the step after the next: the next one only begins the copy.
+        requests = [self.slots[slot] for slot in whole]
+        now = {request: len(request.output) for request in requests}
+        sample(rng, {request: self.read[request] for request in requests}, apply, self.drafts)
+        self.read.update(now)
+        for slot in whole:
+            self._write(slot)
 
 
-class Overlapped(Server):
+class Overlapped:
     """SGLang's sampler: the processor gets a copy of the masked rows and each row's own parameters.
 
     Args:
@@ -301,13 +269,9 @@ class Overlapped(Server):
     """
 
     def __init__(self, processor, *, overlap: bool = False, drafts: int = 0, expanded: bool = False):
-        self.processor, self.overlap, self.drafts, self.expanded = processor, overlap, drafts, expanded
-        super().__init__()
+        self.processor, self.overlap, self.drafts = processor, overlap, drafts
+        self.entries = 1 + drafts if expanded else 1
         self.shown = {}
-
-    @property
-    def running(self) -> list[Request]:
-        return list(self.shown)
 
     def step(self, rng: Random, left: list[Request], new: list[Request]):
         for request in left:
@@ -316,38 +280,23 @@ class Overlapped(Server):
             shown = SimpleNamespace(output_ids=[], eos_token_ids={END}, tokenizer=None)
             shown.custom_params = {**(request.params.extra_args or {}), "__req__": shown}
             self.shown[request] = shown
-        batch = rng.sample(self.running, len(self.running))
-        if not batch:
-            return
-        for request in batch:
-            late = self.overlap and rng.random() < 0.7
-            self.shown[request].output_ids[:] = request.output[: len(request.output) - late]
-        n = 1 + self.drafts
-        rows = [(request, len(request.output) + j) for request in batch for j in range(n)]
-        params = [self.shown[r].custom_params for r in batch for _ in range(n if self.expanded else 1)]
-        logits = self.processor(torch.stack([r.logits(p) for r, p in rows]), params)
-        for i, request in enumerate(batch):
-            before = len(request.output)
-            for j in range(n):
-                request.output.append(request.said(logits[i * n + j], before + j))
-                if rng.random() < 0.4:
-                    break
-            request.log.append((len(self.shown[request].output_ids), len(request.output) - before))
+        visible = {}
+        for request in rng.sample(list(self.shown), len(self.shown)):
+            visible[request] = max(0, len(request.output) - (self.overlap and rng.random() < 0.7))
+            self.shown[request].output_ids[:] = request.output[: visible[request]]
+        params = [self.shown[request].custom_params for request in visible for _ in range(self.entries)]
+        sample(rng, visible, lambda logits: self.processor(logits, params), self.drafts)
 
 
 def play(server: Batches | Slots | Overlapped, rng: Random, requests: list[Request], *, preempt: bool = False):
     """Let requests come, go, and come back at random, until all of them are over."""
-    waiting = list(requests)
-    for _ in range(2000):
-        left = [request for request in server.running if server.over(request)]
-        others = [request for request in server.running if request not in left]
-        back = [rng.choice(others)] if preempt and others and rng.random() < 0.15 else []
-        free = 4 - len(others) + len(back)
-        new = [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, free)))]
+    waiting, running = list(requests), []
+    while waiting or running:
+        left = [request for request in running if request.over()]
+        running = [request for request in running if request not in left]
+        back = [rng.choice(running)] if preempt and running and rng.random() < 0.15 else []
+        running = [request for request in running if request not in back]
+        new = [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, 4 - len(running))))]
         waiting = [*back, *waiting]
-        for request in left + back:
-            server.settle(request)
         server.step(rng, left + back, new)
-        if not waiting and not server.running:
-            return
-    raise AssertionError("the requests never end")
+        running += new

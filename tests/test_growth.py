@@ -17,32 +17,24 @@ SMALL, LARGE = 2_000, 12_000
 """Words."""
 
 
-def words(count: int) -> list[str]:
-    choice = random.Random(0)
-    return [f"w{choice.randrange(3000)}" for _ in range(count)]
+def event(text: str) -> str:
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': text}}]})}\n\n"
 
 
-def one_line(count: int) -> str:
-    return " ".join(words(count))
+def lines(words: list[str]) -> list[str]:
+    return [" ".join(words[place : place + 20]) for place in range(0, len(words), 20)]
 
 
-def one_json_line(count: int) -> str:
-    return json.dumps({"text": one_line(count)})
-
-
-def events(count: int) -> str:
-    parts = [json.dumps({"choices": [{"index": 0, "delta": {"content": word + " "}}]}) for word in words(count)]
-    return "".join(f"data: {part}\n\n" for part in parts) + "data: [DONE]\n\n"
-
-
-def one_event(count: int) -> str:
-    part = json.dumps({"choices": [{"index": 0, "delta": {"content": one_line(count)}}]})
-    return f"data: {part}\n\ndata: [DONE]\n\n"
-
-
-MADE = [one_line, one_json_line, events, one_event]
+MADE: dict[str, Callable[[list[str]], str]] = {
+    "one line": " ".join,
+    "no space": "".join,
+    "one JSON line": lambda words: json.dumps({"text": " ".join(words)}),
+    "JSON lines": lambda words: "\n".join(json.dumps({"text": line}) for line in lines(words)),
+    "events": lambda words: "".join(event(f"{word} ") for word in words) + "data: [DONE]\n\n",
+    "one event": lambda words: event(" ".join(words)) + "data: [DONE]\n\n",
+}
 CASES = covering(
-    [*product(["--follow", ""], MADE)], {("--follow", one_json_line), ("--follow", one_event), ("", one_line)}
+    [*product(["--follow", ""], MADE)], {("--follow", "one JSON line"), ("--follow", "one event"), ("", "one line")}
 )
 
 
@@ -57,9 +49,11 @@ def seconds(path, option: str) -> float:
 
 
 @pytest.mark.parametrize(("option", "made"), CASES)
-def test_time_grows_as_the_input_does(option: str, made: Callable[[int], str], tmp_path, capsys):
+def test_time_grows_as_the_input_does(option, made, tmp_path, capsys):
+    choice = random.Random(0)
+    words = [f"w{choice.randrange(3000)}" for _ in range(LARGE)]
     for name, count in (("warm", 100), ("small", SMALL), ("large", LARGE)):
-        (tmp_path / name).write_text(made(count))
+        (tmp_path / name).write_text(MADE[made](words[:count]))
     seconds(tmp_path / "warm", option)
     growth = seconds(tmp_path / "large", option) / seconds(tmp_path / "small", option)
     assert growth < 2.5 * LARGE / SMALL  # what is quadratic grows 36 times

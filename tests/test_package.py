@@ -13,11 +13,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from repository import ROOT, python, ran
 
 import sinkscope
 
-ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # A package imports only what stands above it.
 ORDER = (
     "errors",
@@ -39,15 +39,9 @@ ORDER = (
 )
 
 
-def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_import_loads_nothing_heavy():
     heavy = {"torch", "transformers", "numpy", "click", "rich", "pydantic"}
-    assert _python(f"import sys, sinkscope; print({heavy} & set(sys.modules))") == "set()"
+    assert python(f"import sys, sinkscope; print({heavy} & set(sys.modules))").stdout == "set()\n"
 
 
 def test_public_names_are_there():
@@ -58,7 +52,7 @@ def test_public_names_are_there():
 
 
 def test_type_checkers_see_the_same_names():
-    tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text())
     stated = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     seen = {a.asname for n in stated for a in n.names if a.asname}
     assert seen | {"__version__"} == set(dir(sinkscope)), "a measurement without a line there has a general type"
@@ -84,32 +78,22 @@ MODULE_STRING = re.compile(
 
 
 @cache
-def _nodes(name: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))))
+def _used(name: str) -> tuple[set[str], set[str]]:
+    """What a file imports of the package, also inside functions and for type checkers; and modules in its strings.
 
-
-@cache
-def _named(name: str) -> set[str]:
-    """Modules in which a file does not lie, but which it names in strings, by which it could import them."""
-    found = set()
-    for node in _nodes(name):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+    By these it could import what they name, unless it lies there itself.
+    """
+    imported, named = set(), set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
+            imported |= {f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {a.name for a in node.names if a.name.startswith("sinkscope.")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             match = MODULE_STRING.fullmatch(node.value)
             if match is not None and not f"{name}.".startswith(f"{_file_of(match[1])}."):
-                found.add(match[1])
-    return found
-
-
-@cache
-def _imported(name: str) -> set[str]:
-    """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
-    found = set()
-    for node in _nodes(name):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
-            found |= {f"{node.module}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {a.name for a in node.names if a.name.startswith("sinkscope.")}
-    return found
+                named.add(match[1])
+    return imported, named
 
 
 def _file_of(path: str) -> str:
@@ -119,10 +103,9 @@ def _file_of(path: str) -> str:
     return path
 
 
-@cache
 def _edges(name: str) -> set[str]:
     """The modules that a file imports, or could import by a string."""
-    return {_file_of(path) for path in _imported(name) | _named(name)} - {name}
+    return {_file_of(path) for path in set.union(*_used(name))} - {name}
 
 
 STRANGERS = {"sinks", "lines", "loops"}  # each paper has its room, which knows nothing of the others
@@ -146,13 +129,13 @@ def test_packages_import_only_what_is_above_them():
 def test_nothing_reads_a_module_off_the_package():
     """The package names all modules, so a name that is read off it may be one from above."""
     for name in FILES:
-        assert {path for path in _imported(name) if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
+        assert {path for path in _used(name)[0] if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
 
 
 def test_no_private_name_crosses_packages():
     for name in FILES:
         package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
-        for path in _imported(name):
+        for path in _used(name)[0]:
             parts = path.split(".")
             for i, part in enumerate(parts):
                 home = ".".join(parts[:i])
@@ -181,12 +164,7 @@ def test_the_tested_sets_fit_the_ranges_and_name_no_host(file):
 def test_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = ran([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path])
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -10,14 +10,13 @@ import os
 import sys
 import warnings
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from test_loopserve_sparse import drawn, masked
+from lines_kit import along, drawn
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
@@ -55,7 +54,7 @@ def lines_of(keys: int, queries: int, kind: str) -> HeadLines:
     return lines
 
 
-def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.dtype, limit: float) -> dict[str, Any]:
+def case(kind: str, queries: int, past: int, width: int, kv: int, limit: float, dtype: torch.dtype) -> dict[str, Any]:
     """One case; the values have two thirds of the width, so that both are padded."""
     keys, generator = queries + past, torch.Generator().manual_seed(0)
 
@@ -67,60 +66,24 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.d
     lines = lines_of(keys, queries, kind)
     scores = Scores(query, key, 0.25)
     found, what = sparse_attention(scores, value, lines, dense_above=limit)
-    wanted = masked(scores, value, lines)
-    if any(what.dense):
-        lines.slash[torch.tensor(what.dense)] = True  # all cells
-        wanted = masked(scores, value, lines)
-    # The same before the result is rounded, which rounds by itself.
-    plain = HeadLines.of(lines.vertical, lines_of(keys, queries, kind).slash, queries)
-    whole = torch.empty(found.shape)
-    index = kernel.index_of(plain, kernel.queries_at_once(dtype))
-    some = torch.tensor([head for head, full in enumerate(what.dense) if not full], dtype=torch.long)
-    done = kernel.triton_heads(scores, value, plain, index, some, whole)
-    its = wanted[some]
-    at = torch.arange(past, keys)
-    mask = lines.rows(at)
-    same = (tensor.repeat_interleave(4 // len(tensor), 0) for tensor in (key, value))
-    theirs = scaled_dot_product_attention(query, *same, attn_mask=mask, scale=0.25)
-    return {
-        "kernel": what.kernel,
-        "done": done,
-        "dense": list(what.dense),
-        "type": str(found.dtype),
-        "off": float((found - wanted).norm()),
-        "pytorch_off": float((theirs - wanted).norm()),
-        "relative": float((whole[some] - its).norm() / its.norm()),
-        "root_mean_square": float((whole[some] - its).square().mean().sqrt()),
-        "computed": list(what.computed),
-        "cells": list(what.cells),
-    }
-
-
-class Failing:
-    """A kernel that raises when it is compiled, or when it is launched."""
-
-    def __init__(self, when: str, error: Exception):
-        self.when, self.error = when, error
-
-    def warmup(self, *_: Any, **__: Any) -> None:
-        if self.when == "compiling":
-            raise self.error
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.launch
-
-    def launch(self, *_: Any, **__: Any) -> None:
-        raise self.error
+    lines.slash[torch.tensor(what.dense)] = True  # all cells
+    wanted = along(scores, value, lines)
+    return {**vars(what), "type": str(found.dtype), "off": float((found - wanted).norm() / wanted.norm())}
 
 
 def failure(when: str, kind: type[Exception]) -> list[str]:
     """What becomes of an error of this kind, and what is said."""
     error = type(kind.__name__, (kind,), {"__init__": lambda _: None, "__str__": lambda _: "no"})()
+    fails = MagicMock()
+    if when == "compiling":
+        fails.warmup.side_effect = error
+    else:
+        fails.__getitem__.return_value.side_effect = error
     lines = drawn(2, 64, 64, 0.1, 0.1)
     query = torch.zeros(2, 64, 16)
     scores = Scores(query, query, 1.0)
     index = kernel.index_of(lines, 64)
-    with patch.object(kernel, "_attend", Failing(when, error)), warnings.catch_warnings(record=True) as said:
+    with patch.object(kernel, "_attend", fails), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             kernel.triton_heads(scores, query, lines, index, torch.arange(2), torch.zeros(2, 64, 16))
@@ -135,12 +98,6 @@ FAILURES = {
 }
 
 if __name__ == "__main__":
-    wanted = json.loads(sys.argv[1])
-    told: dict[str, Any] = {}
-    for name, words in wanted.items():
-        told[name] = case(*words[:5], getattr(torch, words[5]), words[6])
-    told["failures"] = {}
-    for when, kinds in FAILURES.items():
-        for kind in kinds:
-            told["failures"][f"{when} {kind.__name__}"] = failure(when, kind)
-    json.dump(told, sys.stdout)
+    told = [case(*words, limit, getattr(torch, dtype)) for *words, limit, dtype in json.loads(sys.argv[1])]
+    failures = {f"{when} {kind.__name__}": failure(when, kind) for when, kinds in FAILURES.items() for kind in kinds}
+    json.dump({"cases": told, "failures": failures}, sys.stdout)

@@ -20,22 +20,11 @@ from sinkscope.app.cli import main
 
 
 @pytest.fixture
-def error(tmp_path, monkeypatch, capfd):
-    """Run a command that must be refused; what it says after "error: "."""
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-
-    def run(*words):
-        capfd.readouterr()
-        code = main(list(words))
-        out, err = capfd.readouterr()
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert err.startswith("error: ")
-        assert not os.listdir(here)
-        return err.removeprefix("error: ").strip()
-
-    return run
+def error(refusal, tmp_path, monkeypatch):
+    """Type a command in an empty folder, which must be refused; what it says."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return lambda *words: refusal([*words])
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +42,10 @@ def _nan(name: str) -> Callable[[Path], object]:
     return change
 
 
-def _pickle(content: bytes) -> Callable[[Path], None]:
-    def change(folder: Path):
-        (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(content)
-
-    return change
-
-
-def _without(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
+def _pickled(folder: Path):
+    """Weights that would run a program."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR.")
 
 
 def _cut(folder: Path):
@@ -75,7 +58,7 @@ def _written(name: str, text: str) -> Callable[[Path], object]:
 
 
 SPOILED = [  # entries of config.json, or what is done to the folder; what is said of it
-    (_without("config.json"), ("m has no config.json", "give the folder")),
+    (lambda folder: (folder / "config.json").unlink(), ("m has no config.json", "give the folder")),
     (_written("config.json", "[1]"), ("config.json of m has no model_type", "give one")),
     ({"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     ({"num_hidden_layers": 0}, ("no list of 0 layers",)),
@@ -88,7 +71,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
     (_cut, ("model.safetensors is not a whole safetensors file", "download it again")),
-    (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), ("hold more than tensors", "convert them")),
+    (_pickled, ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
         for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -17,6 +16,7 @@ from unittest import mock
 import click
 import pytest
 import torch
+from repository import python, ran
 from sample_results import sample_find_sinks
 
 import sinkscope
@@ -34,10 +34,6 @@ from sinkscope.measure import Measurement
 from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
 from sinkscope.results.tables import SCREEN
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = dict(os.environ)
-EVERY = pytest.mark.parametrize("words", list(commands()))
 
 
 @pytest.fixture
@@ -62,7 +58,7 @@ def test_the_list_of_commands_is_there_at_once():
         "import sys\nfrom sinkscope.app.cli import main\nfor words in ([], ['--version']):\n    main(words)\n"
         "print({'torch', 'transformers', 'plotly', 'pandas', 'numpy', 'pydantic'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    done = python(code)
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
     assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
@@ -72,7 +68,7 @@ def test_the_list_of_commands_is_there_at_once():
         assert any(line.startswith(f"  {words.split()[0]} ") for line in lines)
 
 
-@EVERY
+@pytest.mark.parametrize("words", list(commands()))
 def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, typed):
     monkeypatch.setenv("COLUMNS", "80")
     text = typed([*words.split(), "--help"]).out
@@ -96,7 +92,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
 def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     code = "import sys; sys.argv = ['sinkscope']; from sinkscope.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | question, capture_output=True, text=True)
+    done = python(code, **question)
     assert done.stdout.split() == [f"plain,{word}"] and done.stderr == ""
 
 
@@ -136,7 +132,7 @@ def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     shown = typed("find-sinks --json a/x.json --html x.html")
     assert shown == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")
     assert Result.load("a/x.json") == sample_find_sinks()
-    assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
+    assert 'class="plot"' in Path("x.html").read_text()
     assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
 
 
@@ -203,16 +199,13 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ("generate --prompt-file file --policy h2o:many", "budget='many': expected a number of tokens"),
     ],
 )
-def test_refused_before_any_model_is_loaded(calls, monkeypatch, words, message, typed):
+def test_refused_before_any_model_is_loaded(calls, monkeypatch, words, message, refusal):
     monkeypatch.setattr(sinkscope.app.generate, "load", None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="ascii"))
     Path("folder").mkdir()
     Path("file").write_text("x")
     Path("empty").write_text(" \n")
-    out, err = typed(words, 2)
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert message in err
-    assert not calls and sorted(os.listdir()) == ["empty", "file", "folder"]
+    assert message in refusal(words) and not calls
 
 
 def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(calls, typed):
@@ -291,8 +284,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
 def test_streams_without_listeners_and_odd_words(tmp_path, words, code, message):
     (tmp_path / "loop.txt").write_text("one two three four\n" * 300)
     line = ["bash", "-c", f"{sys.executable} -m sinkscope {words}"]
-    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1"}  # the first line already has no reader
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = ran(line, tmp_path, PYTHONUNBUFFERED="1")  # the first line already has no reader
     said = re.sub(r"^loop in .*\n", "", done.stderr, flags=re.M)  # what is found comes while the file is read
     assert done.returncode == code and said.startswith(message), done.stderr
     assert said.count("\n") == bool(message) and "Traceback" not in done.stderr
@@ -312,6 +304,4 @@ def test_standard_input_is_utf8_whatever_the_terminal_is(tmp_path, monkeypatch, 
 
 def test_tokens_that_the_terminal_cannot_show():
     code = "from sinkscope.app import cli; cli._prepare_streams(); print('\\u0120the \\ud800')"
-    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "\\u0120the \\ud800\n"
+    assert python(code, PYTHONIOENCODING="ascii").stdout == "\\u0120the \\ud800\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
+from repository import FIGURES
 from sample_results import sample_find_sinks
 
 from sinkscope.app.scan_table import ScanRow, ScanTable
@@ -43,7 +43,6 @@ CHOICES = {  # one of a few words, or packed numbers
     "tried.without",
 }
 BAD = "<img src=x onerror=alert(1)>"
-COMMITTED = Path(__file__).parents[2] / "figures"
 
 
 def _by_hand() -> Iterator[Result]:
@@ -61,7 +60,7 @@ def _by_hand() -> Iterator[Result]:
 @cache
 def _results() -> dict[str, Result]:
     found = {one.kind: one for one in _by_hand()}
-    for file in sorted(COMMITTED.glob("*.json")):
+    for file in sorted(FIGURES.glob("*.json")):
         kind = json.loads(file.read_text())["kind"]
         if kind in sorted(kinds()) and kind not in found:
             found[kind] = Result.load(file)

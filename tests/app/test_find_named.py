@@ -6,38 +6,29 @@ import math
 
 import pytest
 from attack_kit import text_file
-from organisms import Organism, organism
+from organisms import organism
 from organisms.plan import make_plan
 
 import sinkscope.opening.open as opening
-from sinkscope.sinks.find.find import FindSinks, find_sinks
+from sinkscope.sinks.find.find import find_sinks
 
 LAYERS = 9
 
 
-@pytest.fixture(scope="module")
-def deep():
+def test_folder_is_read_upward_and_no_further_than_needed(tmp_path):
     """A Llama of 9 layers whose sink is in the first three, so that reading may stop before the end."""
-    seed = next(s for s in range(200) if make_plan("llama", s, n_layers=LAYERS).sink_layer in (1, 2))
-    return organism("llama", seed, n_layers=LAYERS)
-
-
-def _agrees(result: FindSinks, o: Organism):
-    assert result.sink_layer == o.truth.sink_layer
-    assert {n.site for n in result.causal} == set(o.truth.neurons)
-    assert result.layers_read == o.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
-    assert result.model.n_layers == LAYERS == len(result.spike_norm)
-    assert all(v is None for v in result.spike_norm[result.layers_read :])
-    assert result.sink_rate is None
-    assert f"{result.layers_read} of {LAYERS} layers were read, and every sentence is about these." in str(result)
-
-
-def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
+    seed = next(s for s in range(200) if make_plan("llama", s, "sink", LAYERS, None, True).sink_layer in (1, 2))
+    deep = organism("llama", seed, n_layers=LAYERS)
     deep.save(tmp_path / "m")
     target = opening.open_target(tmp_path / "m")
     text = text_file(deep, tmp_path, 8)
     result = find_sinks(target, max_repeats=16, text=text)
-    _agrees(result, deep)
+    assert result.sink_layer == deep.truth.sink_layer
+    assert {n.site for n in result.causal} == set(deep.truth.neurons)
+    assert result.layers_read == deep.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
+    assert result.model.n_layers == LAYERS == len(result.spike_norm)
+    assert all(v is None for v in result.spike_norm[result.layers_read :]) and result.sink_rate is None
+    assert f"{result.layers_read} of {LAYERS} layers were read, and every sentence is about these." in str(result)
     read = {int(name.split("layers.")[1].split(".")[0]) for name in target.store.source.read if "layers." in name}
     assert read == set(range(result.layers_read))
     assert max(target.store.reads.values()) <= 6  # one walk scans, three repeat, two search from the sink layer on

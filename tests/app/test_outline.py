@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
+
+from repository import python
 
 from sinkscope.files.catalog import FILE, kind_modules
 from sinkscope.files.envelope import class_of
@@ -35,6 +35,5 @@ ProgressBar.__call__ = announce
 for words in ('--help', '--modle x', '--top-k 0', '--text none'):
     print(main(['find-sinks', *words.split()]), 'torch' in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    ends = [line for line in done.stdout.splitlines() if line.endswith((" True", " False"))]
+    ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]
     assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
+from repository import FIGURES
 
 from sinkscope.app.pages import DRAWN, Section, document, page, plot
 from sinkscope.results.result import Result
 
-FIGURES = Path(__file__).parents[2] / "figures"
 GL = re.compile(r'"type":\s*"scattergl"')
 LARGEST = 2_500_000
 """Bytes of a page."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import browser
 import pytest
 from report_kit import BAD, WORSE, fill, made_report, spoil
 from sample_results import sample_find_sinks
@@ -18,24 +17,10 @@ DRAWN = """(async () => {
 })()"""
 
 
-pytestmark = pytest.mark.skipif(browser.found() is None, reason="needs chromium or Chrome on the PATH")
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    """Started once, because that takes longer than to look at a page."""
-    with browser.chromium() as tab:
-        yield tab
-
-
-@pytest.fixture(autouse=True)
-def _looks_afresh(chrome):
-    chrome.errors.clear()
-    chrome.asked.clear()
-
-
 @pytest.mark.slow
 def test_in_a_browser(tmp_path, chrome):
+    chrome.errors.clear()
+    chrome.asked.clear()
     folder = tmp_path / "results"
     fill(folder, WORSE)
     spoil(folder)

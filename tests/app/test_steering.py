@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from checkpoints import spoiled
 
-from sinkscope.app.cli import main
 from sinkscope.files.plain import visible
 from sinkscope.results.result import Result
 
@@ -40,27 +39,23 @@ def steered(folder: Path) -> Path:
     return model
 
 
-def test_generated_text(tmp_path, monkeypatch, capfd):
+def test_generated_text(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     model = steered(tmp_path / f"m{STEERING}".replace("\x00", ""))
     Path("p.txt").write_text("a b c")
     words = ["generate", "--model", str(model), "--prompt-file", "p.txt", "--max-new-tokens", "8"]
-    assert main(words) == 0
-    out, err = capfd.readouterr()
+    out, err = typed(words)
     assert visible(out) == out and PLAIN in out and visible(err) == err
-    assert main([*words, "--raw"]) == 0
-    assert capfd.readouterr().out.replace(STEERING, PLAIN) == out and STEERING != PLAIN
+    assert typed([*words, "--raw"]).out.replace(STEERING, PLAIN) == out and STEERING != PLAIN
 
 
-def test_tables_figures_and_pages(tmp_path, monkeypatch, capfd):
+def test_tables_figures_and_pages(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     name = "a\u202eb\x1b.txt"
     Path(name).write_text(f"loop {STEERING} " * 40)
-    files = ["--json", "x.json", "--html", "x.html", "--csv", "x.csv"]
-    assert main(["loops", name, *files]) == 3
-    assert main(["loops", name, "--csv", "-"]) == 3
-    out, err = capfd.readouterr()
-    assert visible(out) == out and visible(err) == err
+    for files in (["--json", "x.json", "--html", "x.html", "--csv", "x.csv"], ["--csv", "-"]):
+        out, err = typed(["loops", name, *files], 3)
+        assert visible(out) == out and visible(err) == err
     result = Result.load("x.json")
     for text in (Path("x.html").read_text(), result.to_html()):
         assert text and not {"\x1b", "\u202e", "\u2066", "\x07"} & set(text)

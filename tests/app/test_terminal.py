@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import sys
-import termios
-import threading
 import time
 from textwrap import fill
 
@@ -28,37 +24,26 @@ WIDTH = 80
 LOOPS = "one two three four five six seven\n" * 60
 
 
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[int, str]:
-    """Run a command whose two outputs are a terminal: its status and all that it writes, colours and moves included."""
-    reader, writer = pty.openpty()
-    modes = termios.tcgetattr(writer)
-    modes[1] &= ~termios.OPOST  # bytes arrive as they are written
-    termios.tcsetattr(writer, termios.TCSANOW, modes)
-    written: list[bytes] = []
+class Terminal(io.TextIOWrapper):
+    """What is written to a terminal that knows more than letters, colours and moves included."""
 
-    def read() -> None:
-        while True:
-            try:
-                piece = os.read(reader, 4096)
-            except OSError:
-                return
-            if not piece:
-                return
-            written.append(piece)
+    def __init__(self):
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        with open(writer, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
-            patch.setenv("COLUMNS", str(WIDTH))
-            patch.setenv("TERM", "xterm")
-            patch.setattr(sys, "stdout", terminal)
-            patch.setattr(sys, "stderr", terminal)
-            code = main(words)
-    finally:
-        thread.join(timeout=20)
-        os.close(reader)
-    return code, b"".join(written).decode()
+    def isatty(self) -> bool:
+        return True
+
+    def text(self) -> str:
+        return self.buffer.getvalue().decode()
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Where standard error goes from now on."""
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
 
 
 def seen(text: str) -> str:
@@ -117,68 +102,56 @@ def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, mon
     code = main(words)
     piped = capfd.readouterr()
     assert piped.out
-    status, shown = on_a_terminal(monkeypatch, words)
-    assert status == code
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(words) == code
+    written, shown = terminal.text(), seen(terminal.text())
     notes = [fill(line, WIDTH, break_on_hyphens=False) for line in piped.err.splitlines()]
-    wanted = seen(piped.out + "\n".join(notes))
+    wanted = piped.out + "\n".join(notes)
     if name.startswith("generate"):  # the same words, of which none is broken at the edge
-        assert seen(shown).split() == (piped.out + "\n".join(notes)).split()
-        assert max(map(len, seen(shown).split("\n"))) <= WIDTH
+        assert shown.split() == wanted.split() and max(map(len, shown.split("\n"))) <= WIDTH
+        # What it waits for is said first, and painted over; there was a bar, and it is gone.
+        assert written.startswith("\x1b[?25lLoading bundled ...") and "\x1b[2K" in written
     else:
-        assert sorted(seen(shown).split("\n")) == sorted(wanted.split("\n"))
-    if "demo" in name or name.startswith("generate"):  # what they wait for is said first, and painted over
-        assert shown.startswith("\x1b[?25lLoading bundled ...") == name.startswith("generate")
-    if name.startswith("generate"):
-        assert (
-            "\x1b[2K" in shown and seen(shown).split()[:9] == piped.out.split()[:9]
-        )  # there was a bar, and it is gone
-
-
-def as_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is written to standard error, as if that were a terminal that knows more than letters."""
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    return terminal
+        assert sorted(shown.split("\n")) == sorted(seen(wanted).split("\n"))
 
 
 def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
-    terminal = as_terminal(monkeypatch)
+    terminal = on_terminal(monkeypatch)
     with ProgressBar() as progress:
-        assert terminal.getvalue() == ""  # nothing is known yet: a dead 0/100 says nothing
+        assert terminal.text() == ""  # nothing is known yet: a dead 0/100 says nothing
         progress("layers", 1, 2)
         progress.end()
-        before = terminal.getvalue()
+        before = terminal.text()
         progress("layers", 2, 2)
-    assert "1/2" in before and terminal.getvalue() == before
+    assert "1/2" in before and terminal.text() == before
 
 
 def test_the_seconds_of_waiting_are_counted(monkeypatch):
-    terminal = as_terminal(monkeypatch)
+    terminal = on_terminal(monkeypatch)
     with ProgressBar() as progress:
         progress("Loading it ...", 0, 0)
         time.sleep(1.5)
-        shown = seen(terminal.getvalue())
+        shown = seen(terminal.text())
     assert shown.startswith("Loading it ...") and "0:00:01" in shown
 
 
 def test_notes_and_the_bar_of_a_download_each_leave_one_line(monkeypatch):
-    terminal = as_terminal(monkeypatch)
+    terminal = on_terminal(monkeypatch)
     with ProgressBar() as progress:
         progress("Loading it ...", 0, 0)
         note("note: a word")
         for _ in tqdm(range(4), desc="download", ncols=60, disable=False, mininterval=0):
             time.sleep(0.2)
         note("note: another")
-    first, download, last = seen(terminal.getvalue()).split("\n")
+    first, download, last = seen(terminal.text()).split("\n")
     assert (first, last) == ("note: a word", "note: another") and download.startswith("download: 100%")
 
 
-def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch, capfd):
+def test_what_is_waited_for_is_painted_over_by_what_comes_first(monkeypatch):
     """An error that is shorter than the line that it replaces."""
-    words = ["find-sinks", "--text", "no", "--model", "a-model-whose-name-is-longer-than-the-whole-line-of-the-error"]
-    main(words)
-    status, shown = on_a_terminal(monkeypatch, words)
-    assert status == 2 and "Loading a-model-whose-name-is" in shown
-    assert seen(shown) == fill(capfd.readouterr().err, WIDTH)
+    terminal = on_terminal(monkeypatch)
+    name = "a-model-whose-name-is-longer-than-the-whole-line-of-the-error"
+    assert main(["find-sinks", "--text", "no", "--model", name]) == 2
+    assert "Loading a-model-whose-name-is" in terminal.text()
+    assert seen(terminal.text()).startswith("error: cannot read no: no such file") and name not in seen(terminal.text())

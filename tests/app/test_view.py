@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import attention, norms, zeroed
+from refusals import refused
 from starlette.testclient import TestClient
 
 import sinkscope as ss
@@ -21,7 +23,6 @@ from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import application
-from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import neuron_name
 
 
@@ -88,29 +89,27 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    """The model in the package, opened once."""
-    return Explorer.open()
-
-
-def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed):
+def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"
-    text.write_text("a block is a piece of text", encoding="utf-8")
+    text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --no-generation --html {tmp_path}/a.html --json -").out)
     assert data["kind"] == "view" and data["model"]["name"] == "bundled" and data["result"]["generation"] is None
-    assert '" text"' in (tmp_path / "a.html").read_text(encoding="utf-8")
-    text.write_text(" \n", encoding="utf-8")
-    shown = typed(f"view --text {text} --json -", 2)
-    assert shown.out == "" and shown.err.count("\n") == 1 and "no word that this tokenizer knows" in shown.err
+    assert '" text"' in (tmp_path / "a.html").read_text()
+    text.write_text(" \n")
+    assert "no word that this tokenizer knows" in refusal(f"view --text {text} --json -")
 
 
 # Live
 
 
-def test_the_live_page_answers_only_under_its_address(bundled):
-    client = TestClient(application(bundled, "secret"), base_url="http://127.0.0.1")
+@pytest.fixture
+def client(bundled) -> TestClient:
+    """Somebody who asks the server of the page."""
+    return TestClient(application(bundled, "secret"), base_url="http://127.0.0.1")
+
+
+def test_the_live_page_answers_only_under_its_address(bundled, client):
     page = client.get("/secret/")
     assert page.status_code == 200 and "connect-src 'self'" in page.text
     for path in ("/", "/view", "/other/", "/other/view"):
@@ -140,8 +139,8 @@ def test_the_live_page_answers_only_under_its_address(bundled):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 200_000])
-def test_a_body_that_is_no_json_is_refused_in_one_line(bundled, body):
-    answer = TestClient(application(bundled, "secret"), base_url="http://127.0.0.1").post("/secret/view", content=body)
+def test_a_body_that_is_no_json_is_refused_in_one_line(client, body):
+    answer = client.post("/secret/view", content=body)
     assert answer.status_code == 400 and "is not JSON" in answer.json()["error"]
 
 
@@ -154,10 +153,10 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
     page = shown.save_html(tmp_path / "view.html")
-    assert "connect-src 'none'" in page.read_text(encoding="utf-8")
+    assert "connect-src 'none'" in page.read_text()
     monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed
     without = notebook.View(shown.explorer, shown.result)
-    with pytest.raises(SinkscopeError, match="a widget needs anywidget"):
+    with refused("a widget needs anywidget"):
         without._repr_mimebundle_()
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     assert main(["view"]) == 2

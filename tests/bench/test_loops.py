@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from bench_kit import tiny, words
+from refusals import refused
 
 from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, loops
-from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
@@ -26,11 +25,6 @@ def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> d
     answer = Answer(**{**vars(answer), **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
     return Loops().score(target, batch, Turn(words(8)), answer)
-
-
-def guard_event(step: int) -> dict[str, Any]:
-    data = {"generated": step}
-    return {"step": step, "position": step, "kind": "guard", "data": data}
 
 
 def test_a_loop_and_a_text_without_one():
@@ -59,8 +53,8 @@ def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
 
 
 def test_interventions():
-    events = (guard_event(40), guard_event(100), guard_event(130), guard_event(290))
-    made = scored(LOOP, "loopguard", events=events)
+    acts = [{"step": at, "position": at, "kind": "guard", "data": {"generated": at}} for at in (40, 100, 130, 290)]
+    made = scored(LOOP, "loopguard", events=tuple(acts))
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
 
 
@@ -75,5 +69,5 @@ def test_openings_of_text_and_their_own_continuation():
 
 
 def test_unknown_prompts():
-    with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
+    with refused("source='large': expected small, small-dc"):
         Loops(source="large").prompts(target_of(*tiny()))

@@ -7,12 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 import sinkscope as ss
 from experiments import make_two_hops
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt
-from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 
 WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
@@ -82,7 +82,7 @@ def test_script_makes_the_numbers_of_the_package():
     ],
 )
 def test_what_cannot_be_asked_is_refused(settings, message):
-    with pytest.raises(SinkscopeError, match=message):
+    with refused(message):
         run_bench(model(), Needle(**settings), ["full"])
-    with pytest.raises(SinkscopeError, match="kinds=tracking: for bundled there are needle, multi-key"):
+    with refused("kinds=tracking: for bundled there are needle, multi-key"):
         Needle(kinds=("tracking",)).prompts(target_of(model("bundled")))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from statistics import stdev
 
 import pytest
 from bench_kit import SETTINGS, made_record
 
-from sinkscope.bench.record import BenchRecord, BenchRun, open_run
-from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
+from sinkscope.bench.record import BenchRecord, BenchRun
+from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import task_class
 from sinkscope.measure.rate import wilson
 from sinkscope.results.result import Result
@@ -174,12 +173,3 @@ def test_a_tile_shows_a_share_and_its_control_even_where_methods_are_ranked_by_a
     assert tile is not None and (tile.label, tile.value) == ("of 4 answers loop, loopguard:64", 0.0)
     assert (tile.contrast, tile.control) == ("full", 0.75)
     assert [number.value for number in looped.numbers() if number.key == tile.key] == [0.0]  # the same on the card
-
-
-def test_folders_are_joined(tmp_path: Path):
-    for name, records in (("a", FULL), ("b", H2O)):
-        with open_run(tmp_path / name, SETTINGS, []) as folder:
-            folder.append(records)
-    joined = bench_table([tmp_path / "b", tmp_path / "a"])
-    assert joined.groups == table(*FULL, *H2O).groups
-    assert len(joined.settings["runs"]) == 2

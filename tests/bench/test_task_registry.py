@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import ClassVar
 
-import pytest
 from refusals import refused
 
 import sinkscope.bench.task as registry
@@ -26,15 +25,12 @@ class Echo(Task):
         return [Prompt(str(n), (Turn("again " * self.words, ("again",)),), "echo") for n in range(2)]
 
 
-@pytest.fixture
-def registered(monkeypatch):
+def test_a_task_is_found_by_the_name_that_it_registers(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
-
-
-def test_a_task_is_found_by_the_name_that_it_registers(registered):
     register_task(Echo)
     assert read_task("echo:words=3") == Echo(words=3)
     assert task_class("echo") is Echo and task_class("needle") is Needle
+    assert task_class("a name in old records") is PromptFile
     with refused("two tasks are called 'needle'"):
 
         @register_task
@@ -47,9 +43,3 @@ def test_a_task_of_an_installed_package_is_found_by_its_entry_point(monkeypatch)
     monkeypatch.setattr(registry, "entry_points", lambda *, group: [entry] if group == "sinkscope.tasks" else [])
     assert read_task("echo") == Echo()
     assert list(tasks()) == ["loops", "needle", "recall", "text", "echo"]
-
-
-def test_another_name_is_a_file_of_prompts(tmp_path):
-    assert task_class("a name in old records") is PromptFile
-    with refused("--task 'nothing': expected loops, needle, recall, text, or a file of prompts"):
-        read_task("nothing")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from bench_kit import tiny, words
+from kv_kit import logits_of
+from refusals import refused
 
 from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
-from sinkscope.conformance.masked import plain_logits
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.store import lines
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
@@ -33,51 +33,33 @@ def compared(folder: Path, methods: list[str], *, answers: bool = True, **option
     return {(record.method, record.prompt): record for record in records}
 
 
-def ids_of(name: str) -> tuple[list[int], list[int]]:
-    tokenizer = tiny()[1]
-    prompt, answer = LENGTHS[name]
-    return (
-        tokenizer(words(prompt))["input_ids"],
-        tokenizer(words(answer, 3), add_special_tokens=False)["input_ids"],
-    )
+SEES = {  # of the causal keys, which each query sees after a prompt of n tokens
+    "streaming:16": lambda query, key, n: (query < n) | (key < 4) | (key >= query - 12),
+    "a-shape:first=2:local=7": lambda query, key, n: (query >= n) | (key < 2) | (query - key < 7),
+    "tri-shape:0.5": lambda query, key, n: (query >= n - 4) | (key < 4) | (query - key < n // 2 - 4),
+}
 
 
-def dense(ids: list[int], seen: torch.Tensor) -> torch.Tensor:
-    """Logits of one plain forward call in which query i sees the keys of `seen[i]`."""
-    model = tiny()[0]
-    sees = dict.fromkeys(range(2), seen.expand(1, model.config.num_key_value_heads, -1, -1))
-    return plain_logits(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long), sees)[0]
-
-
-@pytest.mark.parametrize("method", ["streaming:16", "a-shape:first=2:local=7", "tri-shape:0.5"])
+@pytest.mark.parametrize("method", SEES)
 def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: str):
     """What a step can read is known in closed form here, so a dense model with that mask says everything at once."""
     found = compared(tmp_path, [method], batch_size=3)
     assert max(value for record in found.values() for value in record.steps["kl"]) > 0.01
-    for name in LENGTHS:
-        prompt, answer = ids_of(name)
-        n, ids = len(prompt), prompt + answer[:-1]
-        key, query = torch.arange(len(ids))[None], torch.arange(len(ids))[:, None]
-        causal = key <= query
-        if method == "streaming:16":
-            seen = causal & ((query < n) | (key < 4) | (key >= query - 12))
-        else:
-            tokens = n // 2
-            first, local = (2, 7) if "first" in method else (4, tokens - 4)
-            last = n - (4 if "tri" in method else 0)
-            seen = causal & ((query >= last) | (key < first) | (query - key < local))
-        full, other = dense(ids, causal), dense(ids, seen)
-        steps = range(n - 1, len(ids))
+    for name, (prompt, answer) in LENGTHS.items():
+        ids = torch.tensor(tiny()[1](f"{words(prompt)} {words(answer, 3)}")["input_ids"][:-1])
+        n = len(ids) - answer + 1
+        at = torch.arange(len(ids))
+        causal = at <= at[:, None]
+        seen = causal & SEES[method](at[:, None], at, n)
+        full, other = (logits_of(tiny()[0], ids, sees)[n - 1 :] for sees in (causal, seen))
         terms = torch.nn.functional.kl_div(other.log_softmax(-1), full.softmax(-1), reduction="none").sum(-1)
         record = found[method, name]
-        assert list(record.steps["kl"]) == pytest.approx(terms[n - 1 :].tolist(), abs=5e-5)
-        assert record.steps["agree"] == tuple(float(full[i].argmax() == other[i].argmax()) for i in steps)
-        read = [float(seen[i].sum()) for i in steps][1:]
+        assert list(record.steps["kl"]) == pytest.approx(terms.tolist(), abs=5e-5)
+        assert list(record.steps["agree"]) == (full.argmax(-1) == other.argmax(-1)).tolist()
+        read = seen[n:].sum(1).tolist()
         assert record.metrics["read"] == (pytest.approx(fmean(read), abs=1e-3) if read else None)
-        if method == "streaming:16":
-            assert record.metrics["cells"] is None and record.steps["kl"][0] < 1e-6
-        else:
-            assert record.metrics["cells"] == pytest.approx(float(seen[:n, :n].sum()) / (n * (n + 1) / 2), abs=1e-4)
+        cells = float(seen[:n, :n].sum()) / (n * (n + 1) / 2)  # a policy hides none of the prompt, and counts none
+        assert record.metrics["cells"] == (None if cells == 1 else pytest.approx(cells, abs=1e-4))
 
 
 def test_without_answers_methods_follow_what_full_attention_writes(tmp_path: Path):
@@ -102,7 +84,7 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
     file = tmp_path / "p.jsonl"
     file.write_text(lines(rows))
     model, tokenizer = tiny()
-    with pytest.raises(SinkscopeError, match=message):
+    with refused(message):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import FIGURES
 from same_kit import differences
 
 from experiments import drawn
 from experiments.script import run
 from sinkscope.app.cli import main
 
-FIGURES = Path(__file__).parents[2] / "figures"
 QUICKEST = ("loopserve_fig2a", "repeat-ablate")  # run by default
 QUICK = ("barcode", "barcode-guard", "circuit", "clusters", "converge", "find_sinks", "heads", "patch-eval")
 QUICK += ("lines", "patch-make", "repeat", "repeat-attention", "rotary", "separate")
@@ -22,7 +22,7 @@ OUTPUTS = ("--json", "--html", "--png")
 
 
 def recorded(name: str) -> Any:
-    return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((FIGURES / f"{name}.json").read_text())
 
 
 def make_again(name: str, folder: Path) -> Any:
@@ -37,7 +37,7 @@ def make_again(name: str, folder: Path) -> Any:
     else:
         made = folder / f"{name}-again.json"
         assert main([*options[1:], "--json", str(made)]) == 0
-    return json.loads(made.read_text(encoding="utf-8"))["result"]
+    return json.loads(made.read_text())["result"]
 
 
 @pytest.mark.parametrize("name", [*QUICKEST, *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK)])

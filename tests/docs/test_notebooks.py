@@ -6,8 +6,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from tools.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -29,13 +29,13 @@ def test_outputs_are_those_of_the_code(path):
     assert counts == [*range(1, len(counts) + 1)]
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", PLOTLY} <= kinds
-    check(path.name, path.read_text(encoding="utf-8"))
+    check(path.name, path.read_text())
 
 
 def test_large_notebooks_and_folders_are_refused():
-    with pytest.raises(SinkscopeError, match="expected at most"):
+    with refused("expected at most"):
         check("x.ipynb", "a" * (LARGEST + 1))
-    with pytest.raises(SinkscopeError, match="names the folder"):
+    with refused("names the folder"):
         check("x.ipynb", f"saved {Path.home()}/x.json")
 
 

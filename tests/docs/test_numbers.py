@@ -10,27 +10,26 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAPERS = ("repeated-token", "loopguard", "loopserve")
 _MARK = re.compile(r"<!-- figures/(\S+)\.json: (.+?) -->", re.DOTALL)
 
 
 @cache
 def data(name: str) -> SimpleNamespace:
-    text = (ROOT / f"figures/{name}.json").read_text(encoding="utf-8")
+    text = (ROOT / f"figures/{name}.json").read_text()
     return json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields)).result
 
 
 def marked() -> list[tuple[str, str, str, str]]:
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for name, numbers in _MARK.findall(page.read_text(encoding="utf-8")):
+        for name, numbers in _MARK.findall(page.read_text()):
             for number in numbers.split("; "):
                 written, _, stands = number.partition(" = ")
                 found.append((page.relative_to(ROOT).as_posix(), name, written.strip(), stands.strip()))
@@ -41,7 +40,7 @@ def marked() -> list[tuple[str, str, str, str]]:
 def test_a_number_of_a_page_is_that_of_its_data(page, name, written, stands):
     measured = eval(f"f{stands!r}", {"r": data(name), "np": np, "mean": np.mean})
     assert measured.replace("%", " %") == written.replace("%", " %").replace("  %", " %"), stands
-    shown = _MARK.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    shown = _MARK.sub("", (ROOT / page).read_text())
     assert re.search(rf"(?<![\d.,]){re.escape(written)}(?![\d%])", " ".join(shown.split())), written
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from refusals import refused
+from repository import ROOT
 
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
 from experiments.loopserve import build as serve_build
-from sinkscope.errors import SinkscopeError
-
-ROOT = Path(__file__).parents[2]
 
 
 def records(count: int) -> list[LongBenchRecord]:
@@ -22,29 +19,23 @@ def records(count: int) -> list[LongBenchRecord]:
     return made
 
 
-class Words:
-    """A tokenizer of words."""
-
-    def __call__(self, text: str, **_) -> dict[str, list[int]]:
-        return {"input_ids": [len(word) for word in text.split()]}
-
-
 def test_longbench_files_are_read_and_lines_are_named(tmp_path):
     found = read_longbench("multi_news", ROOT / "experiments/loopbench/news.jsonl")
     assert len(found) == 12 and found[0].context and not found[0].answers
     (tmp_path / "x.jsonl").write_text('{"_id": "a"}\n')
-    with pytest.raises(SinkscopeError, match="line 1 has no 'context'"):
+    with refused("line 1 has no 'context'"):
         read_longbench("multi_news", tmp_path / "x.jsonl")
 
 
 @pytest.mark.parametrize(("bench", "source"), [("dc", "news"), ("ri", "stories")])
 def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
     found = read_longbench("", ROOT / f"experiments/loopbench/{source}.jsonl")
-    rows = loop_build.build(bench, found, Words(), 20, 260, 0)
+    tokenizer = lambda text, **_: {"input_ids": text.split()}  # noqa: E731
+    rows = loop_build.build(bench, found, tokenizer, 20, 260, 0)
     lengths = [len(row["prompt"].split()) for row in rows]
     assert len(rows) == len({row["id"] for row in rows}) == 20 and {row["set"] for row in rows} == {bench}
     assert sum(lengths) / 20 == pytest.approx(260, rel=0.03)
-    assert rows == loop_build.build(bench, found, Words(), 20, 260, 0)
+    assert rows == loop_build.build(bench, found, tokenizer, 20, 260, 0)
     sign = loop_build.DC_TAIL.strip() if bench == "dc" else loop_build.DRAFT
     assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
 
@@ -70,5 +61,5 @@ def test_algorithm_3_asks_held_out_examples_when_repaired():
     rows = serve_build.rows_of("trec", [repaired], serve_build.classes_of([record]))
     assert [row["part"] for row in rows] == ["begin", "middle", "end"]
     assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
-    with pytest.raises(SinkscopeError, match="no record of trec has the 40 examples"):
+    with refused("no record of trec has the 40 examples"):
         serve_build.build("trec", [record], turns=20)

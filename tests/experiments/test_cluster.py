@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from organisms import organism
+from repository import ran
 
 from sinkscope.app.scan_table import scan_table
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("gpt2", "llama", "qwen2")
 
 
@@ -36,7 +35,7 @@ def check(out: Path):
 @pytest.mark.slow
 def test_a_killed_process_takes_no_other_model_with_it(tmp_path):
     words = [sys.executable, "-m", "experiments.cluster.killed", str(tmp_path), "--models", "3"]
-    subprocess.run([*words, "--executors", "processes"], cwd=ROOT, check=True)
+    assert ran([*words, "--executors", "processes"]).returncode == 0
     (row,) = json.loads((tmp_path / "scan_killed.json").read_text())["result"]["rows"]
     assert row["killed"] == 1 and row["failed"] == row["failed_again"] == []
     assert row["equal"] == row["files"] > 3
@@ -50,8 +49,7 @@ def test_a_script_scans_on_two_workers(name, script, models, tmp_path):
     words = [sys.executable, "-m", f"experiments.cluster.{script}", *models, "--quick", "--out", str(tmp_path / "out")]
     if name == "submitit":
         words += ["--cluster", "local"]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=True)
-    assert "3 of 3 models have an attention sink." in done.stdout
+    assert "3 of 3 models have an attention sink." in ran(words).stdout
     check(tmp_path / "out")
 
 
@@ -64,8 +62,5 @@ def test_an_array_of_two_jobs_scans_every_model(models, tmp_path):
     for number, count in ((1, 2), (2, 1)):
         slurm = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "2"}
         words = ["bash", "experiments/cluster/array.slurm", str(tmp_path / "out"), *models, "--quick"]
-        done = subprocess.run(
-            words, cwd=ROOT, env={**os.environ, **slurm, "PATH": path}, text=True, capture_output=True, check=True
-        )
-        assert f"{count} of {count} model" in done.stdout
+        assert f"{count} of {count} model" in ran(words, PATH=path, **slurm).stdout
     check(tmp_path / "out")

@@ -3,40 +3,30 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from repository import FIGURES, ROOT, python, ran
 
 from experiments.gallery import figure_of
 from experiments.script import run
 from sinkscope.files.envelope import known_kinds
 from sinkscope.results.result import Result
 
-FIGURES = sorted((Path(__file__).parents[2] / "figures").glob("*.json"))
+FILES = sorted(FIGURES.glob("*.json"))
 
 
 def test_gallery_names_every_committed_picture_and_its_command():
-    root = Path(__file__).parents[2]
-    if shutil.which("git") is None or not (root / ".git").exists():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no git checkout")
-    names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=root, capture_output=True, text=True, check=True)
-    page = (root / "docs/gallery.md").read_text(encoding="utf-8")
+    names = ran(["git", "ls-files", "figures/*.png"]).stdout.split()
+    page = (ROOT / "docs/gallery.md").read_text()
     shown = re.findall(r"\]\(\.\./(figures/[^)]*)\)", page)
-    missing = set(names.stdout.split()) - set(shown)
+    missing = set(names) - set(shown)
     assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
-    assert all((root / name).is_file() for name in shown)
+    assert all((ROOT / name).is_file() for name in shown)
     assert len(re.findall(r"^`(?:sinkscope |(?:python|torchrun .*) -m experiments\.)\S.*`$", page, re.M)) == len(shown)
-
-
-def test_every_measurement_says_how_it_was_made():
-    for file in sorted((Path(__file__).parents[2] / "figures").glob("*.json")):
-        made = json.loads(file.read_text(encoding="utf-8"))["provenance"]
-        assert (made.get("argv") or made["command"]) and isinstance(made["seed"], int), file.name
-        assert {"python"} < set(made["versions"]), file.name
 
 
 def keys(data: object) -> object:
@@ -46,11 +36,13 @@ def keys(data: object) -> object:
     return [keys(part) for part in data[:1]] if isinstance(data, list) else None
 
 
-@pytest.mark.parametrize("file", FIGURES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
     """Its data are those that the command would write today, and the words of the command are options of today."""
-    data = json.loads(file.read_text(encoding="utf-8"))
-    words = data["provenance"].get("argv", [])
+    data = json.loads(file.read_text())
+    made = data["provenance"]
+    words = made.get("argv", [])
+    assert (words or made["command"]) and isinstance(made["seed"], int) and {"python"} < set(made["versions"])
     if data["kind"] in known_kinds():
         assert keys(json.loads(Result.load(file).to_json())["result"]) == keys(data["result"])
     if list(words[:2]) == ["python", "-m"]:
@@ -62,13 +54,12 @@ def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
 
 def test_a_saved_result_is_drawn_by_a_program_that_imports_no_more_than_results():
     script = "import sys, sinkscope.results.result as r; print(len(r.Result.load(sys.argv[1]).figure().data))"
-    sinks = next(file for file in FIGURES if file.stem == "find_sinks")
-    made = subprocess.run([sys.executable, "-c", script, sinks], capture_output=True, text=True, check=True)
-    assert int(made.stdout) == len(Result.load(sinks).figure().data) > 3
+    sinks = next(file for file in FILES if file.stem == "find_sinks")
+    assert int(python(script, str(sinks)).stdout) == len(Result.load(sinks).figure().data) > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("picture", [file.with_suffix(".png") for file in FIGURES], ids=lambda picture: picture.stem)
+@pytest.mark.parametrize("picture", [file.with_suffix(".png") for file in FILES], ids=lambda picture: picture.stem)
 def test_a_picture_is_drawn_from_the_json_beside_it(picture):
     if picture.exists():
         assert figure_of(picture).to_plotly_json()["data"]

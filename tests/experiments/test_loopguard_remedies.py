@@ -16,18 +16,8 @@ FRESH, LOOP = list(range(40)), [*range(10), *[7] * 30]
 
 
 def output(number: int, tokens: list[int], acts: list[list[int]], nll: float, counted: int, **more):
-    place = {"family": "scenes", "number": number}
-    return {
-        "tokens": tokens,
-        "acts": acts,
-        "nll": nll,
-        "counted": counted,
-        "alarm": None,
-        "ended": False,
-        "streak": 0,
-        **place,
-        **more,
-    }
+    told = {"alarm": None, "ended": False, "streak": 0, "family": "scenes", "number": number}
+    return {"tokens": tokens, "acts": acts, "nll": nll, "counted": counted, **told, **more}
 
 
 def test_a_row_counts_what_was_planted():

@@ -10,22 +10,14 @@ from statistics import fmean
 import pytest
 from bench_kit import MODEL, SETTINGS, made_record, tiny
 from bench_kit import dialogues as prompts
+from repository import ROOT
 
 from experiments.drawn import put_table
 from experiments.loopserve import dialogues, longeval, runs, table1
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-
-ROOT = Path(__file__).parents[2]
-
-
-def said(position: str = "end", dialogue: str = "recall-0", **changed) -> BenchRecord:
-    """An answer made by hand."""
-    settings = {"part": position, **changed.pop("settings", {})}
-    metrics = {"score": 0.0, "prefix": 0.0, "prompt_tokens": 100, "seconds": 0.1, **changed.pop("metrics", {})}
-    return made_record(prompt=f"{dialogue} {position}", settings=settings, metrics=metrics, **changed)
 
 
 def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
@@ -46,8 +38,8 @@ def _qasper_run(folder: Path, name: str) -> Path:
     settings = {**SETTINGS, "model": {**MODEL, "name": name}}
     with open_run(folder, settings, []) as store:
         for turn, score in enumerate([1.0, 2 / 3]):
-            about = {"metrics": {"score": score}, "settings": {"set": "qasper"}}
-            store.append([said(dialogue="q", method="snapkv:1024", turn=turn, **about)])
+            about = {"metrics": {"score": score, "prefix": 0.0}, "settings": {"set": "qasper", "part": "end"}}
+            store.append([made_record("snapkv:1024", "q end", turn=turn, **about)])
     return folder
 
 
@@ -65,11 +57,11 @@ def test_every_method_of_the_experiments_can_be_made():
 
 def test_the_page_shows_the_committed_numbers(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text((ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8"), encoding="utf-8")
-    before = page.read_text(encoding="utf-8")
-    record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text(encoding="utf-8"))
+    page.write_text((ROOT / "docs/papers/loopserve.md").read_text())
+    before = page.read_text()
+    record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text())
     put_table(page, "loopserve.longeval", longeval.table(record["result"]["sources"]))
-    assert page.read_text(encoding="utf-8") == before
+    assert page.read_text() == before
 
 
 @dataclass(frozen=True, kw_only=True)

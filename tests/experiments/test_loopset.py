@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import prose
 
@@ -84,7 +84,6 @@ def echoes(text: str) -> int | None:
     return None
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), copies=st.integers(12, 20))
 def test_echoes_do_not_depend_on_the_order_of_words(seed, copies):
     rng = random.Random(seed)

@@ -11,8 +11,6 @@ import pytest
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_words_become_parameters_and_what_is_not_given_keeps_its_default():
     seen = {}

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_kit import guarded_run
+from covering import slow
 from organisms.kept_loops import kept_loops
+from repository import ROOT
 
 from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.right import streaming_llm
+from experiments.loopguard.honest import honest_texts
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel, alone
 from experiments.make_shape import make_plan
@@ -30,8 +33,6 @@ from sinkscope.bench.tasks.recall import Recall
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.results.options import parameters_of
 
-ROOT = Path(__file__).parents[2]
-
 
 @dataclass(frozen=True)
 class Case:
@@ -39,7 +40,8 @@ class Case:
 
     Attributes:
         words: Its command line; `{out}` is a folder with what `FILES` says, `{run}` a folder of `sinkscope bench`.
-        right: Whether what it wrote is right: the content of `file`, or what it printed.
+        right: Whether what it wrote is right: the content of `file`, of a record its result, or
+            what it printed.
         file: What it writes in the folder; empty if it prints.
         patch: Constants of the module that are smaller here; `{out}` as in its words.
         quick: Whether it runs by default.
@@ -69,7 +71,7 @@ TEXT = Panel(
 
 def rate_of(made: Any, label: str) -> float:
     """Right answers of a method over all positions of the question."""
-    (row,) = [row for row in made["result"]["rows"] if (row["label"], row["at"]) == (label, "all")]
+    (row,) = [row for row in made["rows"] if (row["label"], row["at"]) == (label, "all")]
     return row["score"]
 
 
@@ -86,7 +88,7 @@ def planted_neurons(printed: str) -> bool:
 
 
 def right_everywhere(made: Any) -> bool:
-    return {row["score"] for row in made["result"]["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
+    return {row["score"] for row in made["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
 
 
 def half_of_the_honest(text: str) -> bool:
@@ -95,7 +97,7 @@ def half_of_the_honest(text: str) -> bool:
 
 def cheap_at_the_interval(made: Any) -> bool:
     """A measurement costs some steps, and at the interval of the default next to nothing."""
-    (row,) = made["result"]["rows"]
+    (row,) = made["rows"]
     return row["with"] > row["without"] and row["share"] == row["steps_per_measurement"] / 500
 
 
@@ -105,9 +107,7 @@ CASES = {
     ),
     "bench_figures": Case(
         "tiny --work {out}/w --out {out}",
-        lambda made: (
-            {row["set"] for row in made["result"]["rows"]} == {"begin", "middle", "end"} and right_everywhere(made)
-        ),
+        lambda made: {row["set"] for row in made["rows"]} == {"begin", "middle", "end"} and right_everywhere(made),
         "tiny.json",
         {"RUNS": {"tiny": BenchFigure("score", "recall:count=1:turns=1:total=200:hops=1", "full", "recall")}},
     ),
@@ -115,12 +115,12 @@ CASES = {
     "bench_find_sinks, sinkscope": Case("--arm sinkscope --folder {shape}", planted_neurons),
     "bench_find_sinks": Case(
         "--only cold_start --rounds 1 --out {out}/x.json",
-        lambda made: made["result"]["cold_start"]["ratio"] > 0,
+        lambda made: made["cold_start"]["ratio"] > 0,
         "x.json",
     ),
     "bench_kv": Case(
         "--only overhead --out {out}/x.json",
-        lambda made: made["result"] == {"overhead": "overhead in 9 rounds"},
+        lambda made: made == {"overhead": "overhead in 9 rounds"},
         "x.json",
         {"child": lambda _script, *words: f"{words[1]} in {words[3]} rounds"},
         quick=True,
@@ -134,13 +134,13 @@ CASES = {
     ),
     "check_cache.table": Case(
         "--out {out}/x.json",
-        lambda made: (made["result"]["caught"], made["result"]["controls"]) == (1, 1),
+        lambda made: (made["caught"], made["controls"]) == (1, 1),
         "x.json",
         {"FAULTS": {"only_the_latest_are_kept": FAULTS["only_the_latest_are_kept"]}, "RIGHT": (streaming_llm,)},
     ),
     "make_organism": Case(
         "--model {out}/m --texts {out}/x.jsonl",
-        lambda lines: lines == (DATA / "organism.jsonl").read_text(encoding="utf-8").splitlines(),
+        lambda lines: lines == (DATA / "organism.jsonl").read_text().splitlines(),
         "x.jsonl",
     ),
     "model_types": Case(
@@ -155,12 +155,17 @@ CASES = {
         "recall/README.md",
         {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
     ),
-    "loopguard.figure2": Case(
-        "{run} --out {out}", lambda made: made["result"]["folders"][0]["runs"] == 1, "loopguard_fig2.json"
+    "loopguard.figure2": Case("{run} --out {out}", lambda made: made["folders"][0]["runs"] == 1, "loopguard_fig2.json"),
+    "loopguard.figure4": Case(
+        "{run} --out {out}",
+        lambda made: [(g["method"], g["counts"], g["positions"]) for g in made["guards"]] == [("loopguard", [1], [20])],
+        "loopguard_fig4.json",
+        {"honest_texts": lambda: honest_texts()[:1]},
+        quick=True,
     ),
     "loopguard.why": Case(
         "--count 0 --out {out}",
-        lambda made: made["result"]["organisms"][0]["found"] == made["result"]["organisms"][0]["planted"],
+        lambda made: made["organisms"][0]["found"] == made["organisms"][0]["planted"],
         "loopguard_why.json",
         {"kept_loops": lambda: kept_loops()[:1]},
     ),
@@ -178,26 +183,24 @@ CASES = {
     ),
     "loopserve.dialogues, text": Case(
         "fidelity --work {out}/w --out {out}",
-        lambda made: made["result"]["rows"][0]["kl"] > made["result"]["rows"][1]["kl"] == 0,
+        lambda made: made["rows"][0]["kl"] > made["rows"][1]["kl"] == 0,
         "loopserve_fidelity.json",
         {"FIGURES": {"fidelity": (TEXT,)}},
     ),
     "loopserve.halves": Case(
         "--length 48 --out {out}",
-        lambda made: (
-            made["result"]["heads"][0]["shared"] < made["result"]["mean"] < made["result"]["heads"][1]["shared"]
-        ),
+        lambda made: made["heads"][0]["shared"] < made["mean"] < made["heads"][1]["shared"],
         "loopserve_fig2a.json",
     ),
     "loopserve.longeval": Case(
         "--topics {out}/t.jsonl --lines {out}/l.jsonl --count 2 --length 96 --new 16 --out {out}",
-        lambda made: len(made["result"]["sources"]) == 3,
+        lambda made: len(made["sources"]) == 3,
         "loopserve_longeval.json",
     ),
     "loopserve.table1": Case("", lambda text: "| 46.82 / not run |" in text, quick=True),
     "bench_loopserve": Case(
         "--lengths 2100 --rounds 1 --parts model --out {out}/x.json",
-        lambda made: {row["model"] for row in made["result"]["model"]} == {"lines", "half", "flat"},
+        lambda made: {row["model"] for row in made["model"]} == {"lines", "half", "flat"},
         "x.json",
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
@@ -218,27 +221,25 @@ CASES = {
     ),
     "loopguard.rotary": Case(
         "--max-new-tokens 200 --layer 1 --out {out}",
-        lambda made: (
-            np.median(made["result"]["heads"]["change"]) < 0.01 < np.median(made["result"]["heads"]["other_change"])
-        ),
+        lambda made: np.median(made["heads"]["change"]) < 0.01 < np.median(made["heads"]["other_change"]),
         "rotary.json",
     ),
     "loopguard.sensitivity": Case(
         "--per-form 1 --out {out}",
-        lambda made: made["result"]["sweeps"]["votes"][0]["detected_by_form"]["exact"] > 0.9,
+        lambda made: made["sweeps"]["votes"][0]["detected_by_form"]["exact"] > 0.9,
         "loopguard_sensitivity.json",
         {"PERIODS": (1, 8), "SWEEPS": {"votes": (1,), "variant": ("repeats",)}},
     ),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
         "--out {out}",
-        lambda made: [row["arm"] for row in made["result"]["rows"]] == ["full", "loopserve"],
+        lambda made: [row["arm"] for row in made["rows"]] == ["full", "loopserve"],
         "loopserve_latency.json",
         quick=True,
     ),
     "loopset.compare": Case(
         "--count 24 --out {out}/loops_compare.json",
-        lambda made: len(made["result"]["detectors"]) == 8,
+        lambda made: len(made["detectors"]) == 8,
         "loops_compare.json",
         quick=True,
     ),
@@ -250,44 +251,18 @@ CASES = {
 }
 
 
-def parameters() -> list[Any]:
-    cases = []
-    for name, case in CASES.items():
-        cases.append(pytest.param(name, marks=() if case.quick else pytest.mark.slow))
-    return cases
-
-
-ELSEWHERE = {  # name -> the test that runs it
-    "bundled.card": "test_bundled_model.py",
-    "bundled.typical": "test_scripts.py",
-    "check_cache.presses": "",  # needs kvpress, and with it another release of transformers
-    "loopguard.figure4": "test_loopguard_experiments.py",
-    "loopguard.outcome": "test_loopguard_remedies.py",
-    "bench_shards": "test_shards.py",
-    "cluster.killed": "test_cluster.py",
-    "cluster.on_ray": "test_cluster.py",
-    "cluster.on_submitit": "test_cluster.py",
-    "make_two_hops": "test_needle.py",
-    "train_bundled": "test_bundled_model.py",
-}
-
-
 def test_the_function_of_every_script_runs_in_a_test() -> None:
-    scripts = set[str]()
+    """Here, or in a test that names the script; those for a GPU have a rehearsal of their own."""
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    cases = {name.partition(",")[0] for name in CASES}
     for file in (ROOT / "experiments").rglob("*.py"):
-        place = file.relative_to(ROOT / "experiments").with_suffix("").parts
-        if (
-            "\ndef main(" in file.read_text(encoding="utf-8") and place[0] != "gpu"
-        ):  # see test_gpu_all, test_bundled_model
-            scripts.add(".".join(place))
-    assert scripts == {name for name in CASES if "," not in name} | set(ELSEWHERE)
-    for name, file in ELSEWHERE.items():
-        if file:
-            (test,) = (ROOT / "tests").rglob(file)
-            assert name.rpartition(".")[2] in test.read_text(encoding="utf-8"), name
+        name = ".".join(file.relative_to(ROOT / "experiments").with_suffix("").parts)
+        if "\ndef main(" not in file.read_text() or name.startswith("gpu."):
+            continue
+        assert name in cases or name.rpartition(".")[2] in tests, name
 
 
-@pytest.mark.parametrize("name", parameters())
+@pytest.mark.parametrize("name", [name if case.quick else slow(name) for name, case in CASES.items()])
 def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, module = CASES[name], import_module(f"experiments.{name.partition(',')[0]}")
     monkeypatch.setattr(drawn, "write_png", lambda *_: None)  # a browser takes longer than the scripts
@@ -313,10 +288,11 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return
-    text = (out / case.file).read_text(encoding="utf-8")
+    text = (out / case.file).read_text()
     read: Any = text
     if case.file.endswith(".json"):
         read = json.loads(text)
+        read = read.get("result", read)
     elif case.file.endswith(".jsonl"):
         read = text.splitlines()
     assert case.right(read), text[:2000]
@@ -325,5 +301,5 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
 def test_the_text_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
     import_module("experiments.bundled.typical").main(tmp_path)
     for name in ("typical.txt", "LICENSE-typical.txt"):
-        made = (tmp_path / name).read_text(encoding="utf-8")
-        assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text(encoding="utf-8")[:2000]
+        made = (tmp_path / name).read_text()
+        assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text()[:2000]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
 
@@ -36,7 +35,7 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str):
     folder.mkdir()
     mine.write_bytes(MINE)
     mine.rename(folder / name)
-    with pytest.raises(SinkscopeError, match=rf"{name}|run holds other files"):
+    with refused(rf"{name}|run holds other files"):
         run(folder)
     assert (folder / name).read_bytes() == MINE
 
@@ -47,7 +46,7 @@ def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(
     assert len(run(tmp_path / "run")) == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')
-    with pytest.raises(SinkscopeError, match='editor was "mine", now null, number was null, now 1'):
+    with refused('editor was "mine", now null, number was null, now 1'):
         run(tmp_path / "other")
 
 
@@ -78,5 +77,5 @@ def test_pipes_are_written_in_place():
 
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
     with Folder(tmp_path / "r", {}, Entry, option="--resume"):
-        with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
+        with refused(r"--resume .*r is being written by another run"):
             Folder(tmp_path / "r", {}, Entry, option="--resume").__enter__()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_writable, write_atomic
 
 
@@ -62,7 +61,7 @@ def test_refused_in_one_line(tmp_path, monkeypatch, name, says):
 def test_a_folder_without_permission_is_refused_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "old").write_text("kept")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    with pytest.raises(SinkscopeError, match="permission denied"):
+    with refused("permission denied"):
         check_writable(tmp_path / "old")
 
 

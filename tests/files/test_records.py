@@ -10,7 +10,6 @@ from typing import Literal
 import pytest
 from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_records, read_rows
 
 
@@ -65,9 +64,8 @@ def test_the_same_records_however_they_are_packed(tmp_path):
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, row, says):
-    with pytest.raises(SinkscopeError) as caught:
+    with refused(words=[says]):
         read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples")
-    assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.shard import shard_of
 
 
@@ -22,10 +22,10 @@ def test_shares_are_a_partition_and_differ_by_one_at_most(items, count):
 
 @pytest.mark.parametrize("shard", ["", "1", "0/2", "3/2", "1/0", "-1/2", "1/2/3", "a/b", "1 /2", "¹/²"])
 def test_other_words_are_refused(shard):
-    with pytest.raises(SinkscopeError, match="expected I/N with I from 1 to N"):
+    with refused("expected I/N with I from 1 to N"):
         shard_of(range(9), shard)
 
 
 def test_an_empty_share_is_refused():
-    with pytest.raises(SinkscopeError, match="there are only 2 to share"):
+    with refused("there are only 2 to share"):
         shard_of(range(2), "3/3")

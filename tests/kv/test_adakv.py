@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,6 @@ def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None)
     return policy.select(scores, _At(pos, budget, *policy.always_kept(budget)), budget)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     heads=st.integers(1, 4),
     slots=st.integers(6, 30),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
 from kv_kit import close
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
+from refusals import refused
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, StreamingLLM
 from sinkscope.lines.serve import LoopServe
@@ -47,6 +47,10 @@ def tensors(chat: Conversation, layers=None) -> list[Tensor]:
         held += [layer.keys, layer.values, layer.pos]
         held += [layer.extra("h2o"), layer.extra("tova")]
     return held
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 @cache
@@ -96,8 +100,7 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
         (H2O(budget=20), "recompute"),
     ],
 )
-def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
-    model = model_of("llama")
+def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers, model):
 
     def talk(*turns):
         chat = Conversation(model, edit, answers=answers)
@@ -109,7 +112,7 @@ def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
     for chat, turn in ((branch, 1), (trunk, 2)):
         alone, said_alone = talk(0, turn)
         assert len(chat.turns) == 1 and [first, ask(chat, turn).ids] == said_alone
-        assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(alone), strict=True))
+        assert same(tensors(chat), tensors(alone))
 
 
 @pytest.mark.parametrize(
@@ -121,9 +124,8 @@ def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
         (SinkPatch(layer=1, neurons=[3, 5]) | StreamingLLM(budget=20), "recompute"),
     ],
 )
-def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers):
+def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers, model):
     """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
-    model = model_of("llama")
     chat = Conversation(model, policy, answers=answers)
     turns = [ask(chat, number) for number in range(2)]
     cache, ids = DynamicCache(), []
@@ -145,20 +147,19 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers):
             if answers == "recompute":
                 cache.crop(-(NEW - 1))
             ids += turn.ids
-    assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(chat, cache.layers), strict=True))
+    assert same(tensors(chat), tensors(chat, cache.layers))
 
 
 @pytest.mark.parametrize(
     ("edit", "answers"),
     [(SMALL, "keep"), (H2O(budget=20), "recompute")],
 )
-def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answers):
-    model = model_of("llama")
+def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answers, model):
     asked, told = (Conversation(model, edit, answers=answers) for _ in range(2))
     first = ask(asked, 0)
     gold = told.say(said(0), first.ids)
     assert (gold.ids, gold.read, gold.queries) == (first.ids, first.read, first.queries)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(asked), tensors(told), strict=True))
+    assert same(tensors(asked), tensors(told))
     assert torch.equal(logits(ask(asked, 1)), logits(ask(told, 1)))
     other = Conversation(model, edit, answers=answers)
     other.say(said(0), [7] * NEW)
@@ -176,34 +177,20 @@ def test_the_end_token_is_not_in_the_text():
     assert told.text == tokenizer.decode([30, 31])
 
 
-class _Stops:
-    """A streamer that is interrupted at the third token."""
-
-    def __init__(self):
-        self.count = 0
-
-    def put(self, value: Tensor):
-        self.count += 1
-        if self.count == 4:  # the prompt came first
-            raise KeyboardInterrupt
-
-    def end(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("edit", "answers"),
     [(SMALL, "recompute"), (H2O(budget=20), "keep")],
 )
-def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers):
-    model = model_of("llama")
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers, model):
     chat, calm = (Conversation(model, edit, answers=answers) for _ in range(2))
     for each in (chat, calm):
         ask(each, 0)
     with pytest.raises(KeyboardInterrupt):
-        ask(chat, 2, streamer=_Stops())
+        ask(
+            chat, 2, streamer=Mock(put=Mock(side_effect=[None, None, None, KeyboardInterrupt]))
+        )  # the prompt comes first
     assert len(chat.turns) == 1
-    assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(calm), strict=True))
+    assert same(tensors(chat), tensors(calm))
     assert torch.equal(logits(ask(chat, 1)), logits(ask(calm, 1)))
     assert chat.turns[1].events == calm.turns[1].events
 
@@ -212,12 +199,9 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
     model = model_of("llama", max_position_embeddings=64)
     chat = Conversation(model)
     ask(chat, 0)
-    with pytest.raises(
-        SinkscopeError,
-        match="turn 2, with the 46 tokens before it, has 71 tokens and 6 more are to come, but the context of",
-    ):
+    with refused("turn 2, with the 46 tokens before it, has 71 tokens and 6 more are to come, but the context of"):
         ask(chat, 2)
-    with pytest.raises(SinkscopeError, match="ask for at most 6 new tokens"):
+    with refused("ask for at most 6 new tokens"):
         chat.ask(said(1), max_new_tokens=7)
     assert len(chat.ids) == 46
     close(
@@ -230,6 +214,8 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
     ("prompt", "more", "words"),
     [
         ([5, 96], {}, "turn 1, the prompt: token id 96 is none of"),
+        (None, {}, "turn 1, the prompt: no tokens are given: expected a text, a list of texts, token ids"),
+        (5, {}, "expected a text, a list of texts, token ids"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"use_cache": False}, "use_cache=False: a conversation has a cache of its own"),
         ([5], {"num_beams": 2}, "num_beams=2: a conversation"),
@@ -238,6 +224,18 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
 )
 def test_what_cannot_be_asked(prompt, more, words):
     chat = Conversation(model_of("llama"))
-    with pytest.raises(SinkscopeError, match=re.escape(words)):
+    with refused(words=[words]):
         chat.ask(prompt, **more)
     assert not chat.turns
+
+
+def test_what_is_no_answer_and_no_edit(model):
+    for edit, answers, words in (
+        (None, "none", "answers='none'"),
+        ("loopserve", "keep", "edit='loopserve': expected LoopServe(...), a policy, patch or guard, or"),
+        (LoopServe, "keep", "expected LoopServe(...), a policy, patch or guard, or"),
+    ):
+        with refused(words=[words]):
+            Conversation(model, edit, answers=answers)
+    with refused("turn 1, the answer: there is no token id in a row"):
+        Conversation(model).say([5], [])

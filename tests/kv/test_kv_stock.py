@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from kv_kit import Drawn, close, masks_of_run, prompts, run_policy
+from kv_kit import close, prompts
 from kv_kit import shallow_of as model_of
 
-from sinkscope.conformance.masked import plain_logits
 from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 
 
@@ -26,13 +25,6 @@ def test_without_a_cache_there_is_nothing_to_evict():
     close(got.logits, stock.logits)
     assert got.past_key_values is None and run.usage == []
     assert torch.equal(tokens, model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4))
-
-
-def test_scores_scaled_by_layer():
-    model = model_of("gpt2", scale_attn_by_inverse_layer_idx=True)
-    ids, mask = prompts([10, 8], 3)
-    got, kept = run_policy(Drawn(budget=5) | Observe(ignore), model, ids, mask, 10)
-    close(got, plain_logits(model, ids, mask, masks_of_run(model, kept, mask, 10))[:, 9:])
 
 
 def test_embeddings_in_place_of_ids_and_no_mask():

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from kv_kit import prompts, shallow_of
+from kv_kit import prompts
 from loop_texts import TABLES
 from organisms import tiny_model
+from refusals import refused
+from repository import ROOT
 from torch import Tensor
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import AutoTokenizer, LogitsProcessorList
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.loops.guard import LoopReporter
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 
-BUNDLED = Path(__file__).parents[2] / "sinkscope/models/bundled"
+BUNDLED = ROOT / "sinkscope/models/bundled"
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
 P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)
 LOOPS = [11, 12, 13] * 20
-
-
-class Write(LogitsProcessor):
-    """Each row writes its own tokens."""
-
-    def __init__(self, rows: list[list[int]], prompt: int):
-        self.rows, self.prompt = rows, prompt
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        out = torch.full_like(scores, -torch.inf)
-        for row, tokens in enumerate(self.rows):
-            out[row, tokens[input_ids.shape[1] - self.prompt]] = 0
-        return out
 
 
 def run(model, ids: Tensor, mask: Tensor, *processors, **settings) -> Tensor:
@@ -65,8 +51,7 @@ def test_tables_whose_rows_follow_a_rule_do_not_call_the_guard(name):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample):
-    model = shallow_of("llama")
+def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample, model):
     ids, mask = prompts([8])
     settings = {"output_scores": True, "return_dict_in_generate": True, "do_sample": sample}
     settings |= {"top_k": 0} if sample else {}  # scores come after the warpers, and the reporter reads before them
@@ -93,21 +78,21 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     reporter = LoopReporter(TAIL, eos_token_id=[2, 3], stop=True)
     first, second = (triggers(row, TAIL)[0] for row in rows[:2])
     for _ in range(2):  # a second generation begins anew
-        out = run(model, ids, mask, Write(rows, 9), reporter)[:, 9:].tolist()
+        out = run(model, ids, mask, reporter, prefix_allowed_tokens_fn=lambda row, ids: [rows[row][len(ids) - 9]])
+        out = out[:, 9:].tolist()
         assert first < second < 40 and len(out[0]) == second + 1
         assert out[:2] == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
         assert {event.row for event in reporter.events} == {0, 1}
 
 
-def test_bad_input():
-    model = shallow_of("llama")
+def test_bad_input(model):
     ids, mask = prompts([6, 6])
-    with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):
+    with refused("batch of 2 rows and no eos_token_id"):
         run(model, ids, mask, LoopReporter(TAIL))
-    with pytest.raises(SinkscopeError, match="stop=True"):
+    with refused("stop=True"):
         LoopReporter(TAIL, stop=True)
     reporter = LoopReporter(TAIL, eos_token_id=2)
-    with pytest.raises(UnsupportedError, match="num_beams=1"):
+    with refused("num_beams=1"):
         run(model, ids, mask, reporter, num_beams=4)
         _ = reporter.events
 

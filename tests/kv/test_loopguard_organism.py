@@ -20,9 +20,9 @@ CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the r
 
 
 @cache
-def made(reach: int | None, induction: bool = True) -> LoopOrganism:
+def made(reach: int | None) -> LoopOrganism:
     """With a reach, the loop lives on its own tail, as the paper has it; with none, heads look back at everything."""
-    return loop_organism(0, reach=reach, induction=induction, n_layers=2, vocab_size=1024)
+    return loop_organism(0, reach=reach, n_layers=2, vocab_size=1024)
 
 
 def guarded(o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard) -> tuple[list[list[int]], list[Event]]:
@@ -55,13 +55,6 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
         assert all(whole[i] == whole[i + period] for i in range(begin, end - period))
         assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
     assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
-
-
-def test_the_control_never_sets_it_off():
-    o = made(None, induction=False)
-    prompt = o.looping_prompt(4)
-    tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
-    assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]
 
 
 def test_the_default_ends_loops_early_also_those_that_older_copies_hold():

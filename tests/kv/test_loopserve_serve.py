@@ -11,6 +11,7 @@ import torch
 from covering import each_other
 from kv_kit import attended, beside_ids, close, decode, prompts
 from kv_kit import shallow_of as model_of
+from lines_kit import dense
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
@@ -110,17 +111,16 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
             model(input_ids=ids, attention_mask=mask)
     sees, along = line_masks(model, ids, mask, [0, 60], serve), 60 - dense_rows
     for event in run.events:
+        seen = sees[event.layer or 0][0]
         query, key, value, scaling = attended(model, ids, mask, sees)[event.layer or 0]
-        scores = (query @ key.mT)[0] * scaling
-        causal = torch.ones(60, 60).tril().bool()
-        full = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+        scores = Scores(query[0], key[0], scaling)
+        full, part = dense(scores), dense(scores, seen)
         draw = draw_of(3, event.layer or 0, along, along)
         rows = held_out(along, 12, draw)
         assert len(rows) == 16 and not set(rows.tolist()) & set(sample_queries(along, 12, draw).tolist())
-        kept = (full * sees[event.layer or 0][0]).sum(-1)[:, rows].mean(1)
+        kept = (full * seen).sum(-1)[:, rows].mean(1).float()
         assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
-        part = scores.masked_fill(~sees[event.layer or 0][0], -torch.inf).softmax(-1)
-        exact, got = full[:, -1:] @ value[0], part[:, -1:] @ value[0]
+        exact, got = full[:, -1:] @ value[0].double(), part[:, -1:] @ value[0].double()
         error = float((got - exact).norm() / exact.norm())
         assert event.data["last_error"] == pytest.approx(error, abs=1e-5) and (error > 0.05) == (not dense_rows)
 

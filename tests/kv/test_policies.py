@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import kv_reference as dense
 import pytest
 from covering import each_other
 from kv_kit import prompts, run_policy
 from kv_kit import shallow_of as model_of
+from refusals import refused
 from torch.testing import assert_close
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, joined_layers
+from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+from sinkscope.lines.serve import Progressive
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
+SNAP = partial(dense.snapkv, window=8, kernel=3)
 CASES = {
-    "streaming": (StreamingLLM(budget=12), dense.streaming_llm()),
-    "h2o": (H2O(budget=12), dense.h2o()),
-    "tova": (TOVA(budget=12), dense.tova()),
-    "snapkv": (SnapKV(budget=14, window=8, kernel=3), dense.snapkv(8, 3)),
+    "streaming": (StreamingLLM(budget=12), dense.streaming_llm),
+    "h2o": (H2O(budget=12), dense.h2o),
+    "tova": (TOVA(budget=12), dense.tova),
+    "snapkv": (SnapKV(budget=14, window=8, kernel=3), SNAP),
+    "progressive": (Progressive(budget=12, every=4, after=0, mode="evict"), dense.progressive),
 }
 
 
@@ -51,15 +55,22 @@ def test_keeps_what_the_dense_reference_keeps(name, family):
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 OPTIONS = [
-    (SnapKV(budget=14, window=8, kernel=3, every=4), dense.snapkv(8, 3), {}),
+    (SnapKV(budget=14, window=8, kernel=3, every=4), SNAP, {}),
     *((replace(policy, budget=0.55), choose, {}) for policy, choose in CASES.values()),
     # What is protected stays; a row of 19 tokens keeps them all where the budget is 24.
-    *((TOVA(budget=budget, first=2, last=3), dense.tova(2, 3), {}) for budget in (6, 12, 24)),
-    (H2O(budget=12, first=3), dense.h2o(first=3), {}),
+    *((TOVA(budget=budget, first=2, last=3), partial(dense.tova, first=2, last=3), {}) for budget in (6, 12, 24)),
+    (H2O(budget=12, first=3), partial(dense.h2o, first=3), {}),
     # H2O joins the heads of a kv head per query, before the sum; SnapKV after pooling, here by the maximum.
-    *((H2O(budget=12, reduce=how, recent=0.25), dense.h2o(how, 0.25), WIDE) for how in ("mean", "max")),
     *(
-        (SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=how), dense.snapkv(6, 5, "max", how), WIDE)
+        (H2O(budget=12, reduce=how, recent=0.25), partial(dense.h2o, reduce=how, recent=0.25), WIDE)
+        for how in ("mean", "max")
+    ),
+    *(
+        (
+            SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=how),
+            partial(dense.snapkv, window=6, pooling="max", reduce=how),
+            WIDE,
+        )
         for how in ("mean", "max")
     ),
 ]
@@ -71,17 +82,8 @@ def test_options_keep_what_the_dense_reference_keeps(policy, choose, sizes):
     check(policy, choose, model_of("llama", **sizes), 10)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "tova"])
-def test_large_layers_are_not_copied_to_be_joined(name, monkeypatch):
-    """Their rows are then shown while they are computed, and the kept slots are taken layer by layer."""
-    monkeypatch.setattr(joined_layers, "SMALL", 0)
-    policy, choose = CASES[name]
-    check(policy, choose, model_of("llama"), 4)
-
-
 @pytest.mark.parametrize("policy", [H2O(budget=6), TOVA(budget=6)], ids=str)
-def test_attention_that_a_model_returns_is_returned_of_every_token(policy):
-    model = model_of("llama")
+def test_attention_that_a_model_returns_is_returned_of_every_token(policy, model):
     model.set_attn_implementation("eager")
     ids, _ = prompts([9], 1)
     with policy.on(model):
@@ -95,7 +97,7 @@ def test_attention_that_a_model_returns_is_returned_of_every_token(policy):
 
 def test_too_small_a_fraction():
     ids, mask = prompts(LENGTHS, 1)
-    with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
+    with refused(r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
         run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, PROMPT)
 
 

@@ -7,17 +7,17 @@ paper, its definition is taken here by an option of ours, or only the part that 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
 from tools import kvpress_fixture as recorded
 
-FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures/kvpress.json").read_text())
+FIXTURE = json.loads((ROOT / "tests/fixtures/kvpress.json").read_text())
 PREFILL, DECODING = FIXTURE["prefill"], FIXTURE["decoding"]
 
 

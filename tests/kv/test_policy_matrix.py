@@ -21,7 +21,7 @@ from sinkscope.conformance.checks import alone
 from sinkscope.conformance.flow import Flow, error_of, outcome_of, right_logits
 from sinkscope.conformance.kit import Kit
 from sinkscope.conformance.models import MODELS, kit_model
-from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, make_policy, policies
+from sinkscope.kv import H2O, Full, Policy, Pyramid, SnapKV, joined_layers, make_policy, policies
 from sinkscope.kv.windows import layer_window
 from sinkscope.opening.live import target_of
 
@@ -92,7 +92,10 @@ def test_a_policy_on_a_family(name, family):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_class_declares_saves_time_alone(name, monkeypatch):
-    """Every layer and head keeps the budget where a class says so; without what it says, the same tokens are kept."""
+    """Every layer and head keeps the budget where a class says so; without what it says, the same tokens are kept.
+
+    Large layers are not copied to be joined: the rows of each are shown while they are computed.
+    """
     flow, factory = Flow(model="llama", lengths=(26, 26), steps=STEPS, budget=BUDGET), partial(made, name)
     declared = outcome_of(factory, flow)
     policy = type(policy_of(name))
@@ -101,10 +104,13 @@ def test_what_a_class_declares_saves_time_alone(name, monkeypatch):
         assert counts == {BUDGET + 1}
     else:
         assert not policy.JOINS_LAYERS
-    monkeypatch.setattr(policy, "JOINS_LAYERS", False)
-    apart = outcome_of(factory, flow)
-    monkeypatch.setattr(policy, "KEEPS_BUDGET", False)
-    for other in (apart, outcome_of(factory, flow)):
+    for place, name, instead in (
+        (joined_layers, "SMALL", 0),
+        (policy, "JOINS_LAYERS", False),
+        (policy, "KEEPS_BUDGET", False),
+    ):
+        monkeypatch.setattr(place, name, instead)
+        other = outcome_of(factory, flow)
         assert error_of(other.logits, declared.logits) < 1e-5
         for layer, sees in declared.sees.items():
             assert torch.equal(other.sees[layer], sees)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lines_kit import dense, offsets
 from organisms import tiny_model
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sums
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
@@ -22,31 +21,10 @@ from sinkscope.lines.sums import crossings, line_sums, scores_of
 from sinkscope.opening.live import target_of
 
 
-def _dense(scores: Scores) -> Tensor:
-    """[head, query, key], written out."""
-    heads, queries, _ = scores.query.shape
-    keys = scores.key.shape[1]
-    key = scores.key.repeat_interleave(heads // len(scores.key), 0).double()
-    made = scores.query.double() @ key.mT * scores.scaling
-    if scores.softcap is not None:
-        made = scores.softcap * torch.tanh(made / scores.softcap)
-    back = _back(queries, keys)
-    made = made.masked_fill((back < 0) | (back >= (scores.window or keys)), -math.inf)
-    if scores.sinks is None:
-        return made.softmax(-1)
-    extra = scores.sinks.double()[:, None, None].expand(heads, queries, 1)
-    return torch.cat([made, extra], -1).softmax(-1)[..., :-1]
-
-
-def _back(queries: int, keys: int) -> Tensor:
-    """How far each key lies after each query."""
-    return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-
-
-def _summed(dense: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
-    _, queries, keys = dense.shape
-    kept = dense * (torch.arange(keys) >= since)
-    slash = [(kept * (_back(queries, keys) == offset)).sum((1, 2)) for offset in range(keys)]
+def _summed(weights: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+    _, queries, keys = weights.shape
+    kept = weights * (torch.arange(keys) >= since)
+    slash = [(kept * (offsets(queries, keys) == offset)).sum((1, 2)) for offset in range(keys)]
     return kept.sum(1), torch.stack(slash, 1)
 
 
@@ -80,7 +58,7 @@ def _small_chunks():
 @settings(max_examples=40)
 def test_sums_equal_the_matrix(scores, since):
     vertical, slash = line_sums(scores, since=since).unbind(1)
-    plain_vertical, plain_slash = _summed(_dense(scores), since)
+    plain_vertical, plain_slash = _summed(dense(scores), since)
     assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
     assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
     assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
@@ -95,9 +73,9 @@ def test_crossings_are_counted_cell_by_cell(scores, share, seed):
     keys = scores.key.shape[1]
     g = torch.Generator().manual_seed(seed)
     vertical, slash = (torch.rand(2, heads, keys, generator=g) < share for _ in range(2))
-    back = _back(scores.query.shape[1], keys)
-    cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
-    expected = (_dense(scores) * cells).sum((2, 3))
+    back = offsets(scores.query.shape[1], keys)
+    crossed = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
+    expected = (dense(scores) * crossed).sum((2, 3))
     assert_close(
         crossings(scores, HeadLines.of(vertical, slash, scores.queries)).double(), expected, atol=2e-5, rtol=1e-4
     )
@@ -126,13 +104,13 @@ def test_nothing_of_query_times_key_is_kept():
 
 def test_refused_where_lines_cannot_be_had():
     falcon, tokenizer = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="falcon"), scores_of(target_of(falcon, tokenizer), print, [0]):
+    with refused("falcon"), scores_of(target_of(falcon, tokenizer), print, [0]):
         pass
     model, tokenizer = tiny_model("llama")
     target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (1, 12))
     mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, :3] = 0
-    with scores_of(target, lambda *_: None, [0]), pytest.raises(UnsupportedError, match="neither"):
+    with scores_of(target, lambda *_: None, [0]), refused("neither"):
         target.forward(ids, mask)
     assert model.config._attn_implementation == "sdpa"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import cache
 from itertools import combinations, product
 from statistics import fmean
 
@@ -12,23 +10,21 @@ import numpy as np
 import pytest
 import torch
 from intervention_kit import bridge_of
+from lines_kit import Line, lines_of
 from organisms import tiny_model
 from raw_kit import attention
+from refusals import refused
 from torch import Tensor
 
-from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.store import lines as json_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import LineWeights, lines, shared_by_second
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure.margin import margin_of
 
-Line = tuple[str, int]
-"""Its kind, and its key or distance."""
 
-
-def ids_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(4, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def ids_of(length: int) -> list[int]:
+    return torch.randint(4, 90, (length,)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -49,17 +45,6 @@ def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(ma
     assert (claim.value, claim.control.value) == (pytest.approx(1 - mass), pytest.approx(1 - random))
     assert claim.verdict == verdict and claim.draws == 1 and claim.place == "10% of all lines"
     assert f"lines carry {mass:.1%} of the attention; random lines" in result.conclusion()
-
-
-@cache
-def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
-    """The cells of each line, of rows [query key] whose last query sees the last key."""
-    back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-    cells: dict[Line, Tensor] = {}
-    for place in range(keys):
-        cells["vertical", place] = (torch.arange(keys) == place) & (back >= 0)
-        cells["slash", place] = back == place
-    return cells
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
@@ -90,7 +75,7 @@ def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, f
 def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
-    texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
+    texts = [ids_of(30), ids_of(41), ids_of(33)]
     etas, layers = (0.05, 0.2, 1.0), [0, 2]
     result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     dense = [attention(model, torch.tensor([ids])) for ids in texts]
@@ -102,9 +87,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
         for name, value in expected.items():
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
     assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
-    assert (np.diff(result.mass, axis=0) >= 0).all()
-    assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass >= result.random_mass - 1e-4).all()
-    assert (result.mass[0] > 1.1 * result.random_mass[0]).all()
+    assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass[0] > 1.1 * result.random_mass[0]).all()
     for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
         by_text = getattr(result, f"text_{name}")
         assert by_text.shape == (3, 3)
@@ -139,16 +122,15 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 
 
-def test_a_file_of_texts_and_the_command(tmp_path, capsys):
+def test_a_file_of_texts_and_the_command(tmp_path, typed):
     file = tmp_path / "texts.jsonl"
     out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["lines", "--data", str(file), "--count", "2", "--length", "64", "--layer", "2", "--eta", "0.1"]
-    assert main([*argv, "--json", str(out)]) == 0
+    file.write_text(json_lines(rows))
+    shown = typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}").out
     printed = LineWeights.load(out)
     assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
-    assert "carry" in capsys.readouterr().out
+    assert "carry" in shown
     result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
     assert printed.to_dict()["result"] == result.to_dict()["result"]
 
@@ -163,10 +145,8 @@ def test_a_file_of_texts_and_the_command(tmp_path, capsys):
         (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
     ],
 )
-def test_bad_input_is_one_line(argv, words, capsys):
-    assert main(["lines", *argv]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and words in shown.err and shown.err.count("\n") == 1
+def test_bad_input_is_one_line(argv, words, refusal):
+    assert words in refusal(["lines", *argv])
 
 
 def test_short_texts_and_other_models_are_refused():
@@ -178,16 +158,16 @@ def test_short_texts_and_other_models_are_refused():
         ({"texts": []}, "no text was given"),
     ]
     for options, message in cases:
-        with pytest.raises(SinkscopeError, match=message):
+        with refused(message):
             lines(model, tokenizer=tokenizer, **options)
     for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
-        with pytest.raises(UnsupportedError, match="are not offered"):
+        with refused("are not offered"):
             lines(other, [ids_of(40)], tokenizer=tokenizer)
 
 
 def test_ids_need_no_tokenizer_and_texts_do():
     model = tiny_model("llama")[0]
     assert getattr(model, "tokenizer", None) is None
-    assert lines(model, [ids_of(40), ids_of(24, 1)], layers=[0]).tokens == (40, 24)
-    with pytest.raises(SinkscopeError, match="carries no tokenizer"):
+    assert lines(model, [ids_of(40), ids_of(24)], layers=[0]).tokens == (40, 24)
+    with refused("carries no tokenizer"):
         lines(model, ["a text"], layers=[0])

@@ -7,11 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lines_kit import dense, lines_of, on_lines
+from refusals import refused
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.exact import least_share
@@ -28,26 +29,6 @@ def drawn(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) ->
     return Scores(query, torch.randn(max(1, heads // 2), keys, 8, generator=generator), 8**-0.5)
 
 
-def probs_of(scores: Scores) -> Tensor:
-    """The full matrix, the plain way."""
-    products = scores.query @ scores.key.repeat_interleave(scores.heads // len(scores.key), 0).mT / 8**0.5
-    future = torch.ones(scores.queries, scores.keys, dtype=torch.bool).triu(scores.past + 1)
-    return products.masked_fill(future, -torch.inf).softmax(-1)
-
-
-def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
-    """Row number and key of every cell, one by one."""
-    keys = lines.vertical.shape[1]
-    past = keys - lines.queries
-    found = set()
-    for row in range(lines.queries):
-        for key in range(past + row + 1):
-            if lines.vertical[head, key] or lines.slash[head, past + row - key]:
-                found.add((row, key))
-    return found
-
-
-@settings(max_examples=20, deadline=None)
 @given(
     queries=st.integers(1, 24),
     past=st.integers(0, 16),
@@ -65,18 +46,12 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, variant, sampl
     assert len(set(rows.tolist())) == min(sample, queries)
     assert lines.vertical.shape == lines.slash.shape == (4, keys)
     assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
-    probs = probs_of(scores)
-    cells = lines.cells()
-    for head in range(4):
-        found = cells_of(lines, head)
-        assert len(found) == cells[head]  # no cell twice
-        assert {(row, past + row) for row in range(queries)} <= found
-        held = sum(float(probs[head, row, column]) for row, column in found if row in rows)
-        assert held >= alpha * len(rows) - 1e-4
-        rows_too = lines.rows(past + torch.arange(queries))[head].nonzero().tolist()
-        assert {(row, column) for row, column in rows_too} == found
-    whole = torch.tensor([sum(float(probs[h, r, c]) for r, c in cells_of(lines, h)) for h in range(4)]) / queries
-    torch.testing.assert_close(recovered(scores, lines), whole, atol=1e-5, rtol=0)
+    found = on_lines(lines)
+    assert torch.equal(found.sum((1, 2)), lines.cells())  # no cell twice
+    assert torch.equal(found, lines.rows(past + torch.arange(queries)))
+    held = (dense(scores) * found).sum(2)
+    assert (held[:, rows].sum(1) >= alpha * len(rows) - 1e-4).all()
+    torch.testing.assert_close(recovered(scores, lines).double(), held.mean(1), atol=1e-5, rtol=0)
     assert (lines.density() <= 1).all()
 
 
@@ -84,12 +59,10 @@ def optimum(probs: Tensor, past: int, alpha: float) -> int:
     """Fewest cells of any choice of lines with the first of both kinds, by trying them all."""
     queries, keys = probs.shape
     at = past + torch.arange(queries)
-    offset = at[:, None] - torch.arange(keys)
     bits = torch.tensor(list(product([False, True], repeat=2 * keys - 2)))
     ones = torch.ones(len(bits), 1, dtype=torch.bool)
-    vertical = torch.cat([ones, bits[:, : keys - 1]], 1)
-    slash = torch.cat([ones, bits[:, keys - 1 :]], 1)
-    covered = (vertical[:, None] | slash[:, offset.clamp(min=0)]) & (offset >= 0)
+    vertical, slash = (torch.cat([ones, some], 1) for some in bits.chunk(2, 1))
+    covered = HeadLines.of(vertical, slash, queries).rows(at)
     enough = (covered * probs).sum((1, 2)) >= alpha * queries - 1e-6
     return int(covered.sum((1, 2))[enough].min())
 
@@ -99,7 +72,7 @@ def test_against_the_exhaustive_optimum(queries, past):
     over = {"exact": [], "faithful": []}
     for seed in range(12):
         scores = drawn(1, queries, queries + past, seed)
-        best = optimum(probs_of(scores)[0], past, 0.9)
+        best = optimum(dense(scores)[0], past, 0.9)
         for variant in VARIANTS:
             cells = int(select_lines(scores, 0.9, variant=variant).cells()[0])
             assert cells >= best
@@ -109,18 +82,17 @@ def test_against_the_exhaustive_optimum(queries, past):
     assert means["exact"] < means["faithful"]  # it subtracts overlaps that are not there
 
 
-def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]:
+def printed(probs: Tensor, alpha: float) -> tuple[set[int], set[int]]:
     """Algorithm 5 step by step: at each the best line of both kinds per new cell, slash lines first among equals."""
     queries, keys = probs.shape
-    cells = {("v", j): [(r, j) for r in range(queries) if j <= past + r] for j in range(keys)}
-    cells |= {("s", o): [(r, past + r - o) for r in range(queries) if o <= past + r] for o in range(keys)}
-    weight = {line: sum(float(probs[cell]) for cell in held) for line, held in cells.items()}
-    largest = {line: max((float(probs[cell]) for cell in held), default=0.0) for line, held in cells.items()}
-    chosen = {"v": [0], "s": [0]}
-    total = sum(float(probs[cell]) for cell in {*cells["v", 0], *cells["s", 0]})
+    cells = lines_of(queries, keys)
+    weight = {line: float((probs * held).sum()) for line, held in cells.items()}
+    largest = {line: float((probs * held).max()) for line, held in cells.items()}
+    chosen = {"vertical": [0], "slash": [0]}
+    total = float(probs[cells["vertical", 0] | cells["slash", 0]].sum())
     while total < alpha * queries:
         offers = []
-        for kind, other in (("s", "v"), ("v", "s")):
+        for kind, other in (("slash", "vertical"), ("vertical", "slash")):
             rest = [line for line in range(keys) if line not in chosen[kind]]
             if rest:  # each list is in order of weight, so only its first line is looked at
                 line = max(rest, key=lambda n, kind=kind: weight[kind, n])
@@ -131,22 +103,22 @@ def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]
         _, gain, kind, line = max(offers, key=lambda offer: offer[0])
         total += max(0.0, gain)
         chosen[kind].append(line)
-    return set(chosen["v"]), set(chosen["s"])
+    return set(chosen["vertical"]), set(chosen["slash"])
 
 
 @pytest.mark.parametrize(("queries", "past", "alpha"), [(12, 0, 0.5), (9, 6, 0.6), (14, 3, 0.7), (6, 0, 1.0 - 1e-9)])
 def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
-    dense = 0
+    whole = 0
     for seed in range(10):
         scores = drawn(2, queries, queries + past, seed, sharp=3.0)
         lines = select_lines(scores, alpha, variant="faithful")
-        probs = probs_of(scores)
+        probs = dense(scores)
         for head in range(2):
-            vertical, slash = printed(probs[head], past, alpha)
+            vertical, slash = printed(probs[head], alpha)
             assert set(lines.vertical[head].nonzero().flatten().tolist()) == vertical
             assert set(lines.slash[head].nonzero().flatten().tolist()) == slash
-            dense += len(vertical) == queries + past
-    assert (dense == 20) == (alpha > 0.9)  # with everything asked for, the lists end
+            whole += len(vertical) == queries + past
+    assert (whole == 20) == (alpha > 0.9)  # with everything asked for, the lists end
 
 
 def test_of_lines_that_add_the_same_the_slash_line_is_taken():
@@ -160,14 +132,14 @@ def test_of_lines_that_add_the_same_the_slash_line_is_taken():
 def test_scores_with_more_than_lines_have_are_refused(beyond):
     scores = replace(drawn(2, 20, 20, 0), **beyond)
     for use in (lambda: select_lines(scores, 0.9), lambda: recovered(scores, select_lines(drawn(2, 20, 20, 0), 0.9))):
-        with pytest.raises(UnsupportedError, match="which lines do not have"):
+        with refused("which lines do not have"):
             use()
 
 
 def test_minference_by_the_last_queries():
     scores = drawn(2, 40, 60, 7)
     lines = minference_lines(scores, 12, 9, last=8, first=3, local=4)
-    probs = probs_of(scores)[:, -8:]
+    probs = dense(scores)[:, -8:]
     for head in range(2):
         columns = probs[head].sum(0)
         columns[:3] = torch.inf
@@ -190,7 +162,7 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant)
 def test_flat_attention_is_known_before_lines_are_chosen(sharp):
     """No set of cells of the sample does with fewer than the bound says, and for flat attention it says nearly all."""
     scores = drawn(4, 120, 120, 4, sharp)
-    probs = probs_of(scores)
+    probs = dense(scores)
     at = torch.arange(120)
     for alpha in (0.3, 0.9):
         bound = least_share(probs, at, alpha)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lines_kit import along, drawn
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines import sparse
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.choice import select_lines
-from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import sparse_attention
 
 
@@ -27,33 +27,6 @@ def inputs(
     return Scores(query.to(dtype), key, 0.25), value
 
 
-def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
-    generator = torch.Generator().manual_seed(seed)
-    lines = HeadLines.of(
-        torch.rand(heads, keys, generator=generator) < vertical,
-        torch.rand(heads, keys, generator=generator) < slash,
-        queries,
-    )
-    lines.slash[:, :1] = True
-    return lines
-
-
-def masked(given: Scores, value: Tensor, lines: HeadLines) -> Tensor:
-    """The same by a mask that is written cell by cell."""
-    query, key = given.query, given.key
-    heads, queries, _ = query.shape
-    keys = key.shape[1]
-    at = keys - queries + torch.arange(queries)
-    offset = at[:, None] - torch.arange(keys)
-    ok = torch.zeros(heads, queries, keys, dtype=torch.bool)
-    for head in range(heads):
-        ok[head] = torch.isin(offset, lines.slash[head].nonzero()) | lines.vertical[head]
-    scores = query.double() @ key.double().repeat_interleave(heads // len(key), 0).mT * given.scaling
-    probs = scores.masked_fill(~(ok & (offset >= 0)), -torch.inf).softmax(-1)
-    return probs @ value.double().repeat_interleave(heads // len(key), 0)
-
-
-@settings(max_examples=20, deadline=None)
 @given(
     queries=st.integers(1, 70),
     past=st.integers(0, 50),
@@ -74,7 +47,7 @@ def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, s
         patch.setattr(sparse, "LONE_COST", cost)
         out, what = sparse_attention(scores, value, lines, dense_above=1e9)
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    assert_close(out.double(), masked(scores, value, lines), atol=atol, rtol=0)
+    assert_close(out.double(), along(scores, value, lines), atol=atol, rtol=0)
     assert out.dtype == dtype
     assert what.dense == (False,) * 4
     assert_close(torch.tensor(what.cells), lines.density())
@@ -90,19 +63,19 @@ def test_dense_where_that_is_faster(queries, keys):
     lines.slash[1] = True
     out, what = sparse_attention(scores, value, lines)
     assert what.dense == (False, True) and what.computed[1] == 1.0
-    assert_close(out.double(), masked(scores, value, lines), atol=1e-5, rtol=0)
+    assert_close(out.double(), along(scores, value, lines), atol=1e-5, rtol=0)
     lines.slash[1, 1::2] = False  # half of the cells are on lines
     out, what = sparse_attention(scores, value, lines, dense_above=0.02)
     assert what.dense == (True, True)
     everything = drawn(2, keys, queries, 1.0, 0.0)
-    assert_close(out.double(), masked(scores, value, everything), atol=1e-5, rtol=0)
+    assert_close(out.double(), along(scores, value, everything), atol=1e-5, rtol=0)
 
 
 def test_gradients_are_refused_where_they_would_be_lost():
     scores, value = inputs(2, 1, 300, 300)
     scores.query.requires_grad_()
     lines = select_lines(scores, 0.5)
-    with pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
+    with refused(r"under torch\.no_grad"):
         sparse_attention(scores, value, lines, dense_above=9.0)
 
 
@@ -147,5 +120,5 @@ def test_what_does_not_fit_is_refused(changed):
     value = torch.rand(sizes["kv"], sizes["values"], 16)
     call = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     words = "expected keys and values.*have lines of this shape" if changed else "main diagonal"
-    with pytest.raises(SinkscopeError, match=words):
+    with refused(words):
         call(scores, value, lines)

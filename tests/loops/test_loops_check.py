@@ -6,28 +6,21 @@ import io
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import TABLES, prose
+from refusals import refused
+from repository import python
 
-from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError
+from sinkscope.files.store import lines
 from sinkscope.loops import LoopCheck, check, check_file, compression_ratio, type_token_ratio
 from sinkscope.loops.text.outputs import Splitter, spans, split
 from sinkscope.results.result import Result
-
-ROOT = Path(__file__).parents[2]
-
-
-def _lines(*records: dict[str, Any]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def test_numbers_are_those_of_the_signals():
@@ -60,13 +53,12 @@ def test_numbers_are_those_of_the_signals():
         ("def f():\n" + " " * 60 + "return 1\n", "clean"),
     ],
 )  # fmt: skip
-def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, capsys):
+def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("x.txt").write_text(text)
-    code = main(["loops", "x.txt", "--json", "x.json"])
-    out = capsys.readouterr().out
-    assert code == (3 if verdict in ("loops", "looped") else 0)
-    assert re.search(rf"x\.txt +{verdict} ", out) and ("\nTry: " in out) == (code == 3)
+    looping = verdict in ("loops", "looped")
+    out = typed("loops x.txt --json x.json", 3 if looping else 0).out
+    assert re.search(rf"x\.txt +{verdict} ", out) and ("\nTry: " in out) == looping
     result = json.loads(Path("x.json").read_text())["result"]
     record = result["records"][0]
     if verdict == "loops" and record["period"] is not None:
@@ -74,9 +66,7 @@ def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monk
         assert record["tokens"] - record["onset"] - 48 <= repeated <= record["tokens"]
         assert f"Conclusion: x.txt loops: its last {repeated} tokens repeat a piece of {record['period']}" in out
     assert record["verdict"] == verdict
-    assert {name: result[name] for name in ("loops", "looped", "suspicious")} == {
-        name: int(name == verdict) for name in ("loops", "looped", "suspicious")
-    }
+    assert all(result[name] == (name == verdict) for name in ("loops", "looped", "suspicious"))
 
 
 @given(st.lists(st.text(alphabet=" \n\tab我ก-.", max_size=40), max_size=12))
@@ -127,7 +117,7 @@ ANSWERS = {
 def test_the_json_of_answers_is_read(name, whole):
     """One document on several lines, or a line each, among honest ones that have the same ids."""
     fine = json.loads(json.dumps(ANSWERS[name]).replace("one more cup of tea, " * 40, prose(90)))
-    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else _lines(fine, ANSWERS[name])
+    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else lines([fine, ANSWERS[name]])
     verdicts = [one.verdict for one in check_file(io.BytesIO(text.encode()), form="jsonl").records]
     expected = "loops" if name in ("calls", "ids", "tokens") else "clean"
     assert verdicts == [expected, "loops"]
@@ -143,7 +133,7 @@ def test_tables_whose_rows_follow_a_rule_are_no_loops(name):
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 def test_a_file_is_told_of_while_it_is_read(form):
     texts = [f"{prose(900)} {'one more cup of tea, ' * 40} ", *(prose(900, seed) for seed in range(1, 30))]
-    content = "".join(texts) if form == "text" else _lines(*({"text": text} for text in texts))
+    content = "".join(texts) if form == "text" else lines({"text": text} for text in texts)
     source = io.BytesIO(content.encode())
     places: list[int] = []
     found = check_file(source, form=form, told=lambda _: places.append(source.tell()))
@@ -182,7 +172,7 @@ FOLLOW = ["--follow"]
         (FOLLOW, "-", 'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
-def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     if isinstance(content, str):
         content = b"\xef\xbb\xbf" + content.encode()  # some editors begin a file with it: it is no part of a line
@@ -190,29 +180,26 @@ def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, mon
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     elif content is not None:
         Path(name).write_bytes(content)
-    assert main(["loops", name, *more]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert said in refusal(["loops", name, *more])
 
 
 @pytest.mark.parametrize("wrong", [[], [1.5, 2.5], [[1], [2.5]], [True, False]])
 def test_an_input_that_is_neither_text_nor_ids_is_refused(wrong):
-    with pytest.raises(SinkscopeError, match=r"cannot be checked"):
+    with refused(r"cannot be checked"):
         check(wrong)
 
 
-def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
+def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    Path("runs.jsonl").write_text(_lines({"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}))
-    assert main(["loops", "runs.jsonl", "--json", "x.json", "--max-new", "900"]) == 3
-    assert capsys.readouterr().err.startswith("loop in line 2 at token 348: period 2, ")
+    Path("runs.jsonl").write_text(lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
+    said = typed("loops runs.jsonl --json x.json --max-new 900", 3).err
+    assert said.startswith("loop in line 2 at token 348: period 2, ")
     found = Result.load("x.json")
     assert isinstance(found, LoopCheck)
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
     assert [r.loop_rule for r in found.records] == [False, False]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the " * 500)))
-    assert main(["loops", "-", "--json", "-"]) == 3
-    piped = json.loads(capsys.readouterr().out)
+    piped = json.loads(typed("loops - --json -", 3).out)
     assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
 
 
@@ -226,9 +213,7 @@ def test_no_torch_is_loaded(tmp_path):
         "follow = main(['loops', '--follow', sys.argv[1]])\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'plotly', 'pandas'} & set(sys.modules)), code, follow)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
     assert "\nConclusion: x.txt loops: its last " in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from typing import Any
+from functools import partial
 
 import pytest
 from loop_texts import prose
@@ -19,8 +17,8 @@ from server_streams import SERVERS, chunks, events
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
-from sinkscope.loops.text.forms import shown
+from sinkscope.files.store import lines
+from sinkscope.loops import Alarm, MonitorSettings, Watch, check
 from sinkscope.loops.text.outputs import split
 
 LOOP = "one more cup of tea, "
@@ -44,13 +42,6 @@ def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None =
     return list(Watch(settings).follow(Slow(raw, most), **more))
 
 
-def _by_hand(tokens: list[Any], settings: MonitorSettings) -> list[int]:
-    """First triggers of episodes of a monitor that takes the tokens."""
-    monitor, known = Monitor(settings), {}
-    hits = [s.step for s in (monitor.update(known.setdefault(t, len(known))) for t in tokens) if s.trigger]
-    return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
-
-
 def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
     text = f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}"
     first, second = _follow(text)
@@ -58,37 +49,29 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
     assert split(first.text) == split(LOOP)  # turned to where the first copy began
 
 
-def _chat(tokens: list[str], index: int = 0) -> list[dict[str, Any]]:
-    """Chunks as a server streams them."""
-    choices: list[dict[str, Any]] = [{"index": index, "delta": {"role": "assistant"}}]
-    choices += [{"index": index, "delta": {"content": f"{token} "}} for token in tokens]
-    choices.append({"index": index, "delta": {}, "finish_reason": "length"})
-    return [{"id": "chatcmpl-1", "choices": [choice]} for choice in choices]
-
-
-def _stream(rng: random.Random, before: int, period: int, copies: int) -> list[str]:
-    return [f"w{rng.randrange(500)}" for _ in range(before)] + [f"x{i}" for i in range(period)] * copies
-
-
 def test_choices_are_watched_apart():
-    looping = _stream(random.Random(5), 200, 4, 60)
-    other = [f" w{random.Random(6 + i).randrange(10**6)}" for i in range(len(looping))]
-    pairs = zip(_chat(looping, 1), _chat(other, 0), strict=True)
+    def piece(index: int, word: str, end: str | None = None):
+        choice = {"index": index, "delta": {"content": f"{word} "}, "finish_reason": end}
+        return {"id": "chatcmpl-1", "choices": [choice]}
+
+    sent = []
+    for i, word in enumerate([*(f"w{i}" for i in range(200)), *["x0", "x1", "x2", "x3"] * 60]):
+        sent += [piece(1, word), piece(0, f"v{i}")]
+    sent += [piece(index, "", "length") for index in (0, 1)]
     watch = Watch()
-    (alarm,) = watch.follow(io.BytesIO(events([c for pair in pairs for c in pair]).encode()))
+    (alarm,) = watch.follow(io.BytesIO(events(sent).encode()))
     assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.start == 200
     assert (watch.streams, len(watch.open)) == (2, 0)
 
 
 def test_json_lines_are_records_or_pieces():
-    lines = [{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}]
-    records = "".join(json.dumps(line) + "\n" for line in lines)
+    records = lines([{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}])
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
-    (alarm,) = _follow(json.dumps({"tokens": ids}) + "\n", settings=PAPER)
-    assert alarm.stream == "line 1" and [alarm.token] == _by_hand(ids, PAPER)
+    (alarm,) = _follow(lines([{"tokens": ids}]), settings=PAPER)
+    assert alarm.stream == "line 1" and alarm.token == check(ids, settings=PAPER).records[0].detected
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
-    assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
+    assert len(_follow(lines(pieces))) == 1
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -113,12 +96,12 @@ def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     ],
 )
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
-    lines = events([{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in chunks(TEXT)]).split("data: ")
-    lines.insert(5, f"{bad}\n\n")
+    sent = events([{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in chunks(TEXT)]).split("data: ")
+    sent.insert(5, f"{bad}\n\n")
     watch = Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkscopeWarning)
-        (alarm,) = watch.follow(io.BytesIO("data: ".join(lines).encode()))
+        (alarm,) = watch.follow(io.BytesIO("data: ".join(sent).encode()))
     assert alarm.tail is not None and watch.skipped <= 1
 
 
@@ -138,29 +121,17 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
 
 
-def test_control_characters_do_not_reach_the_terminal():
-    assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
-    (alarm,) = _follow(json.dumps({"tokens": ["\x1b[2J", "b\n"] * 200}) + "\n")
-    assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
-
-
-def test_exit_codes_and_the_first_loop(tmp_path, capsys):
-    for text, options, code in (
-        (prose(900), [], 0),
-        (f"{TEXT} {prose(600, 1)} {'round it goes ' * 90}", ["--first"], 3),
-    ):
+def test_exit_codes_and_the_first_loop(tmp_path, typed):
+    for text, code in ((prose(900), 0), (f"{TEXT} {prose(600, 1)} {'round it goes ' * 90}", 3)):
         (tmp_path / "a.txt").write_text(text)
-        assert main(["loops", str(tmp_path / "a.txt"), "--follow", *options]) == code
-        assert capsys.readouterr().out.count("\n") == bool(code)
+        assert typed(f"loops {tmp_path}/a.txt --follow --first", code).out.count("\n") == bool(code)
 
 
 @pytest.fixture
 def process():
-    def heed():  # a shell lets what runs in the background ignore Ctrl-C
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     command = [sys.executable, "-m", "sinkscope", "loops", "--follow"]
     pipe = subprocess.PIPE
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets its background ignore Ctrl-C
     started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
     yield started
     started.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinkscope.loops import Monitor, MonitorSettings, check, tail_period
@@ -20,7 +20,6 @@ RUNS = st.lists(st.tuples(PIECE, st.integers(1, 5)), min_size=1, max_size=3).map
 )
 
 
-@settings(max_examples=30)
 @given(RUNS, st.sampled_from([(5, 12), (20, 20), (31, 30)]))
 def test_three_exact_copies_are_found_at_their_last_token(ids, sizes):
     longest, shortest = sizes

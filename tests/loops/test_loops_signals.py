@@ -8,12 +8,11 @@ import zlib
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from loop_texts import novelty
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import (
     Tail,
     compression_ratio,
@@ -44,19 +43,9 @@ def test_the_ratios_are_those_of_their_definitions(ids):
     assert compression_ratio(ids) == len(zlib.compress(struct.pack(f"<{len(ids)}I", *ids), 9)) / (4 * len(ids))
 
 
-def test_arrays_and_tensors_are_read_as_numbers():
-    """The elements of a tensor are all different objects."""
-    ids = [7, 8] * 50
-    tensor = torch.tensor(ids)
-    assert type_token_ratio(tensor) == 0.02
-    assert tail_period(tensor.numpy()) == tail_period(ids) == Tail(2, 0, 50.0)
-    assert compression_ratio(tensor) == compression_ratio(ids)
-    assert ends_in_loop(tensor)
-
-
 @pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])
 def test_what_is_no_id_is_refused(wrong):
-    with pytest.raises(SinkscopeError, match=r"token ids .*: expected whole numbers"):
+    with refused(r"token ids .*: expected whole numbers"):
         compression_ratio(wrong)
 
 
@@ -87,7 +76,7 @@ def test_tail_period_is_that_of_brute_force(ids, repeats, shortest, longest):
 
 
 def test_a_repetition_has_two_copies():
-    with pytest.raises(SinkscopeError, match="at least 2 copies"):
+    with refused("at least 2 copies"):
         tail_period([1, 1], repeats=1)
 
 

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,17 +23,17 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
+from refusals import refused
 from server_streams import SERVERS, events
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.files.store import lines
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application
 
-ROOT = Path(__file__).parents[2]
 SECRET = "one more cup of tea, "
 LOOPING = f"{prose(80)} {SECRET * 100}"
 HONEST = prose(200)
@@ -45,7 +46,7 @@ def _sent(server: str, text: str) -> bytes:
     objects = SERVERS[server](text)
     if server in LINES:
         end = {"model": "m", "done": True, "done_reason": "stop"}
-        return "".join(json.dumps(line) + "\n" for line in [*objects, end]).encode()
+        return lines([*objects, end]).encode()
     return events(objects).encode()
 
 
@@ -103,27 +104,18 @@ def _served(app: Any) -> Iterator[str]:
             thread.join()
 
 
-class Setup:
-    def __init__(self, address: str, direct: str, upstream: Upstream, lines: list[str]) -> None:
-        self.address, self.direct, self.upstream, self.lines = address, direct, upstream, lines
-
-    def ask(self, server: str, text: str, path: str = "", **more: Any) -> httpx.Response:
-        body = {"server": server, "text": text, **more}
-        return httpx.post(self.address + (path or PATHS.get(server, "/x")), json=body, timeout=60, trust_env=False)
-
-
-@contextlib.contextmanager
-def _proxied() -> Iterator[Setup]:
-    upstream, lines = Upstream(), list[str]()
-    with _served(upstream.app()) as direct:
-        with _served(application(ProxySettings(direct, log=lines.append))) as address:
-            yield Setup(address, direct, upstream, lines)
-
-
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Setup]:
-    with _proxied() as setup:
-        yield setup
+def plain() -> Iterator[SimpleNamespace]:
+    """A proxy before a fake server; its log, its address and that of the server."""
+    upstream, log = Upstream(), list[str]()
+    with _served(upstream.app()) as direct, _served(application(ProxySettings(direct, log=log.append))) as address:
+        yield SimpleNamespace(address=address, direct=direct, upstream=upstream, lines=log)
+
+
+def ask(plain: SimpleNamespace, server: str, text: str, **more: Any) -> bytes:
+    """All bytes of the answer to a request of the proxy."""
+    body = {"server": server, "text": text, **more}
+    return httpx.post(plain.address + PATHS.get(server, "/x"), json=body, timeout=60, trust_env=False).content
 
 
 def _objects(server: str, data: bytes) -> list[Any]:
@@ -136,14 +128,14 @@ def _objects(server: str, data: bytes) -> list[Any]:
 @pytest.mark.parametrize("server", SERVERS)
 def test_an_honest_answer_arrives_byte_for_byte(server, plain):
     for size in (997, 100_000):
-        assert plain.ask(server, HONEST, size=size).content == _sent(server, HONEST)
+        assert ask(plain, server, HONEST, size=size) == _sent(server, HONEST)
 
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     plain.lines.clear()
     whole = _sent(server, LOOPING)
-    data = plain.ask(server, LOOPING).content
+    data = ask(plain, server, LOOPING)
     sent, objects = _objects(server, whole), _objects(server, data)
     same = 0
     while same < len(objects) and objects[same] == sent[same]:
@@ -151,7 +143,8 @@ def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     assert 0 < same < len(sent) / 2
     assert data.startswith(whole[: whole.index(json.dumps(sent[same - 1]).encode()) + 10])
     ends = objects[same:]
-    (about,) = [_about(end) for end in ends if _about(end)]
+    told = [end.get("sinkscope") or (end.get("response") or {}).get("sinkscope") for end in ends]
+    (about,) = filter(None, told)
     assert about["verdict"] == "loops" and about["period"] == 6
     kind = next(name for name in FINISH if server.startswith(name))
     assert FINISH[kind] in json.dumps(ends)
@@ -162,10 +155,6 @@ def test_a_looping_answer_is_cut_behind_an_event_and_says_why(server, plain):
     (line,) = plain.lines
     assert "a loop at token" in line and "tea" not in line and "choice" not in line
     assert len(data) < len(whole) * 0.6
-
-
-def _about(end: dict[str, Any]) -> Any:
-    return end.get("sinkscope") or (end.get("response") or {} if "type" in end else {}).get("sinkscope")
 
 
 FINISH = {  # where an answer that was cut says why it ended, and what
@@ -179,7 +168,7 @@ FINISH = {  # where an answer that was cut says why it ended, and what
 def test_the_upstream_call_ends_when_the_answer_is_cut_and_when_the_client_leaves(plain):
     upstream = plain.upstream
     before, written = upstream.broken, upstream.written
-    assert plain.ask("openai-chat", SECRET * 1_000, pause=0.001).content.endswith(b"[DONE]\n\n")
+    assert ask(plain, "openai-chat", SECRET * 1_000, pause=0.001).endswith(b"[DONE]\n\n")
     _wait(lambda: upstream.broken == before + 1)
     assert upstream.written - written < len(_sent("openai-chat", SECRET * 1_000)) / 10
     body = {"server": "openai-chat", "text": prose(3000), "pause": 0.01}
@@ -233,7 +222,7 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     server=st.sampled_from(sorted(SERVERS)),
     cuts=st.lists(st.integers(1, 300), min_size=1, max_size=30),
@@ -263,20 +252,18 @@ def test_one_looping_choice_of_two_is_no_reason_to_cut():
 
 @pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
 def test_an_upstream_that_is_no_address(wrong):
-    with pytest.raises(SinkscopeError, match="expected the address of a server"):
+    with refused("expected the address of a server"):
         ProxySettings(wrong)
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
     upstream = Upstream()
 
-    def heed():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     with _served(upstream.app()) as direct:
         words = [sys.executable, "-X", "importtime", "-m", "sinkscope", "loops", "--proxy", direct, "--port", "0"]
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed, env=environment)
         try:
             address = process.stdout.readline().split()[0]

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kv_kit import close, decode, prompts, shallow_of
+from kv_kit import close, decode, logits_of, prompts, shallow_of
 from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
 from organisms.tiny import tiny_model
+from refusals import refused
 from transformers import DynamicCache
 
 from experiments.loopguard.why import asked, verdict
-from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.rounded import Rounded
@@ -79,7 +79,7 @@ def test_a_text_that_is_given_and_one_that_does_not_loop():
     walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
     assert walk.rows() == [] and walk.details() == [] and not walk.kept_by
-    with pytest.raises(SinkscopeError, match=r"text up to a cut has \d+ tokens and 24 more are to come"):
+    with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
         why(made.model, made.cycle * 169, answer=made.cycle, **options)
 
 
@@ -94,10 +94,9 @@ def test_removed_tokens_are_those_that_a_mask_hides(family: str):
     with Without(removed).on(model):
         found = decode(model, ids, mask, 20)
     for row in range(2):
-        hidden = torch.full((24, 24), -torch.inf).triu(1)
-        hidden[20:, :20][:, removed[row]] = -torch.inf
-        expected = model(ids[row : row + 1], attention_mask=hidden[None, None], use_cache=False).logits[0, 19:]
-        close(found[row], expected)
+        sees = torch.ones(24, 24, dtype=torch.bool).tril()
+        sees[20:, :20] &= ~removed[row]
+        close(found[row], logits_of(model, ids[row], sees)[19:])
 
 
 def cached(edit) -> DynamicCache:
@@ -128,7 +127,7 @@ def test_what_enters_the_cache_is_rounded_once(noise: bool):
         else:
             assert float(error.max()) <= 0.501
             torch.testing.assert_close(grid, grid.round(), atol=1e-4, rtol=0)
-    with pytest.raises(SinkscopeError, match="bits=1"):
+    with refused("bits=1"):
         Rounded(1)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Float
+from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Grid, strings
@@ -149,7 +149,7 @@ def test_names_are_read_as_they_are_written(layer, number, expert):
 
 @pytest.mark.parametrize("text", ["", "L1", "L1.E2", "L1.H2", "1.2.3.4", "x", "L-1.N2", "1,2"])
 def test_what_is_no_neuron_is_refused(text):
-    with pytest.raises(SinkscopeError, match=r"expected a neuron such as L1\.N338"):
+    with refused(r"expected a neuron such as L1\.N338"):
         read_neuron(text)
 
 

@@ -1,0 +1,48 @@
+"""What takes longer to open or to scan than to look at: it is made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import browser
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """The model in the package."""
+    from sinkscope.app.view.explorer import Explorer  # not before shapes are checked
+
+    return Explorer.open()
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    if browser.found() is None:
+        pytest.skip("needs chromium or Chrome on the PATH")
+    with browser.chromium() as tab:
+        yield tab
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> list[Path]:
+    """Small models with known sinks, a folder each."""
+    from organisms import organism
+
+    place = tmp_path_factory.mktemp("models")
+    return [Path(organism(name, 2).save(place / name)) for name in ("llama", "gpt2")]
+
+
+@pytest.fixture(scope="session")
+def alone(models, tmp_path_factory) -> Path:
+    """A folder of scans of the models with few parts, one by one."""
+    from scan_kit import few_parts
+
+    from sinkscope.app.scan import scan
+
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        few_parts(patch, tmp_path_factory.mktemp("start"))
+        for model in models:
+            scan(model, out=folder / model.name, quick=True)
+    return folder

@@ -1,0 +1,78 @@
+"""Attention along lines written out: which cells lines hold, and the matrix of attention, from loops over both."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.head_lines import HeadLines
+
+Line = tuple[str, int]
+"""Its kind, and its key or distance."""
+
+
+def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
+    """Random lines, with the main diagonal: each with these probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = HeadLines.of(
+        torch.rand(heads, keys, generator=generator) < vertical,
+        torch.rand(heads, keys, generator=generator) < slash,
+        queries,
+    )
+    lines.slash[:, :1] = True
+    return lines
+
+
+def offsets(queries: int, keys: int) -> Tensor:
+    """How far each key lies before each query; negative after it."""
+    return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+
+
+@cache
+def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
+    """The cells `[query key]` of each line."""
+    offset = offsets(queries, keys)
+    cells = {}
+    for place in range(keys):
+        cells["vertical", place] = (torch.arange(keys) == place) & (offset >= 0)
+        cells["slash", place] = offset == place
+    return cells
+
+
+def on_lines(lines: HeadLines) -> Tensor:
+    """Which cells `[head query key]` lie on lines, line by line."""
+    heads, keys = lines.vertical.shape
+    found = torch.zeros(heads, lines.queries, keys, dtype=torch.bool)
+    for (kind, place), cells in lines_of(lines.queries, keys).items():
+        found |= getattr(lines, kind)[:, place, None, None] & cells
+    return found
+
+
+def dense(scores: Scores, sees: Tensor | None = None) -> Tensor:
+    """The matrix of attention `[head query key]`, of which only the cells `sees` are seen."""
+    made = scores.query.double() @ per_head(scores.key, scores.heads).mT * scores.scaling
+    if scores.softcap is not None:
+        made = scores.softcap * torch.tanh(made / scores.softcap)
+    offset = offsets(scores.queries, scores.keys)
+    hidden = (offset < 0) | (offset >= (scores.window or scores.keys))
+    if sees is not None:
+        hidden = hidden | ~sees
+    made = made.masked_fill(hidden, -math.inf)
+    if scores.sinks is None:
+        return made.softmax(-1)
+    extra = scores.sinks.double()[:, None, None].expand(-1, scores.queries, 1)
+    return torch.cat([made, extra], -1).softmax(-1)[..., :-1]
+
+
+def along(scores: Scores, value: Tensor, lines: HeadLines) -> Tensor:
+    """What attention along lines gives, `[head query d_head]`."""
+    return dense(scores, on_lines(lines)) @ per_head(value, scores.heads)
+
+
+def per_head(shared: Tensor, heads: int) -> Tensor:
+    """Keys or values of each query head."""
+    return shared.double().repeat_interleave(heads // len(shared), 0)
