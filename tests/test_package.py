@@ -62,7 +62,7 @@ def test_type_checkers_see_the_same_names():
 def test_functions_named_like_their_modules_stay_callable(first):
     modules = f"{first}, sinkscope.loops.generate, sinkscope.hooks.trace.run, sinkscope.lines.choice"
     code = f"import {modules}; import sinkscope as ss; print(all(map(callable, ("
-    assert _python(code + "ss.models, ss.load, ss.trace, ss.generate, ss.lines))))") == "True"
+    assert python(code + "ss.models, ss.load, ss.trace, ss.generate, ss.lines))))").stdout == "True\n"
 
 
 def _module(file: Path) -> str:

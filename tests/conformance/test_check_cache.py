@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from refusals import refused
 from transformers import DynamicCache

@@ -243,9 +243,9 @@ class LayerScan:
 
     @property
     def apart(self) -> list[LayerScan]:
-        """This scan for each spike of the place, the last first: a spike that comes back in another direction is another.
+        """This scan for each spike of the place, the last one first; if there is none, this scan.
 
-        If there is a single one, or none, it is this scan.
+        What comes back in another direction is another spike.
         """
         starts: list[int] = []
         before: Float[Tensor, " d_model"] | None = None
