@@ -312,8 +312,8 @@ def _another_direction(b: Build) -> HardTruth:
     one = b.fire(b.space.mark, b.way)
     b.take_away(3)
     two = b.fire(b.space.mark, b.side, layer=4, neuron=b.spare[1])
-    reading = b.read(range(5, b.plan.n_layers), b.side)
-    return HardTruth(True, True, "spike", 4, (frozenset({two}), frozenset({one})), reading=reading)
+    b.read(range(5, b.plan.n_layers), b.side)
+    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({two}), frozenset({one})))
 
 
 @_alone(count=1, layers=(8, 8), at=1)

@@ -160,7 +160,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     for each in made[:TRACED]:
         ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
         other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
-        claims += marks_of(setup, each, MARKS, each.spike.place.words, PositionEffect(target, ids, at, other))
+        claims += marks_of(setup, each, MARKS, each.words, PositionEffect(target, ids, at, other))
     words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)

@@ -55,12 +55,16 @@ def when(sink: Sink) -> str:
 
 def spike_fact(spike: Spike) -> str:
     """Where a spike is and how high, beside ordinary positions; and what was searched if nothing makes it."""
-    runs = [f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in spike.layers]
     said = (
-        f"After {word_list(runs)} the norm at {spike.place.words} is up to {spike.ratio:.0f} times the typical one "
-        f"(elsewhere {spike.usual:.1f})"
+        f"After {layers_in_words(spike.layers)} the norm at {spike.place.words} is up to {spike.ratio:.0f} times the "
+        f"typical one (elsewhere {spike.usual:.1f})"
     )
     return f"{said}." if spike.made_by else f"{said}; {NOTHING} ({spike.search})."
+
+
+def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
+    """Runs of layers, each given by its first and its last one."""
+    return word_list([f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in runs])
 
 
 def layers_read(read: int, n_layers: int) -> str:

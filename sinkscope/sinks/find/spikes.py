@@ -15,6 +15,7 @@ from sinkscope.sinks.find.layer_scan import STEP_SHARE, LayerScan
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.places import Place, stands_out
 from sinkscope.sinks.find.records import Candidate, Candidates, Spike
+from sinkscope.sinks.find.sentences import layers_in_words
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set, dependence
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
@@ -31,11 +32,13 @@ class MadeSpike:
 
     Attributes:
         scan: The model at this place.
+        words: The words for the place and, if it has several spikes, for the layers of this one.
         found: The smallest set of neurons that makes the spike; none if no set that was tried does.
         spike: Its layers and its height, and what makes it.
     """
 
     scan: LayerScan
+    words: str
     found: FoundSet
     spike: Spike
 
@@ -59,10 +62,14 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
 def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
     made: list[MadeSpike] = []
     for place in survey.spikes:
-        for scan in survey.scan(place).apart:
+        scans = survey.scan(place).apart
+        for scan in scans:
+            words = place.words
+            if len(scans) > 1:
+                words += f" after {layers_in_words(scan.spike_runs)}"
             if scan.spike_layers:
-                found = causal_set(scan, place.words, setup.seed, survey.readers(place), top_k)
-                made.append(MadeSpike(scan, found, _spike(scan, place, found)))
+                found = causal_set(scan, words, setup.seed, survey.readers(place), top_k)
+                made.append(MadeSpike(scan, words, found, _spike(scan, place, words, found)))
     return [_with_dependence(setup, one, made) for one in made]
 
 
@@ -72,7 +79,7 @@ def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) 
     others = [other.found.set for other in made if other.found.set and own.isdisjoint(other.found.set)]
     if not spike.scan.stages or not others:
         return spike
-    claims = dependence(spike.scan, spike.spike.place.words, setup.seed, others)
+    claims = dependence(spike.scan, spike.words, setup.seed, others)
     return replace(spike, spike=replace(spike.spike, claims=(*spike.spike.claims, *claims)))
 
 
@@ -121,13 +128,13 @@ def without_spike(setup: Setup, consequence: str) -> str:
     return f"No MLP makes a norm spike, so {consequence}; {instead_of_spike(setup)}."
 
 
-def _spike(scan: LayerScan, place: Place, found: FoundSet) -> Spike:
-    """The place whose norm stands out, and what makes its spike."""
+def _spike(scan: LayerScan, place: Place, words: str, found: FoundSet) -> Spike:
+    """The place whose norm stands out, and what makes the spike that these words mean."""
     maker: Parts = ()
     claims = [*found.claims]
     search = Search("neurons", found.tried, max((n.ablation_drop for n in found.neurons), default=0.0))
     if not found.set or scan.norm_before:
-        maker, made, search = spike_maker(scan, place.words, () if found.set else found.adding)
+        maker, made, search = spike_maker(scan, words, () if found.set else found.adding)
         claims += made
     norms = scan.typical.norms[scan.ratios.argmax(), :, 1:].flatten()
     ordinary = norms[~stands_out(norms, norms.median())]
