@@ -19,6 +19,7 @@ from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
+from sinkscope.tap.listeners import Handler
 from sinkscope.tap.view import View
 
 
@@ -42,14 +43,34 @@ class AttentionWatch:
         self.queries_kept = 0
         self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
+        self._attending = target.attending
+        chooses_keys = any(hasattr(target.sub(layer, "attn"), "indexer") for layer in self._attending)
+        self._sees_products = target.adapter.attention_interface and not target.adapter.learned_sinks
+        self._sees_products &= not chooses_keys and not any(self._windows)
 
-    def is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
-        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time.
+    def handler(self, call: Call, layers: Sequence[CacheLayer], configs: frozenset[int]) -> Handler:
+        """What handles the attention of a call.
 
         Args:
             call: The call.
             layers: The layers of the cache that this run owns.
+            configs: Ids of the configurations of the model.
         """
+        see = self.see
+        if self._may_wait(call, layers):
+            see = self.now.watched.append
+        return Handler(see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
+
+    def _may_wait(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
+        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
+        if not self.watchers or not self._sees_products or self.queries_kept or call.new > 1 or call.past == 0:
+            return False
+        if len(layers) < len(self._attending) or not is_small(layers[0].keys):
+            return False
+        return all(watcher.joins for watcher in self.watchers) and alike(layers)
+
+    def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
+        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
         if self.watchers or self.keeps_decoding_queries:
             return True
         if call.new > 1 or self.now.prompting:
@@ -78,9 +99,6 @@ class AttentionWatch:
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
-        if watchers and all(watcher.joins for watcher in watchers) and self._may_wait(attention):
-            self.now.watched.append(attention)
-            return
         pos: Tensor | None = None
         if watchers and not attention.complete:
             assert attention.view is not None
@@ -94,12 +112,6 @@ class AttentionWatch:
             return False
         kv = self.now.layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
-
-    def _may_wait(self, attention: Attention) -> bool:
-        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
-        if not attention.complete or attention.is_repeated or not self.target.adapter.attention_interface:
-            return False
-        return attention.sinks is None and is_small(attention.key)
 
     def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -129,20 +141,22 @@ class AttentionWatch:
 
     def show_joined(self) -> None:
         """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
-        call = self.now.call
+        watched, call = self.now.watched, self.now.call
+        if not watched:
+            return
         assert call is not None
-        for watcher in self.watchers:
-            watched = [one for one in self.now.watched if watcher.sees(one.layer)]
-            layers = [kv for one in watched if (kv := self.now.layer(one.layer)) is not None]
-            if len({one.scaling for one in watched}) == 1 and alike(layers):
-                joined = JoinedLayers(layers)
-                query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
-                probs = watched[0].row_function()(query, key, None)
+        layers = [self.now.cache.layers[one.layer] for one in watched]
+        if len(layers) > 1 and len({one.scaling for one in watched}) == 1:
+            joined = JoinedLayers(layers)
+            query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
+            probs = watched[0].row_function()(query, key, None)
+            for watcher in self.watchers:
                 watcher.fn(AttentionRows(joined.number, 0, probs, None, joined, call))
-                joined.spread_numbers()
-                continue
-            for one, kv in zip(watched, layers, strict=True):
-                probs = one.row_function()(one.query, one.key, None)
+            joined.spread_numbers()
+            return
+        for one, kv in zip(watched, layers, strict=True):
+            probs = one.row_function()(one.query, one.key, None)
+            for watcher in self.watchers:
                 watcher.fn(AttentionRows(kv.number, 0, probs, None, kv, call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:

@@ -60,11 +60,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
-            self._append(new_keys, new_values, _SPARE * new)
-
-    def _append(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
-        self.keys = appended(self.grown, "keys", self.keys, keys, -2, spare)
-        self.values = appended(self.grown, "values", self.values, values, -2, spare)
+            self.keys = appended(self.grown, "keys", self.keys, new_keys, _SPARE * new)
+            self.values = appended(self.grown, "values", self.values, new_values, _SPARE * new)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -87,7 +84,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.gapless = gapless and bool((columns.latest(new) >= 0).all())
             self._holes = None
         if self.is_initialized:
-            self._append(key_states, value_states)
+            self.keys = appended(self.grown, "keys", self.keys, key_states)
+            self.values = appended(self.grown, "values", self.values, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self.grown = {"keys": self.keys, "values": self.values}
@@ -113,7 +111,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.reset()
             return
         columns = self.columns.first(self.seen - removed)
-        if self._pos is None:  # slots are columns
+        if self.known is None:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
             gapless = bool((columns.pos >= 0).all())
@@ -144,7 +142,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.settle()
         if self.columns is None:
             return
-        pos = self._pos
+        pos = self.known
         if pos is not None:
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)

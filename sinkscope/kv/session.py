@@ -227,11 +227,10 @@ class Session:
                 now.state = state = self._states[cache]
                 if layers:
                     self._act_before(layers, call, state)
-                    now.own_masks = any(layer.edited for layer in layers)
+                    now.own_masks = any([layer.known is not None for layer in layers])
             now.call = call
             COLUMNS.set(call.tokens)
-            idle = not self.watching.is_needed(call, layers)
-            handler = Handler(self.watching.see, self._configs, masks=now.own_masks, idle=idle)
+            handler = self.watching.handler(call, layers, self._configs)
             listen(handler)
             try:
                 yield kwargs

@@ -83,7 +83,7 @@ class Meter:
         read: Tensor | int = 0
         allocated = 0
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
-            here = _held(kv, first)
+            here = kv.keys.shape[-2] if kv.gapless else _held(kv, first)
             read = read + here
             allocated += allocated_slots(kv) * slot_bytes
             if kv.aside is not None:  # the layer is a copy of a part, which is only allocated

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sinkscope.tap.call import Attention
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Handler:
     """A listener at the tap.
 

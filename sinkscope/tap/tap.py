@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.models.target import Target, without_compiler
 from sinkscope.tap.attention_modules import reading
@@ -58,8 +59,6 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
         with without_compiler(), _tapped_outside(target) as ids:
             yield ids
         return
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)
@@ -172,8 +171,6 @@ def _within_blocks(
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
-    from transformers import AttentionMaskInterface
-
     name = stock_name(config)
     for handler in listeners_to([id(config)]):
         if handler.masks:
