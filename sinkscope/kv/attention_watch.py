@@ -32,6 +32,7 @@ class AttentionWatch:
         queries_kept: How many of the latest queries of each layer are kept.
         keeps_decoding_queries: Whether those of generated tokens are kept, too.
         replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
+            It is called with the attention, whose `view` is known, and the layer's cache if that is a `CacheLayer`.
     """
 
     def __init__(self, target: Target, now: CurrentCall) -> None:
@@ -57,8 +58,9 @@ class AttentionWatch:
             configs: Ids of the configurations of the model.
         """
         see = self.see
+        self.now.watched = waiting = list[Attention]()
         if self._may_wait(call, layers):
-            see = self.now.watched.append
+            see = waiting.append
         return Handler(see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
 
     def _may_wait(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
@@ -73,7 +75,7 @@ class AttentionWatch:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
         if self.watchers or self.keeps_decoding_queries:
             return True
-        if call.new > 1 or self.now.prompting:
+        if call.new > 1 or (self.now.state is not None and self.now.state.prefilling):
             return True
         if not self.now.own_masks:
             return False
@@ -196,7 +198,7 @@ class AttentionWatch:
         call, state, layer = self.now.call, self.now.state, attention.layer
         if call is None or state is None:
             return
-        if call.new > 1 or self.now.prompting or self.keeps_decoding_queries:
+        if call.new > 1 or state.prefilling or self.keeps_decoding_queries:
             earlier = state.queries.get(layer)
             latest = LatestQueries.of(attention, call, self._windows[layer], earlier, self.queries_kept)
             state.queries[layer] = latest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
 from typing import Any
@@ -148,6 +148,18 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
         self.columns = self.columns.moved(changed)
+
+
+def check_order(layers: Sequence[CacheLayer], name: str) -> None:
+    """Refuse rows that changed places since the prompt, for what follows each of them.
+
+    Raises:
+        UnsupportedError: They did.
+    """
+    if layers[0].reordered:
+        raise UnsupportedError(
+            f"beam search lets rows change places, and {name} follows each row: use num_beams=1", page="kv-session"
+        )
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:

@@ -1,4 +1,4 @@
-"""Keys and values that grow by one token at a time, with spare slots, so that long ones are not copied for every token."""
+"""Keys and values that grow by a token at a time, with spare slots, so that long ones are not copied for each token."""
 
 from __future__ import annotations
 

@@ -80,14 +80,13 @@ def alike(layers: Sequence[Slots]) -> bool:
     """Whether layers may be joined: they have one shape, device and dtype, no holes, and the same slots."""
     first = layers[0]
     keys = first.keys
+    known = None if first.known is None else first.known.shape
     for kv in layers:
         if not kv.gapless or kv.keys.shape != keys.shape or kv.values.shape != first.values.shape:
             return False
         if kv.keys.device != keys.device or kv.keys.dtype != keys.dtype:
             return False
-        if kv.edited != first.edited or kv.numbers.keys() != first.numbers.keys():
-            return False
-        if kv.known is not None and first.known is not None and kv.known.shape != first.known.shape:
+        if known != (None if kv.known is None else kv.known.shape) or kv.numbers.keys() != first.numbers.keys():
             return False
         for name, numbers in kv.numbers.items():
             if numbers.shape != first.numbers[name].shape:

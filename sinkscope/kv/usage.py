@@ -169,3 +169,14 @@ def tokens_read(run: Run) -> list[list[float]]:
     They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
     """
     return [usage.mean_read for usage in run.usage if usage.mean_read]
+
+
+def held_summary(name: str, run: Run) -> str:
+    """One sentence on how many tokens the run's caches held, out of how many were read."""
+    usages: list[Usage] = run.usage
+    if not usages:
+        return f"{name} has read nothing yet."
+    read_tokens = max(usage.read_tokens for usage in usages)
+    peak_tokens = max(max(usage.peak_tokens) for usage in usages)
+    size = f"{max(usage.logical_bytes for usage in usages) / 1e6:,.3g} MB of keys and values"
+    return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."

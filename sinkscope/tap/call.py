@@ -62,7 +62,6 @@ class Attention:
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
-        queries: Number of queries in this call.
     """
 
     module: Any
@@ -82,8 +81,10 @@ class Attention:
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.queries = self.query.shape[2]
+    @property
+    def queries(self) -> int:
+        """Number of queries in this call."""
+        return self.query.shape[2]
 
     @cached_property
     def view(self) -> View | None:
@@ -193,6 +194,8 @@ class Attention:
 
     def finish(self) -> Output:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
+        if not self._listeners and self.compute is None and not self.by_mask:
+            return self.stock(self.mask)
         output, weights = self._attended()
         for rows_range, listeners in self._listeners.items():
             for part in rows_range.parts(self.queries):
