@@ -84,6 +84,14 @@ class AttentionWatch:
                 return True
         return False
 
+    def _layer(self, layer: int) -> CacheLayer | None:
+        """A layer's cache in this call; None if it is not a `CacheLayer`."""
+        layers = getattr(self.now.cache, "layers", None)
+        if not layers or layer >= len(layers):
+            return None
+        kv = layers[layer]
+        return kv if isinstance(kv, CacheLayer) else None
+
     def see(self, attention: Attention) -> None:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
@@ -112,7 +120,7 @@ class AttentionWatch:
         """Whether a single query certainly sees every slot of its layer."""
         if attention.queries > 1 or attention.in_blocks is not None:
             return False
-        kv = self.now.layer(attention.layer)
+        kv = self._layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
 
     def _check_view(self, attention: Attention) -> None:
@@ -139,7 +147,7 @@ class AttentionWatch:
     def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
         call = self.now.call
         assert call is not None
-        watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
+        watcher.fn(AttentionRows(layer, first, probs, pos, self._layer(layer), call))
 
     def show_joined(self) -> None:
         """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
@@ -164,7 +172,7 @@ class AttentionWatch:
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
         if self.replacement is not None and attention.queries > 1:
-            replaced = self.replacement(attention, self.now.layer(attention.layer))
+            replaced = self.replacement(attention, self._layer(attention.layer))
             if replaced is not None:
                 return replaced, None
         if not self.now.own_masks:
@@ -177,7 +185,7 @@ class AttentionWatch:
         """What the queries of this call see, of the blocks that an indexer chose if there is one."""
         call, key, layer = self.now.call, attention.key, attention.layer
         assert call is not None
-        kv = self.now.layer(layer)
+        kv = self._layer(layer)
         if kv is not None:
             pos, columns = kv.pos, call.columns.to(key.device)
         else:

@@ -73,11 +73,3 @@ class CurrentCall(threading.local):
     state: CacheState | None = None
     watched: Sequence[Attention] = ()
     own_masks: bool = False
-
-    def layer(self, layer: int) -> CacheLayer | None:
-        """A layer's cache in this call; None if it is not a `CacheLayer`."""
-        layers = getattr(self.cache, "layers", None)
-        if not layers or layer >= len(layers):
-            return None
-        kv = layers[layer]
-        return kv if isinstance(kv, CacheLayer) else None

@@ -16,12 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
-from sinkscope.kv.score_checks import check_kept, check_scores
+from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores
 from sinkscope.kv.session import Session
 from sinkscope.kv.slots import Slots
 from sinkscope.kv.usage import held_summary
@@ -170,17 +169,8 @@ class Policy(Intervention):
         else:
             budgets = (prompt * self.budget).long().tolist()
             named += f" of a prompt of {int(prompt.min())} tokens, {min(budgets)},"
-        self._check_kept(min(budgets), sum(self.always_kept(min(budgets))), named)
+        check_room(min(budgets), sum(self.always_kept(min(budgets))), f"{self.shown_name}: {named}")
         return budgets
-
-    def _check_kept(self, budget: int, always_kept: int, named: str) -> None:
-        """Refuse a budget in tokens that is smaller than what is always kept."""
-        if budget < max(1, always_kept):
-            raise SinkscopeError(
-                f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
-                "budget or protect fewer",
-                page="kv-budget",
-            )
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
@@ -212,7 +202,7 @@ class Policy(Intervention):
             SinkscopeError: What is always kept does not fit into the budget of some row.
         """
         if budget is not at.rows.budget:
-            self._check_layer_room(at, budget)
+            check_layer_room(budget, at.rows.first, at.rows.latest, f"{self.shown_name}: layer {at.layer}")
         pos = at.kv.pos
         occupied = pos >= 0
         ranked = scores
@@ -223,13 +213,6 @@ class Policy(Intervention):
         if isinstance(budget, int) and pos.shape[-1] == budget + 1:  # at every generated token: no sorting
             return occupied.scatter(-1, ranked.argmin(-1, keepdim=True), False)
         return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
-
-    def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
-        """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
-        fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
-        for row, (first, latest) in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
-            tokens = fewest[row % len(fewest)]
-            self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
 
     def _act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
@@ -258,10 +241,10 @@ class Policy(Intervention):
             exact: Number of slots that every row and head keeps, if known.
         """
         scores = self.scores(at)
-        check_scores(scores, at.kv.pos, f"{self.shown_name}.scores", f"layer {at.layer}", at.moment.prefill_ended)
+        check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
         keep = self.select(scores.float(), at, self.budgets(at))
         if exact is not None and at.moment.prefill_ended:
-            check_kept(keep, exact, self.shown_name, f"layer {at.layer}")
+            check_kept(keep, exact, self.shown_name, at.layer)
         return keep
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError, warn
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import own_layers, taken_over, used_cache
@@ -23,15 +23,14 @@ from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
-from sinkscope.kv.latest_queries import unseen_queries
 from sinkscope.kv.owners import own_model
+from sinkscope.kv.policy_checks import unseen_queries, warn_of_idle
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.models.following import following
 from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.tap.internals import following_generate
-from sinkscope.tap.listeners import Handler, leave, listen
 from sinkscope.tap.tap import tapped
 
 
@@ -153,11 +152,7 @@ class Session:
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
         if error is None and self._acted is False and self._before_decode and self.watching.replacement is None:
-            warn(
-                f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
-                "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
-                "tokens one by one with a cache"
-            )
+            warn_of_idle(self._policy_name or "the intervention")
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
@@ -175,52 +170,42 @@ class Session:
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
-        now, call = self.now, self.run.call
+        now, call, watching = self.now, self.run.call, self.watching
         if call is None:
             return
         kwargs = by_name(module, args, kwargs)
         check_attention(self.target, self._config)
-        cache = used_cache(kwargs, self.target, is_watched=bool(self.watching.watchers))
-        handler: Handler | None = None
-        state: CacheState | None = None
+        cache = used_cache(kwargs, self.target, is_watched=bool(watching.watchers))
+        layers = list[CacheLayer]()
         try:
-            now.cache = cache
-            layers = list[CacheLayer]()
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
                 is_known = call.past > 0 and cache in self._states  # else it is new, or was emptied
-                if self.watching.owns_cache:
+                if watching.owns_cache:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
                 if not is_known:
                     self._states[cache] = CacheState()
                     self.meters.append(self._states[cache].meter)
-                now.state = state = self._states[cache]
+                now.cache = cache
+                now.state = self._states[cache]
                 if layers:
-                    self._act_before(layers, call, state)
-                    now.own_masks = any([layer.known is not None for layer in layers])
+                    self._act_before(layers, call, now.state)
+                    now.own_masks = any([kv.known is not None for kv in layers])
             now.call = call
             COLUMNS.set(call.tokens)
-            handler = self.watching.handler(call, layers, self._configs)
-            listen(handler)
-            try:
-                yield (), kwargs
-            finally:  # layers that ran before an interruption hold the new tokens already
-                if state is not None and self.watching.owns_cache:
-                    self.watching.show_joined()
-            if state is not None and self.watching.owns_cache:
-                ended = Moment(cache, layers, call, state, prefill_ended=False)
+            with watching.handler(call, layers, self._configs):
+                try:
+                    yield (), kwargs
+                finally:  # layers that ran before an interruption hold the new tokens already
+                    watching.show_joined()
+            if layers and now.state is not None:
+                ended = Moment(cache, layers, call, now.state, prefill_ended=False)
                 for act in self._after_call:
                     act(ended)
-                state.meter.note(layers, self._counts_reads and not state.prefilling)
+                now.state.meter.note(layers, self._counts_reads and not now.state.prefilling)
         finally:
-            now.call = None
-            now.cache = None
-            now.state = None
-            now.own_masks = False
-            now.watched = ()
+            vars(now).clear()
             COLUMNS.set(None)
-            if handler is not None:
-                leave(handler)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.new > 1 or call.past == 0 or self.generation.prompting:

@@ -78,13 +78,10 @@ class Slots:
 
     def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
         """True positions of the newest slots."""
-        # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        return self.latest_pos(new)[:, None].expand(-1, self.keys.shape[1], -1)
-
-    def latest_pos(self, new: int) -> Int[Tensor, "batch token"]:
-        """True positions of the newest tokens."""
         assert self.columns is not None
-        return self.columns.latest(new).to(self.keys.device)
+        latest = self.columns.latest(new).to(self.keys.device)
+        # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
+        return latest[:, None].expand(-1, self.keys.shape[1], -1)
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""

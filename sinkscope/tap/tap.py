@@ -28,7 +28,7 @@ from sinkscope.models.target import Target, without_compiler
 from sinkscope.tap.attention_modules import reading
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention
-from sinkscope.tap.listeners import HANDLERS, Handler, leave, listen, listeners_to
+from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
 from sinkscope.tap.own_attention import OwnAttention
 from sinkscope.tap.rows import shown
 from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
@@ -40,12 +40,8 @@ _LOCK = threading.Lock()
 @contextmanager
 def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
     """Context manager: `see` is called with every layer's attention; `by_mask` if it needs rows under the mask."""
-    with tapped(target) as configs:
-        listen(handler := Handler(see, configs, by_mask=True))
-        try:
-            yield
-        finally:
-            leave(handler)
+    with tapped(target) as configs, Handler(see, configs, by_mask=True):
+        yield
 
 
 @contextmanager
