@@ -180,16 +180,18 @@ class Session:
         try:
             if cache is not None:
                 kwargs = with_cache(module, kwargs, cache)
-                is_known = call.past > 0 and cache in self._states  # else it is new, or was emptied
+                state = self._states.get(cache)
+                is_known = call.past > 0 and state is not None  # else it is new, or was emptied
                 if watching.owns_cache:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
-                if not is_known:
-                    self._states[cache] = CacheState()
-                    self.meters.append(self._states[cache].meter)
+                if state is None or not is_known:
+                    state = CacheState()
+                    self._states[cache] = state
+                    self.meters.append(state.meter)
                 now.cache = cache
-                now.state = self._states[cache]
+                now.state = state
                 if layers:
-                    self._act_before(layers, call, now.state)
+                    self._act_before(layers, call, state)
                     now.own_masks = any([kv.known is not None for kv in layers])
             now.call = call
             COLUMNS.set(call.tokens)
@@ -199,9 +201,8 @@ class Session:
                 finally:  # layers that ran before an interruption hold the new tokens already
                     watching.show_joined()
             if layers and now.state is not None:
-                ended = Moment(cache, layers, call, now.state, prefill_ended=False)
                 for act in self._after_call:
-                    act(ended)
+                    act(Moment(cache, layers, call, now.state, prefill_ended=False))
                 now.state.meter.note(layers, self._counts_reads and not now.state.prefilling)
         finally:
             vars(now).clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -33,11 +33,10 @@ def following(modules: Iterable[nn.Module], follow: Follow) -> Iterator[None]:
     def begin(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         leave()
         generator = follow(module, args, kwargs)
-        with suppress(StopIteration):
-            given = next(generator)
+        given = next(generator, None)
+        if given is not None:
             now.generator = generator
-            return given
-        return None
+        return given
 
     def end(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         if output is not None and "generator" in vars(now):
