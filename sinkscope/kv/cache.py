@@ -60,8 +60,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
-            self.keys = appended(self.grown, "keys", self.keys, new_keys, _SPARE * new)
-            self.values = appended(self.grown, "values", self.values, new_values, _SPARE * new)
+            spare = _SPARE * new
+            self.keys, self.values = appended(self.grown, self.keys, self.values, new_keys, new_values, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -84,8 +84,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.gapless = gapless and bool((columns.latest(new) >= 0).all())
             self._holes = None
         if self.is_initialized:
-            self.keys = appended(self.grown, "keys", self.keys, key_states)
-            self.values = appended(self.grown, "values", self.values, value_states)
+            self.keys, self.values = appended(self.grown, self.keys, self.values, key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self.grown = {"keys": self.keys, "values": self.values}

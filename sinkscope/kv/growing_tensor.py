@@ -52,30 +52,36 @@ class Buffer:
 
 
 Grown = dict[str, Buffer | Tensor]
-"""Of each tensor of a holder, by name: its buffer, or the tensor as it was when it was last appended to."""
+"""Of the keys and values of a layer, by name: their buffer, or the tensor as it was when it was last appended to."""
 
 
 def appended(
     grown: Grown,
-    name: str,
-    tensor: Float[Tensor, "batch kv_head slot d"],
-    new: Float[Tensor, "batch kv_head new d"],
+    keys: Float[Tensor, "batch kv_head slot d_head"],
+    values: Float[Tensor, "batch kv_head slot d_value"],
+    new_keys: Float[Tensor, "batch kv_head new d_head"],
+    new_values: Float[Tensor, "batch kv_head new d_value"],
     spare: int = 0,
-) -> Float[Tensor, "batch kv_head later d"]:
-    """`tensor` with `new` at its end: in a buffer if it is long and only grows, and by copying otherwise.
+) -> tuple[Tensor, Tensor]:
+    """Keys and values with new ones at their ends: in buffers if they are long and only grow, and else by copying.
 
     Args:
-        grown: What is known of the tensors of the holder.
-        name: Name of the tensor.
-        tensor: Keys or values, which are not changed.
-        new: Those to append.
+        grown: What is known of those of the layer.
+        keys: Keys, which are not changed.
+        values: Values, which are not changed.
+        new_keys: Keys to append.
+        new_values: Values to append.
         spare: Number of further slots, if more tokens are certain to follow. With 0, a buffer is made only when
             single tokens arrive.
     """
+    if keys.shape[-2] < LONG:
+        grown.clear()
+        return torch.cat([keys, new_keys], -2), torch.cat([values, new_values], -2)
+    return _appended(grown, "keys", keys, new_keys, spare), _appended(grown, "values", values, new_values, spare)
+
+
+def _appended(grown: Grown, name: str, tensor: Tensor, new: Tensor, spare: int) -> Tensor:
     length, more = tensor.shape[-2], new.shape[-2]
-    if length < LONG:
-        grown.pop(name, None)
-        return torch.cat([tensor, new], -2)
     last = grown.get(name)
     in_buffer = isinstance(last, Buffer) and last.holds(tensor)
     if isinstance(last, Buffer) and in_buffer and last.takes(more):
