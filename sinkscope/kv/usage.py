@@ -69,7 +69,6 @@ class Meter:
         self._in_parts = False
         self._slot_bytes: list[int] = []
         self._heads = 1  # kv heads of a layer that are here
-        self._usage: Usage | None = None  # of these calls; several summaries of a run ask for it
 
     def note(self, layers: list[CacheLayer], counts_read: bool = False) -> None:
         """Count what the layers hold after a call; `counts_read` if a decoding step read it and that is wanted."""
@@ -93,8 +92,7 @@ class Meter:
                 allocated += allocated_slots(kv.aside) * slot_bytes
                 self._in_parts = True
             held = held + here
-        rows = len(first.keys)
-        self._usage = None
+        rows = first.keys.shape[0]
         self.calls.append(HeldInCall(rows, first.seen, held, read, counts_read, rows * allocated))
 
     def by_call(self) -> tuple[Float[Tensor, "call row"], Float[Tensor, "call row"]]:
@@ -106,11 +104,6 @@ class Meter:
 
     def usage(self, kv_heads: int | None = None) -> Usage:
         """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
-        if self._usage is None:
-            self._usage = self._summed(kv_heads)
-        return self._usage
-
-    def _summed(self, kv_heads: int | None) -> Usage:
         calls, layers = self.calls, len(self._slot_bytes)
         rows = calls[-1].rows
         processes = 1 if kv_heads is None else kv_heads // self._heads

@@ -12,9 +12,6 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-FOLLOWED = ("_prefill", "_get_candidate_generator")
-"""Methods of a model that `generate` calls: to read a prompt, and to begin assisted generation."""
-
 _BATCHING = "init_continuous_batching"
 
 
@@ -97,8 +94,9 @@ def following_generate(
     Args:
         model: The causal language model.
         prompting: Called with True before a prompt is read, and with False afterwards.
-        check: Called with the name of the method in `FOLLOWED`, the arguments of the forward call, and the generation
-            settings; may raise.
+        check: Called with the name of a method of the model that `generate` calls, `_prefill` or (for assisted
+            generation) `_get_candidate_generator`, the arguments of the forward call, and the generation settings; may
+            raise.
     """
 
     def prefill(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
@@ -113,11 +111,9 @@ def following_generate(
         check("_get_candidate_generator", {}, None)
         return type(model)._get_candidate_generator(model, *args, **kwargs)
 
-    ours = {name: fn for name, fn in zip(FOLLOWED, (prefill, candidates), strict=True) if hasattr(type(model), name)}
-    for name, fn in ours.items():
-        setattr(model, name, fn)
+    model._prefill = prefill
+    model._get_candidate_generator = candidates
     try:
         yield
     finally:
-        for name in ours:
-            delattr(model, name)
+        del model._prefill, model._get_candidate_generator
