@@ -67,9 +67,9 @@ class AttentionWatch:
         """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
         if not self.watchers or not self._sees_products or self.queries_kept or call.new > 1 or call.past == 0:
             return False
-        if len(layers) < len(self._attending) or not is_small(layers[0].keys):
+        if len(layers) < len(self._attending) or not all([watcher.joins for watcher in self.watchers]):
             return False
-        return all(watcher.joins for watcher in self.watchers) and alike(layers)
+        return all([kv.gapless and is_small(kv.keys) for kv in layers])
 
     def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
@@ -109,12 +109,8 @@ class AttentionWatch:
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
-        pos: Tensor | None = None
-        if watchers and not attention.complete:
-            assert attention.view is not None
-            pos = attention.view.pos
         for watcher in watchers:
-            attention.show(partial(self._show_rows, watcher, layer, pos), first=watcher.first_query(queries))
+            attention.show(partial(self._show_rows, watcher, attention), first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
@@ -144,10 +140,14 @@ class AttentionWatch:
                 page="kv-session",
             )
 
-    def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
-        call = self.now.call
+    def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
+        call, kv = self.now.call, self._layer(attention.layer)
         assert call is not None
-        watcher.fn(AttentionRows(layer, first, probs, pos, self._layer(layer), call))
+        known_pos = None
+        if kv is None:
+            assert attention.view is not None
+            known_pos = attention.view.pos
+        watcher.fn(AttentionRows(attention.layer, first, probs, known_pos, kv, call))
 
     def show_joined(self) -> None:
         """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
@@ -156,7 +156,7 @@ class AttentionWatch:
             return
         assert call is not None
         layers = [self.now.cache.layers[one.layer] for one in watched]
-        if len(layers) > 1 and len({one.scaling for one in watched}) == 1:
+        if len({one.scaling for one in watched}) == 1 and alike(layers):
             joined = JoinedLayers(layers)
             query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
             probs = watched[0].row_function()(query, key, None)
