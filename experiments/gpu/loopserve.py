@@ -159,7 +159,7 @@ class Seen(Intervention):
                 scores = Scores(prompt.query[0].clone(), prompt.key[0].clone(), prompt.scaling)
                 self.found.append((scores, prompt.value[0].clone()))
 
-        Session.of(run).replace_prefill(see)
+        Session.of(run).watching.replacement = see
 
 
 @torch.no_grad()

@@ -48,16 +48,13 @@ def taken_over(
         target: The model.
         is_known: Whether an earlier call of the run used this cache.
     """
-    if is_known:
-        layers = used_layers(cache)
-    else:
+    if not is_known:
         adopt(cache, target, call.earlier)
-        layers = own_layers(cache)
     if call.past and call.new > 1:
         check_mask(arguments.get("attention_mask"), call, target)
     if not target.adapter.attention_interface and arguments.get("attention_mask") is None:
         arguments["attention_mask"] = (call.columns >= 0).long()
-    return layers
+    return own_layers(cache)
 
 
 def adopt(cache: Any, target: Target, columns: Columns) -> None:
@@ -117,15 +114,6 @@ def own_layers(cache: Any) -> list[CacheLayer]:
     return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
 
 
-def used_layers(cache: Any) -> list[CacheLayer]:
-    """Our layers between two calls; a model that was cut, and its configuration not, leaves the last ones empty."""
-    layers = own_layers(cache)
-    if layers and layers[0].keys is not None:
-        while layers[-1].keys is None:
-            layers.pop()
-    return layers
-
-
 def refuse_states(cache: Any, what: str) -> None:
     """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
 
@@ -142,7 +130,7 @@ def refuse_states(cache: Any, what: str) -> None:
 
 def _empty_layers(target: Target) -> list[Any]:
     """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
-    layers: list[Any] = list(DynamicCache(config=target.config).layers)
+    layers: list[Any] = list(DynamicCache(config=target.config).layers[: target.n_layers])
     for number in cache_layers(target):
         layers[number] = CacheLayer(number)
     return layers

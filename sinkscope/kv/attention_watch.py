@@ -19,6 +19,7 @@ from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
+from sinkscope.tap.listeners import Handler
 from sinkscope.tap.view import View
 
 
@@ -31,6 +32,7 @@ class AttentionWatch:
         queries_kept: How many of the latest queries of each layer are kept.
         keeps_decoding_queries: Whether those of generated tokens are kept, too.
         replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
+            It is called with the attention, whose `view` is known, and the layer's cache if that is a `CacheLayer`.
     """
 
     def __init__(self, target: Target, now: CurrentCall) -> None:
@@ -42,17 +44,38 @@ class AttentionWatch:
         self.queries_kept = 0
         self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
+        self._attending = target.attending
+        chooses_keys = any(hasattr(target.sub(layer, "attn"), "indexer") for layer in self._attending)
+        self._sees_products = target.adapter.attention_interface and not target.adapter.learned_sinks
+        self._sees_products &= not chooses_keys and not any(self._windows)
 
-    def is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
-        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time.
+    def handler(self, call: Call, layers: Sequence[CacheLayer], configs: frozenset[int]) -> Handler:
+        """What handles the attention of a call.
 
         Args:
             call: The call.
             layers: The layers of the cache that this run owns.
+            configs: Ids of the configurations of the model.
         """
+        see = self.see
+        self.now.watched = waiting = list[Attention]()
+        if self._may_wait(call, layers):
+            see = waiting.append
+        return Handler(see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
+
+    def _may_wait(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
+        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
+        if not self.watchers or not self._sees_products or self.queries_kept or call.new > 1 or call.past == 0:
+            return False
+        if len(layers) < len(self._attending) or not all([watcher.joins for watcher in self.watchers]):
+            return False
+        return all([kv.gapless and is_small(kv.keys) for kv in layers])
+
+    def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
+        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
         if self.watchers or self.keeps_decoding_queries:
             return True
-        if call.new > 1 or self.now.prompting:
+        if call.new > 1 or (self.now.state is not None and self.now.state.prefilling):
             return True
         if not self.now.own_masks:
             return False
@@ -60,6 +83,14 @@ class AttentionWatch:
             if self._windows[kv.number] is not None or not kv.gapless:
                 return True
         return False
+
+    def _layer(self, layer: int) -> CacheLayer | None:
+        """A layer's cache in this call; None if it is not a `CacheLayer`."""
+        layers = getattr(self.now.cache, "layers", None)
+        if not layers or layer >= len(layers):
+            return None
+        kv = layers[layer]
+        return kv if isinstance(kv, CacheLayer) else None
 
     def see(self, attention: Attention) -> None:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
@@ -78,28 +109,15 @@ class AttentionWatch:
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
-        if watchers and all(watcher.joins for watcher in watchers) and self._may_wait(attention):
-            self.now.watched.append(attention)
-            return
-        pos: Tensor | None = None
-        if watchers and not attention.complete:
-            assert attention.view is not None
-            pos = attention.view.pos
         for watcher in watchers:
-            attention.show(partial(self._show_rows, watcher, layer, pos), first=watcher.first_query(queries))
+            attention.show(partial(self._show_rows, watcher, attention), first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
         if attention.queries > 1 or attention.in_blocks is not None:
             return False
-        kv = self.now.layer(attention.layer)
+        kv = self._layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
-
-    def _may_wait(self, attention: Attention) -> bool:
-        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
-        if not attention.complete or attention.is_repeated or not self.target.adapter.attention_interface:
-            return False
-        return attention.sinks is None and is_small(attention.key)
 
     def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -121,33 +139,39 @@ class AttentionWatch:
                 "configuration, which cache policies and attention observers go by: use another model"
             )
 
-    def _show_rows(self, watcher: Watcher, layer: int, pos: Tensor | None, first: int, probs: Tensor) -> None:
-        call = self.now.call
+    def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
+        call, kv = self.now.call, self._layer(attention.layer)
         assert call is not None
-        watcher.fn(AttentionRows(layer, first, probs, pos, self.now.layer(layer), call))
+        known_pos = None
+        if kv is None:
+            assert attention.view is not None
+            known_pos = attention.view.pos
+        watcher.fn(AttentionRows(attention.layer, first, probs, known_pos, kv, call))
 
     def show_joined(self) -> None:
         """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
-        call = self.now.call
+        watched, call = self.now.watched, self.now.call
+        if not watched:
+            return
         assert call is not None
-        for watcher in self.watchers:
-            watched = [one for one in self.now.watched if watcher.sees(one.layer)]
-            layers = [kv for one in watched if (kv := self.now.layer(one.layer)) is not None]
-            if len({one.scaling for one in watched}) == 1 and alike(layers):
-                joined = JoinedLayers(layers)
-                query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
-                probs = watched[0].row_function()(query, key, None)
+        layers = [self.now.cache.layers[one.layer] for one in watched]
+        if len({one.scaling for one in watched}) == 1 and alike(layers):
+            joined = JoinedLayers(layers)
+            query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
+            probs = watched[0].row_function()(query, key, None)
+            for watcher in self.watchers:
                 watcher.fn(AttentionRows(joined.number, 0, probs, None, joined, call))
-                joined.spread_numbers()
-                continue
-            for one, kv in zip(watched, layers, strict=True):
-                probs = one.row_function()(one.query, one.key, None)
+            joined.spread_numbers()
+            return
+        for one, kv in zip(watched, layers, strict=True):
+            probs = one.row_function()(one.query, one.key, None)
+            for watcher in self.watchers:
                 watcher.fn(AttentionRows(kv.number, 0, probs, None, kv, call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
         if self.replacement is not None and attention.queries > 1:
-            replaced = self.replacement(attention, self.now.layer(attention.layer))
+            replaced = self.replacement(attention, self._layer(attention.layer))
             if replaced is not None:
                 return replaced, None
         if not self.now.own_masks:
@@ -160,7 +184,7 @@ class AttentionWatch:
         """What the queries of this call see, of the blocks that an indexer chose if there is one."""
         call, key, layer = self.now.call, attention.key, attention.layer
         assert call is not None
-        kv = self.now.layer(layer)
+        kv = self._layer(layer)
         if kv is not None:
             pos, columns = kv.pos, call.columns.to(key.device)
         else:
@@ -181,7 +205,7 @@ class AttentionWatch:
         call, state, layer = self.now.call, self.now.state, attention.layer
         if call is None or state is None:
             return
-        if call.new > 1 or self.now.prompting or self.keeps_decoding_queries:
+        if call.new > 1 or state.prefilling or self.keeps_decoding_queries:
             earlier = state.queries.get(layer)
             latest = LatestQueries.of(attention, call, self._windows[layer], earlier, self.queries_kept)
             state.queries[layer] = latest

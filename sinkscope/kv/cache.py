@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
 from typing import Any
@@ -60,11 +60,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
-            self._append(new_keys, new_values, _SPARE * new)
-
-    def _append(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
-        self.keys = appended(self.grown, "keys", self.keys, keys, -2, spare)
-        self.values = appended(self.grown, "values", self.values, values, -2, spare)
+            spare = _SPARE * new
+            self.keys, self.values = appended(self.grown, self.keys, self.values, new_keys, new_values, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -87,7 +84,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.gapless = gapless and bool((columns.latest(new) >= 0).all())
             self._holes = None
         if self.is_initialized:
-            self._append(key_states, value_states)
+            self.keys, self.values = appended(self.grown, self.keys, self.values, key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self.grown = {"keys": self.keys, "values": self.values}
@@ -113,7 +110,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.reset()
             return
         columns = self.columns.first(self.seen - removed)
-        if self._pos is None:  # slots are columns
+        if self.known is None:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
             gapless = bool((columns.pos >= 0).all())
@@ -144,12 +141,24 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.settle()
         if self.columns is None:
             return
-        pos = self._pos
+        pos = self.known
         if pos is not None:
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
         self.columns = self.columns.moved(changed)
+
+
+def check_order(layers: Sequence[CacheLayer], name: str) -> None:
+    """Refuse rows that changed places since the prompt, for what follows each of them.
+
+    Raises:
+        UnsupportedError: They did.
+    """
+    if layers[0].reordered:
+        raise UnsupportedError(
+            f"beam search lets rows change places, and {name} follows each row: use num_beams=1", page="kv-session"
+        )
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:

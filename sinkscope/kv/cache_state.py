@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
@@ -57,15 +56,6 @@ class Moment:
     state: CacheState
     prefill_ended: bool
 
-    def check_order(self, name: str) -> None:
-        """Refuse rows that changed places since the prompt, for what follows each of them.
-
-        Raises:
-            UnsupportedError: They did.
-        """
-        if self.layers[0].reordered:
-            raise UnsupportedError(f"beam search lets rows change places, and {name} follows each row: use num_beams=1")
-
 
 class CurrentCall(threading.local):
     """What the current thread is doing.
@@ -76,30 +66,10 @@ class CurrentCall(threading.local):
         state: What is known about that cache.
         watched: The attention whose rows are shown after the call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-        prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
-        resuming: Whether `generate` goes on after tokens were taken back, so that it reads no prompt.
-        settings: Settings of the latest `generate`; None without one.
-        ended: The moment after the layers of the latest call, until the logits have come.
-        following: What `Session` still does in that call.
     """
 
     call: Call | None = None
     cache: Any = None
     state: CacheState | None = None
-    following: Generator[Any] | None = None
+    watched: Sequence[Attention] = ()
     own_masks: bool = False
-    prompting: bool = False
-    resuming: bool = False
-    settings: Any = None
-    ended: Moment | None = None
-
-    def __init__(self) -> None:
-        self.watched: list[Attention] = []
-
-    def layer(self, layer: int) -> CacheLayer | None:
-        """A layer's cache in this call; None if it is not a `CacheLayer`."""
-        layers = getattr(self.cache, "layers", None)
-        if not layers or layer >= len(layers):
-            return None
-        kv = layers[layer]
-        return kv if isinstance(kv, CacheLayer) else None

@@ -29,8 +29,7 @@ class Full(Policy):
 
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
-        session = Session.of(run)
-        session.own_cache(self.shown_name)
+        Session.of(run).own_cache(self.shown_name, self.first)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score all slots the same."""

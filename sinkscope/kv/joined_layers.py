@@ -35,9 +35,12 @@ class JoinedLayers(Slots):
     @cached_property
     def pos(self) -> Int[Tensor, "row kv_head slot"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """True position of each slot."""
-        known = torch.cat([kv.known_pos() for kv in self.layers])
-        latest = self.latest_pos(self.slots - known.shape[-1])  # the same in every layer
-        return torch.cat([known, latest[:, None].repeat(len(self.layers), known.shape[1], 1)], -1)
+        if self.layers[0].known is None:
+            return torch.cat([kv.pos for kv in self.layers])
+        known = torch.cat([kv.known for kv in self.layers if kv.known is not None])
+        new = self.slots - known.shape[-1]
+        latest = self.new_pos(new).expand(len(self.layers), -1, -1, -1)  # the same in every layer
+        return torch.cat([known, latest.reshape(*known.shape[:2], new)], -1)
 
     def spread_numbers(self) -> None:
         """Give each layer its part of the numbers."""
@@ -75,13 +78,17 @@ def is_small(layer: Tensor) -> bool:
 
 def alike(layers: Sequence[Slots]) -> bool:
     """Whether layers may be joined: they have one shape, device and dtype, no holes, and the same slots."""
-    first = layers[0].keys
-    known = layers[0].known_shapes()
+    first = layers[0]
+    keys = first.keys
+    known = None if first.known is None else first.known.shape
     for kv in layers:
-        if not kv.gapless or kv.keys.shape != first.shape:
+        if not kv.gapless or kv.keys.shape != keys.shape or kv.values.shape != first.values.shape:
             return False
-        if kv.keys.device != first.device or kv.keys.dtype != first.dtype:
+        if kv.keys.device != keys.device or kv.keys.dtype != keys.dtype:
             return False
-        if kv.values.shape != layers[0].values.shape or kv.known_shapes() != known:
+        if known != (None if kv.known is None else kv.known.shape) or kv.numbers.keys() != first.numbers.keys():
             return False
+        for name, numbers in kv.numbers.items():
+            if numbers.shape != first.numbers[name].shape:
+                return False
     return len(layers) > 1

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.tap.call import Attention
@@ -55,11 +54,3 @@ class LatestQueries:
             keys = self.module.expand_kv(kv.keys, kv.values)[0]
         view = View(kv.pos, self.pos[:, -last:], self.window, call.earlier.pos.to(keys.device))
         return self.rows_by_view(self.query[:, :, -last:], keys, view)
-
-
-def unseen_queries() -> UnsupportedError:
-    """The error of a policy that needs queries which were read before it could see them."""
-    return UnsupportedError(
-        "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-        "prompt inside, into the cache to go on with)"
-    )

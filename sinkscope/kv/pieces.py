@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sinkscope.hooks.edit.base import Run
-from sinkscope.kv.cache_state import CurrentCall
+from sinkscope.kv.generation import Generation
 from sinkscope.models.call_cache import cache_argument
 
 
@@ -106,15 +106,15 @@ def generate_in_pieces(
     rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
     rewinder.ended = [False] * len(ids)
     try:
-        return _pieces(session.now, rewinder, model, ids, attention_mask, max_new_tokens, cache, options)
+        return _pieces(session.generation, rewinder, model, ids, attention_mask, max_new_tokens, cache, options)
     finally:
         rewinder.allowance = None
         rewinder.full_at = []
-        session.now.resuming = False
+        session.generation.resuming = False
 
 
 def _pieces(
-    now: CurrentCall,
+    generation: Generation,
     rewinder: Rewinder,
     model: Any,
     ids: Int[Tensor, "row pos"],
@@ -143,7 +143,7 @@ def _pieces(
         ids, mask = rewinder.continued(ids, mask)
         for layer in cache.layers:
             layer.crop(mask.shape[1] - 1 - layer.seen)  # a call that ran before the piece ended
-        now.resuming = True  # what comes next reads a generated token and no prompt
+        generation.resuming = True  # what comes next reads a generated token and no prompt
     whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
     if isinstance(output, Tensor):
         return whole

@@ -5,7 +5,6 @@ Scoring and choosing are separate, so a new score needs no code for choosing, an
 
 from __future__ import annotations
 
-import math
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,13 +16,14 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
+from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores
 from sinkscope.kv.session import Session
 from sinkscope.kv.slots import Slots
+from sinkscope.kv.usage import held_summary
 from sinkscope.models.grouped_heads import in_groups
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -75,22 +75,8 @@ class LayerMoment:
         return length.repeat(len(self.kv.pos) // len(length))  # more than once where layers are joined
 
 
-class Anchored(Intervention):
-    """Base of policies and guards, which keep each other's first positions."""
-
-    @property
-    @abstractmethod
-    def kept_first(self) -> int:
-        """Number of first positions that are always kept."""
-
-
-def anchors_of(run: Run) -> int:
-    """Number of first positions that the policies and guards of a run keep."""
-    return max((part.kept_first for part in run.parts if isinstance(part, Anchored)), default=0)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Policy(Anchored):
+class Policy(Intervention):
     """Base class of cache policies. A subclass implements `scores`, and `watch` if it needs to see attention.
 
     A policy acts when the whole prompt has been read (in any number of calls), before the first generated token is
@@ -147,11 +133,6 @@ class Policy(Anchored):
         """Ask `session` for the attention that `scores` needs; by default none."""
 
     @property
-    def kept_first(self) -> int:
-        """`first`."""
-        return self.first
-
-    @property
     def shown_name(self) -> str:
         """Name in messages."""
         return type(self).__name__
@@ -160,14 +141,7 @@ class Policy(Anchored):
 
     def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
-        name = f"{self.shown_name}({self.budget})"
-        usages = run.usage
-        if not usages:
-            return f"{name} has read nothing yet."
-        read_tokens = max(usage.read_tokens for usage in usages)
-        peak_tokens = max(max(usage.peak_tokens) for usage in usages)
-        size = f"{max(usage.logical_bytes for usage in usages) / 1e6:,.3g} MB of keys and values"
-        return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."
+        return held_summary(f"{self.shown_name}({self.budget})", run)
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
@@ -176,7 +150,7 @@ class Policy(Anchored):
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
-        session.own_cache(self.shown_name)
+        session.own_cache(self.shown_name, self.first)
         self.watch(session, key)
         session.before_decode(lambda moment: self._act(moment, session))
 
@@ -195,16 +169,8 @@ class Policy(Anchored):
         else:
             budgets = (prompt * self.budget).long().tolist()
             named += f" of a prompt of {int(prompt.min())} tokens, {min(budgets)},"
-        self._check_kept(min(budgets), sum(self.always_kept(min(budgets))), named)
+        check_room(min(budgets), sum(self.always_kept(min(budgets))), f"{self.shown_name}: {named}")
         return budgets
-
-    def _check_kept(self, budget: int, always_kept: int, named: str) -> None:
-        """Refuse a budget in tokens that is smaller than what is always kept."""
-        if budget < max(1, always_kept):
-            raise SinkscopeError(
-                f"{self.shown_name}: {named} is below the {max(1, always_kept)} tokens that are always kept: raise the "
-                "budget or protect fewer"
-            )
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
@@ -236,7 +202,7 @@ class Policy(Anchored):
             SinkscopeError: What is always kept does not fit into the budget of some row.
         """
         if budget is not at.rows.budget:
-            self._check_layer_room(at, budget)
+            check_layer_room(budget, at.rows.first, at.rows.latest, f"{self.shown_name}: layer {at.layer}")
         pos = at.kv.pos
         occupied = pos >= 0
         ranked = scores
@@ -247,13 +213,6 @@ class Policy(Anchored):
         if isinstance(budget, int) and pos.shape[-1] == budget + 1:  # at every generated token: no sorting
             return occupied.scatter(-1, ranked.argmin(-1, keepdim=True), False)
         return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
-
-    def _check_layer_room(self, at: LayerMoment, budget: LayerBudget) -> None:
-        """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
-        fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
-        for row, (first, latest) in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
-            tokens = fewest[row % len(fewest)]
-            self._check_kept(tokens, first + latest, f"layer {at.layer} has a budget of {tokens} tokens, which")
 
     def _act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
@@ -266,7 +225,7 @@ class Policy(Anchored):
         exact: int | None = None  # what every head keeps; None if heads may keep different numbers
         if self.KEEPS_BUDGET and isinstance(rows.budget, int):
             exact = rows.budget
-            layers = [kv for kv in layers if kv.slots > exact]
+            layers = [kv for kv in layers if kv.keys.shape[-2] > exact]
             if self.JOINS_LAYERS and layers and alike(layers):
                 layers = [JoinedLayers(layers)]
         for kv in layers:
@@ -280,63 +239,30 @@ class Policy(Anchored):
         Args:
             at: The layer.
             exact: Number of slots that every row and head keeps, if known.
-
-        Raises:
-            SinkscopeError: The class says `KEEPS_BUDGET`, and another number is kept.
         """
         scores = self.scores(at)
-        _check_scores(scores, at, self.shown_name)
+        check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
         keep = self.select(scores.float(), at, self.budgets(at))
-        if exact is not None and at.moment.prefill_ended and bool((keep.sum(-1) != exact).any()):
-            raise SinkscopeError(
-                f"{self.shown_name} says KEEPS_BUDGET, and layer {at.layer} keeps other numbers of tokens than its "
-                f"budget of {exact}: set KEEPS_BUDGET = False in its class"
-            )
+        if exact is not None and at.moment.prefill_ended:
+            check_kept(keep, exact, self.shown_name, at.layer)
         return keep
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
         lengths = moment.call.before
         budgets = self.tokens(lengths)
-        anchors = anchors_of(session.run)
         first: list[int] = []
         latest: list[int] = []
         events: list[Event] = []
         for row, budget in enumerate(budgets):
             first_kept, latest_kept = self.always_kept(budget)
-            first.append(max(first_kept, min(anchors, (budget - latest_kept) // 2)))
+            first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
             if (first_kept, latest_kept) != self.always_kept(sys.maxsize):
                 window = {"window": latest_kept or budget - first_kept}
                 events.append(Event(row, moment.call.step, int(lengths[row]) - 1, None, None, "window", window))
         session.run.log(lambda: events)
         return RowBudgets(tuple(budgets), tuple(first), tuple(latest))
-
-
-def _check_scores(scores: object, at: LayerMoment, name: str) -> None:
-    """Check that there is a number for each slot.
-
-    On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to wait
-    for the device.
-
-    Raises:
-        SinkscopeError: The scores have the wrong shape, or some are NaN.
-    """
-    pos = at.kv.pos
-    if not isinstance(scores, Tensor) or scores.shape != pos.shape:
-        raise SinkscopeError(
-            f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
-            f"layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
-        )
-    checked = at.moment.prefill_ended or scores.device.type == "cpu"
-    if not checked or not scores.is_floating_point() or not scores.numel():
-        return
-    # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-    if math.isnan(scores.amin().item()) and bool((scores.isnan() & (pos >= 0)).any()):
-        raise SinkscopeError(
-            f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
-            "-torch.inf for what is worth nothing"
-        )
 
 
 def _number_or_rows(numbers: Sequence[int]) -> LayerBudget:

@@ -12,7 +12,7 @@ SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 def cache_layers(target: Target) -> list[int]:
     """Layers whose part of the cache holds keys and values alone; others keep a state or the keys of an indexer."""
-    layers = DynamicCache(config=target.config).layers
+    layers = DynamicCache(config=target.config).layers[: target.n_layers]  # of a cut model, the configuration has more
     return [number for number, layer in enumerate(layers) if type(layer).__name__ in SERVED]
 
 

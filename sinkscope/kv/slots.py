@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.hooks.edit.positions import Columns
-from sinkscope.kv.growing_tensor import Grown, appended
+from sinkscope.kv.growing_tensor import Grown
 
 
 class Slots:
@@ -26,9 +26,11 @@ class Slots:
         values: `[batch kv_head slot d_value]`.
         number: Number of the decoder layer.
         columns: All tokens appended, whether or not they were evicted; None if there are none. Layers share them.
+        known: Positions of the slots that existed when they were last read; None while slots are columns, because no
+            token was taken out.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        grown: How long keys, values and positions grow; empty where these become other tensors.
+        grown: How long keys and values grow; empty where these become other tensors.
     """
 
     # Both are None while nothing was appended.
@@ -38,8 +40,7 @@ class Slots:
     def __init__(self, number: int) -> None:
         self.number = number
         self.columns: Columns | None = None
-        # Of the slots that existed when it was last read; None where slots are columns, because none was taken out.
-        self._pos: Int[Tensor, "batch kv_head slot"] | None = None
+        self.known: Int[Tensor, "batch kv_head known"] | None = None
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
@@ -55,7 +56,7 @@ class Slots:
     @property
     def edited(self) -> bool:
         """Whether any token was evicted, so that slot and position may differ."""
-        return self._pos is not None
+        return self.known is not None
 
     @property
     def slots(self) -> int:
@@ -68,35 +69,19 @@ class Slots:
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
         slots = self.keys.shape[-2]
-        if self._pos is None:
+        if self.known is None:
             return self.new_pos(slots)
-        known = self._pos.shape[-1]
-        if known < slots:
-            self._pos = appended(self.grown, "pos", self._pos, self.new_pos(slots - known), -1)
-        return self._pos
-
-    def known_pos(self) -> Int[Tensor, "batch kv_head known"]:
-        """The positions of the slots that existed when they were last read, of which there may be none."""
-        if self._pos is None:
-            return self.pos
-        return self._pos
-
-    def known_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the positions and numbers that are stored."""
-        shapes = {name: numbers.shape for name, numbers in self.numbers.items()}
-        if self._pos is not None:
-            shapes[""] = self._pos.shape
-        return shapes
+        new = slots - self.known.shape[-1]
+        if new:
+            self.known = torch.cat([self.known, self.new_pos(new)], -1)
+        return self.known
 
     def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
         """True positions of the newest slots."""
-        # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        return self.latest_pos(new)[:, None].expand(-1, self.keys.shape[1], -1)
-
-    def latest_pos(self, new: int) -> Int[Tensor, "batch token"]:
-        """True positions of the newest tokens."""
         assert self.columns is not None
-        return self.columns.latest(new).to(self.keys.device)
+        latest = self.columns.latest(new).to(self.keys.device)
+        # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
+        return latest[:, None].expand(-1, self.keys.shape[1], -1)
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
@@ -160,7 +145,7 @@ class Slots:
             self.grown = {}
         self.keys = keys
         self.values = values
-        self._pos = pos
+        self.known = pos
         self.gapless = gapless
         self._holes = None
 

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.attention_rows import AttentionRows
-from sinkscope.kv.latest_queries import unseen_queries
 from sinkscope.kv.policy import LayerMoment, Policy
+from sinkscope.kv.policy_checks import unseen_queries
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
-from sinkscope.models.target import Target
+from sinkscope.models.shards import Shards
 
 
 @register_policy("tova")
@@ -35,11 +35,12 @@ class TOVA(Policy):
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""
-        session.watch(partial(self._note, session.run.target), last=1, joins=self.JOINS_LAYERS)
+        target = session.run.target
+        session.watch(partial(self._note, target.shards, target.n_heads), last=1, joins=self.JOINS_LAYERS)
 
-    def _note(self, target: Target, rows: AttentionRows) -> None:
+    def _note(self, shards: Shards, heads: int, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
-            newest = self.group(target.shards.gather(rows.probs[:, :, -1:], target.n_heads, 1), 1)
+            newest = self.group(shards.gather(rows.probs[:, :, -1:], heads, 1), 1)
             rows.kv.numbers["tova"] = newest.expand(-1, rows.kv.keys.shape[1], -1)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:

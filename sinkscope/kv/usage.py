@@ -69,7 +69,6 @@ class Meter:
         self._in_parts = False
         self._slot_bytes: list[int] = []
         self._heads = 1  # kv heads of a layer that are here
-        self._usage: Usage | None = None  # of these calls; several summaries of a run ask for it
 
     def note(self, layers: list[CacheLayer], counts_read: bool = False) -> None:
         """Count what the layers hold after a call; `counts_read` if a decoding step read it and that is wanted."""
@@ -83,16 +82,17 @@ class Meter:
         read: Tensor | int = 0
         allocated = 0
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
-            here = _held(kv, first)
+            here = slots = kv.keys.shape[-2]
+            if not kv.gapless:
+                here = _held(kv, first)
             read = read + here
-            allocated += allocated_slots(kv) * slot_bytes
+            allocated += (allocated_slots(kv) if kv.grown else slots) * slot_bytes
             if kv.aside is not None:  # the layer is a copy of a part, which is only allocated
                 here = _held(kv.aside, first) + kv.seen - kv.aside.seen
                 allocated += allocated_slots(kv.aside) * slot_bytes
                 self._in_parts = True
             held = held + here
-        rows = len(first.keys)
-        self._usage = None
+        rows = first.keys.shape[0]
         self.calls.append(HeldInCall(rows, first.seen, held, read, counts_read, rows * allocated))
 
     def by_call(self) -> tuple[Float[Tensor, "call row"], Float[Tensor, "call row"]]:
@@ -104,11 +104,6 @@ class Meter:
 
     def usage(self, kv_heads: int | None = None) -> Usage:
         """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
-        if self._usage is None:
-            self._usage = self._summed(kv_heads)
-        return self._usage
-
-    def _summed(self, kv_heads: int | None) -> Usage:
         calls, layers = self.calls, len(self._slot_bytes)
         rows = calls[-1].rows
         processes = 1 if kv_heads is None else kv_heads // self._heads
@@ -169,3 +164,14 @@ def tokens_read(run: Run) -> list[list[float]]:
     They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
     """
     return [usage.mean_read for usage in run.usage if usage.mean_read]
+
+
+def held_summary(name: str, run: Run) -> str:
+    """One sentence on how many tokens the run's caches held, out of how many were read."""
+    usages: list[Usage] = run.usage
+    if not usages:
+        return f"{name} has read nothing yet."
+    read_tokens = max(usage.read_tokens for usage in usages)
+    peak_tokens = max(max(usage.peak_tokens) for usage in usages)
+    size = f"{max(usage.logical_bytes for usage in usages) / 1e6:,.3g} MB of keys and values"
+    return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.scope import cache_layers
-from sinkscope.models.call_cache import cache_in
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import attention_name
@@ -87,26 +85,4 @@ def check_mask(mask: Any, call: Call, target: Target) -> None:
             f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
             f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
             "every real token"
-        )
-
-
-def check_generation(method: str, options: Mapping[str, Any]) -> None:
-    """Refuse kinds of generation in which nothing could act on generated tokens.
-
-    Args:
-        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
-        options: Arguments of the forward call.
-
-    Raises:
-        UnsupportedError: Generation is assisted, or runs without a cache.
-    """
-    if method != "_prefill":
-        raise UnsupportedError(
-            "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
-            "tokens that come one by one: generate without an assistant, or use Full"
-        )
-    if not options.get("use_cache") and cache_in(options) is None:
-        raise UnsupportedError(
-            "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
-            "use_cache=True, or without them"
         )

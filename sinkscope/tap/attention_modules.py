@@ -7,10 +7,9 @@ torch sees these calls. The scores are the module's own, so all that it does to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.following import following
 from sinkscope.models.hooks import Args, Kwargs, hidden_of
 from sinkscope.tap.own_attention import OwnAttention
 
@@ -141,7 +141,8 @@ class _Reader(TorchFunctionMode):
         return own.expand(*value.shape[:2], self.queries, keys)
 
 
-_READER: ContextVar[_Reader | None] = ContextVar("sinkscope_reader", default=None)
+_READS: ContextVar[bool] = ContextVar("sinkscope_reads", default=False)
+"""Whether the call of an attention module is being read."""
 
 
 @contextmanager
@@ -160,43 +161,26 @@ def reading(
     Raises:
         UnsupportedError: A module attends in another way, or not once.
     """
+    layers = {module: layer for layer, module in modules.items()}
 
-    def enter(layer: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def follow(module: nn.Module, args: Args, kwargs: Kwargs) -> Generator[tuple[Args, Kwargs]]:
         sees, unmasks = wanted()
-        earlier = _READER.get()
-        if earlier is not None and earlier.attend is attend:
-            _leave()  # its call was interrupted, after which torch runs no hook
-        if not sees or _READER.get() is not None:  # a model may be tapped several times
-            return None
-        reader = _Reader(module, layer, attend, args, kwargs)
+        if not sees or _READS.get():  # a model may be tapped several times
+            return
+        reader = _Reader(module, layers[module], attend, args, kwargs)
         if unmasks:
             args, kwargs = reader.unmasked(args, kwargs)
-        _READER.set(reader)
-        reader.__enter__()
-        return args, kwargs
-
-    def leave(layer: int, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        reader = _leave()
-        if reader is not None and output is not None and reader.attended != 1:
+        _READS.set(True)
+        try:
+            with reader:
+                yield args, kwargs
+        finally:
+            _READS.set(False)
+        if reader.attended != 1:
             raise UnsupportedError(
-                f"layer {layer} of {name} attends in a way that is not seen from outside: use another model for cache "
-                "policies and attention observers"
+                f"layer {layers[module]} of {name} attends in a way that is not seen from outside: use another model "
+                "for cache policies and attention observers"
             )
 
-    with ExitStack() as stack:
-        stack.callback(_leave)  # after Ctrl-C no hook has run
-        for layer, module in modules.items():
-            before = module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
-            after = module.register_forward_hook(partial(leave, layer), with_kwargs=True, always_call=True)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+    with following(layers, follow):
         yield
-
-
-def _leave() -> _Reader | None:
-    """Stop reading; the reader, if there was one."""
-    reader = _READER.get()
-    if reader is not None:
-        _READER.set(None)
-        reader.__exit__(None, None, None)
-    return reader

@@ -62,7 +62,6 @@ class Attention:
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
-        queries: Number of queries in this call.
     """
 
     module: Any
@@ -82,8 +81,10 @@ class Attention:
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.queries = self.query.shape[2]
+    @property
+    def queries(self) -> int:
+        """Number of queries in this call."""
+        return self.query.shape[2]
 
     @cached_property
     def view(self) -> View | None:
@@ -174,18 +175,20 @@ class Attention:
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The model's own attention over what `view` shows."""
-        assert self.view is not None
+        view = self.view
+        assert view is not None
+        return self._under(lambda part: view.section(part, slice(None)).sees())
+
+    def _under(self, sees: Callable[[slice], Tensor]) -> Float[Tensor, "batch query head d_value"]:
+        """The model's own attention under masks that a function gives for some of the queries."""
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
         is_eager = self.is_eager or self._needs_eager
-        if is_eager:
-            own = eager_attention(self.module)
-        else:
-            own = sdpa_attention()
+        own = eager_attention(self.module) if is_eager else sdpa_attention()
         outputs = list[Tensor]()
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
             query = self.query[:, :, part]
-            mask = per_query_head(self.view.section(part, slice(None)).sees(), query.shape[1])
+            mask = per_query_head(sees(part), query.shape[1])
             if is_eager:
                 mask = additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
@@ -193,6 +196,8 @@ class Attention:
 
     def finish(self) -> Output:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
+        if not self._listeners and self.compute is None and not self.by_mask:
+            return self.stock(self.mask)
         output, weights = self._attended()
         for rows_range, listeners in self._listeners.items():
             for part in rows_range.parts(self.queries):
@@ -213,17 +218,9 @@ class Attention:
                 return replaced
         if not self.by_mask:
             return self.stock(self.mask)
-        if not self._needs_eager:
-            return self._by(sdpa_attention(), self.query, self.mask)[0], None
-        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.by_mask]
-        whole = next(iter(from_first), _RowRange(0, CHUNK, True))
-        listeners = self._listeners.pop(whole, [])
-        outputs = list[Tensor]()
-        for part in whole.parts(self.queries):
-            rows = self._rows(part, True)
-            _tell(listeners, part.start, rows)
-            outputs.append(self._weighted(rows))
-        return torch.cat(outputs, 1), None
+        if self._needs_eager:
+            return self._under(self.visible), None
+        return self._by(sdpa_attention(), self.query, self.mask)[0], None
 
     def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
         return own(self.module, query, self.key, self.value, mask, **self.settings)

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-FOLLOWED = ("_prefill", "_get_candidate_generator")
-"""Methods of a model that `generate` calls: to read a prompt, and to begin assisted generation."""
-
 _BATCHING = "init_continuous_batching"
 
 
 def attention_name(config: Any) -> str:
     """Name of the attention that modules with this configuration use."""
-    return str(config._attn_implementation)
+    # Past the look-up of configurations, which takes a dozen times as long, because it is asked for at every token.
+    return str(object.__getattribute__(config, "_attn_implementation_internal"))
 
 
 def set_attention(config: Any, name: str) -> None:
@@ -96,8 +94,9 @@ def following_generate(
     Args:
         model: The causal language model.
         prompting: Called with True before a prompt is read, and with False afterwards.
-        check: Called with the name of the method in `FOLLOWED`, the arguments of the forward call, and the generation
-            settings; may raise.
+        check: Called with the name of a method of the model that `generate` calls, `_prefill` or (for assisted
+            generation) `_get_candidate_generator`, the arguments of the forward call, and the generation settings; may
+            raise.
     """
 
     def prefill(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
@@ -112,11 +111,9 @@ def following_generate(
         check("_get_candidate_generator", {}, None)
         return type(model)._get_candidate_generator(model, *args, **kwargs)
 
-    ours = {name: fn for name, fn in zip(FOLLOWED, (prefill, candidates), strict=True) if hasattr(type(model), name)}
-    for name, fn in ours.items():
-        setattr(model, name, fn)
+    model._prefill = prefill
+    model._get_candidate_generator = candidates
     try:
         yield
     finally:
-        for name in ours:
-            delattr(model, name)
+        del model._prefill, model._get_candidate_generator

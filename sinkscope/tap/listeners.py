@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sinkscope.tap.call import Attention
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Handler:
-    """A listener at the tap.
+    """A listener at the tap, inside a `with`.
 
     Attributes:
         see: Called with the attention of every layer.
@@ -27,18 +27,16 @@ class Handler:
     masks: bool = False
     idle: bool = False
 
+    def __enter__(self) -> None:
+        """See attention in this context, before those that are already listening."""
+        HANDLERS.set((self, *HANDLERS.get()))
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening."""
+        HANDLERS.set(tuple([other for other in HANDLERS.get() if other is not self]))
+
 
 HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
-
-
-def listen(handler: Handler) -> None:
-    """Let a handler see attention in this context, before those that are already listening."""
-    HANDLERS.set((handler, *HANDLERS.get()))
-
-
-def leave(handler: Handler) -> None:
-    """Stop a handler from listening in this context."""
-    HANDLERS.set(tuple(other for other in HANDLERS.get() if other is not handler))
 
 
 def listeners_to(configs: Iterable[int]) -> list[Handler]:

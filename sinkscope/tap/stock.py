@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import AttentionInterface
+
 from sinkscope.models.target import Target
 from sinkscope.tap.internals import attention_name, eager_attention, set_attention
 
@@ -27,8 +29,6 @@ class Stock:
     @classmethod
     def of(cls, config: Any) -> Stock:
         """What a configuration selects now."""
-        from transformers import AttentionInterface
-
         return cls(attention_name(config), AttentionInterface().get(stock_name(config)))
 
 

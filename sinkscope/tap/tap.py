@@ -22,12 +22,13 @@ from weakref import ref
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.models.target import Target, without_compiler
 from sinkscope.tap.attention_modules import reading
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention
-from sinkscope.tap.listeners import HANDLERS, Handler, leave, listen, listeners_to
+from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
 from sinkscope.tap.own_attention import OwnAttention
 from sinkscope.tap.rows import shown
 from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
@@ -39,12 +40,8 @@ _LOCK = threading.Lock()
 @contextmanager
 def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
     """Context manager: `see` is called with every layer's attention; `by_mask` if it needs rows under the mask."""
-    with tapped(target) as configs:
-        listen(handler := Handler(see, configs, by_mask=True))
-        try:
-            yield
-        finally:
-            leave(handler)
+    with tapped(target) as configs, Handler(see, configs, by_mask=True):
+        yield
 
 
 @contextmanager
@@ -58,8 +55,6 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
         with without_compiler(), _tapped_outside(target) as ids:
             yield ids
         return
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)
@@ -172,8 +167,6 @@ def _within_blocks(
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
-    from transformers import AttentionMaskInterface
-
     name = stock_name(config)
     for handler in listeners_to([id(config)]):
         if handler.masks:

@@ -213,23 +213,26 @@ class Run:
         self.call = None
         if not _acts(self):
             return
-        if is_checkpointing(self.target.layers[0]) or in_checkpoint():
+        given = by_name(module, args, kwargs)
+        call = self.tracker.begin(
+            given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
+        )
+        # A checkpoint keeps no cache, and the search for it takes long, so a generated token is spared it.
+        if is_checkpointing(self.target.layers[0]) or (call.past == 0 and in_checkpoint()):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
                 "torch.utils.checkpoint out"
             )
-        given = by_name(module, args, kwargs)
-        self.call = self.tracker.begin(
-            given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
-        )
+        self.call = call
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.call
         vars(self._local).clear()
         if call is not None and output is not None:
             self.passes += 1
-            self.tracker.bind(call.sequence, cache_in(output))
+            if call.past == 0:  # else the cache was given, and is bound
+                self.tracker.bind(call.sequence, cache_in(output))
 
     def _drain(self) -> None:
         for events in self._pending:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.base import Run
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
 from sinkscope.kv.registry import register_policy
@@ -81,7 +81,7 @@ class Progressive(Policy):
         return True
 
     def _act(self, moment: Moment, session: Session) -> None:
-        moment.check_order(self.shown_name)
+        check_order(moment.layers, self.shown_name)
         state = moment.state
         if moment.prefill_ended:
             state.memory |= {RowBudgets: self.row_budgets(moment, session), "copied": False}

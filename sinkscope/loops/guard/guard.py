@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
-from sinkscope.hooks.edit.base import Event, Run
+from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Columns
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
-from sinkscope.kv.policy import Anchored, anchors_of
 from sinkscope.kv.session import Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
@@ -38,7 +38,7 @@ class LoopGuardWindow(StreamingLLM):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopGuard(Anchored):
+class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
     The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
@@ -168,7 +168,7 @@ class LoopGuard(Anchored):
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
-        session.own_cache()
+        session.own_cache(first=self.kept_first)
         if self.between == "window":
             LoopGuardWindow(budget=self.budget, first=self.kept_first).enter(run, key)
         settings = self.settings
@@ -176,10 +176,12 @@ class LoopGuard(Anchored):
             return
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
-        session.before_decode(lambda moment: moment.check_order("LoopGuard"))
+        session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
-        run.hook((run.target.hf, "post", Guarding(self, settings, run, session, key).decide))
+        guarding = Guarding(self, settings, run, session, key)
+        session.after_call(guarding.note)
+        run.hook((run.target.hf, "post", guarding.decide))
 
 
 def in_words(event: Event) -> str:
@@ -204,6 +206,7 @@ class Guarding:
         session: Its session.
         key: Key of the guard in the run.
         warned: Whether it was said that layers keep a state.
+        here: The moment after the layers of the latest call of a thread, until the logits have come.
     """
 
     guard: LoopGuard
@@ -212,6 +215,11 @@ class Guarding:
     session: Session
     key: int
     warned: bool = False
+    here: threading.local = field(default_factory=threading.local)
+
+    def note(self, moment: Moment) -> None:
+        """The layers have run, and the logits are still to come."""
+        self.here.ended = moment
 
     @property
     def rewinder(self) -> Rewinder | None:
@@ -227,8 +235,7 @@ class Guarding:
 
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment = self.session.now.ended
-        self.session.now.ended = None
+        moment: Moment | None = vars(self.here).pop("ended", None)
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
@@ -274,8 +281,8 @@ class Guarding:
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
         rows: GuardedRows | None = moment.state.memory.get(self.key)
-        past, new = moment.call.past, moment.call.new
-        if new > 1 or past == 0 or self.session.now.prompting:
+        past = moment.call.past
+        if moment.state.prefilling:
             moment.state.memory[self.key] = self._new_turn(moment, rows, ids)
             return None
         if rows is None or past != rows.seen or len(rows.rows) != len(ids):
@@ -312,7 +319,7 @@ class Guarding:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
         if isinstance(self.guard.budget, float):
             self.guard.retention(min(prompt))  # an error comes now rather than at the first loop
-        settings = self.session.now.settings or getattr(self.run.target.hf, "generation_config", None)
+        settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
         ends: set[int] = set()
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
@@ -366,7 +373,7 @@ class Guarding:
         self, row: GuardedRow, cached: list[int], taken_back: int, now: int
     ) -> tuple[dict[str, Any], list[int]]:
         """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
-        retention = self.guard.retention(row.prompt, anchors_of(self.run))
+        retention = self.guard.retention(row.prompt, self.session.anchors)
         ids, length = row.ids, row.length
         begin, period = _repetition(row, retention)
         rung, level = "cut", row.monitor.last.level

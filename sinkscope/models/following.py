@@ -1,0 +1,53 @@
+"""Follow calls of modules: one generator for what happens before a call and for what happens after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from sinkscope.models.hooks import Args, Kwargs
+
+Follow = Callable[[nn.Module, Args, Kwargs], Generator[tuple[Args, Kwargs]]]
+"""Called with a module and the arguments of its call; yields once, the arguments with which the module is to run."""
+
+
+@contextmanager
+def following(modules: Iterable[nn.Module], follow: Follow) -> Iterator[None]:
+    """Context manager in which a generator follows each call of some modules, of which none runs inside another.
+
+    It runs up to its `yield` before the call, and goes on when the call has ended. After an error or an interruption it
+    is closed instead: at once, or where torch runs no hook, as after Ctrl-C, before the next call or at the end. If it
+    ends without a `yield`, the call is not followed.
+    """
+    now = threading.local()
+
+    def leave() -> None:
+        generator = vars(now).pop("generator", None)
+        if generator is not None:
+            generator.close()
+
+    def begin(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+        leave()
+        generator = follow(module, args, kwargs)
+        given = next(generator, None)
+        if given is not None:
+            now.generator = generator
+        return given
+
+    def end(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if output is not None and "generator" in vars(now):
+            next(now.generator, None)
+        leave()
+
+    with ExitStack() as stack:
+        stack.callback(leave)
+        for module in modules:
+            before = module.register_forward_pre_hook(begin, with_kwargs=True)
+            after = module.register_forward_hook(end, with_kwargs=True, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
