@@ -156,9 +156,7 @@ def check_order(layers: Sequence[CacheLayer], name: str) -> None:
         UnsupportedError: They did.
     """
     if layers[0].reordered:
-        raise UnsupportedError(
-            f"beam search lets rows change places, and {name} follows each row: use num_beams=1", page="kv-session"
-        )
+        raise UnsupportedError(f"beam search lets rows change places, and {name} follows each row: use num_beams=1")
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:

@@ -47,12 +47,10 @@ class Generation(threading.local):
         if method != "_prefill":
             raise UnsupportedError(
                 "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
-                "tokens that come one by one: generate without an assistant, or use Full",
-                page="kv-session",
+                "tokens that come one by one: generate without an assistant, or use Full"
             )
         if not options.get("use_cache") and cache_in(options) is None:
             raise UnsupportedError(
                 "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
-                "use_cache=True, or without them",
-                page="kv-session",
+                "use_cache=True, or without them"
             )

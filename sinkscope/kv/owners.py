@@ -21,7 +21,6 @@ def own_model(run: Run) -> None:
     if _OWNERS.setdefault(model, run) is not run:
         raise UnsupportedError(
             f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
-            "`(a | b).on(model)`",
-            page="kv-session",
+            "`(a | b).on(model)`"
         )
     run.stack.callback(_OWNERS.pop, model, None)

@@ -65,9 +65,7 @@ def check_room(budget: int, always_kept: int, named: str) -> None:
     """
     if budget < max(1, always_kept):
         raise SinkscopeError(
-            f"{named} is below the {max(1, always_kept)} tokens that are always kept: raise the budget or protect "
-            "fewer",
-            page="kv-budget",
+            f"{named} is below the {max(1, always_kept)} tokens that are always kept: raise the budget or protect fewer"
         )
 
 
@@ -89,8 +87,7 @@ def unseen_queries() -> UnsupportedError:
     """The error of a policy that needs queries which were read before it could see them."""
     return UnsupportedError(
         "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-        "prompt inside, into the cache to go on with)",
-        page="kv-session",
+        "prompt inside, into the cache to go on with)"
     )
 
 

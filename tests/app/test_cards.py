@@ -51,7 +51,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
-    lost = numbers[f"spike lost without {neuron()}"]
+    lost = numbers[f"spike lost without {neuron}"]
     claim = sinks.spikes[0].claims[0]
     assert (lost.value, lost.control) == (1 - claim.value, 1 - claim.control.value)
     assert len(numbers) >= 7 and numbers["neurons that make the spike"].value == neuron

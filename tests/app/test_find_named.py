@@ -17,7 +17,7 @@ LAYERS = 9
 
 def test_folder_is_read_upward_and_no_further_than_needed(tmp_path):
     """A Llama of 9 layers whose sink is in the first three, so that reading may stop before the end."""
-    seed = next(s for s in range(200) if make_plan("llama", s, "sink", LAYERS, None, True).sink_layer in (1, 2))
+    seed = next(s for s in range(200) if make_plan("llama", s, n_layers=LAYERS).sink_layer in (1, 2))
     deep = organism("llama", seed, n_layers=LAYERS)
     deep.save(tmp_path / "m")
     target = opening.open_target(tmp_path / "m")

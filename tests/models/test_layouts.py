@@ -16,7 +16,7 @@ from sinkscope.hooks.trace.layer_view import columns, contributions, view_layer
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import neurons_of
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import scan_layers
 from sinkscope.sinks.removal.effects import effects
 
@@ -77,7 +77,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             else:
                 expert_views(other.sub(layer, "experts"), expert).down[neuron] = 0
         for at in (0, 5):
-            intact, kept = effects(target, IDS, [neurons_of(edit)], at=at, upto=layer).norms[..., layer]
+            intact, kept = effects(target, IDS, [tuple(map(Neuron.of, edit))], at=at, upto=layer).norms[..., layer]
             assert_close(kept, after(other, layer)[:, at].norm(dim=-1), rtol=1e-4, atol=1e-4)
             assert (kept - intact).abs().max() > 1e-3
 
