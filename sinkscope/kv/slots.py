@@ -137,7 +137,7 @@ class Slots:
         self,
         keys: Float[Tensor, "batch kv_head slot d_head"],
         values: Float[Tensor, "batch kv_head slot d_value"],
-        pos: Int[Tensor, "batch kv_head slot"] | None,
+        pos: Int[Tensor, "batch kv_head known"] | None,
         gapless: bool = True,
     ) -> None:
         """Hold other keys and values, at these true positions; None where slots are still columns."""
