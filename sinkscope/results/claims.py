@@ -14,6 +14,7 @@ NEEDED = 0.5
 NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED = 4  # parts that a sentence names
+MANY = 10.0  # shares from here on are multiples, in a sentence
 DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
@@ -232,10 +233,15 @@ Claims = tuple[Claim, ...]
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:
-    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
-    texts = ("", "")
+    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two).
+
+    From 1,000 % on they are multiples.
+    """
+    texts: list[str] = []
     for digits in range(3):
-        texts = f"{share:.{digits}%}".replace("-0%", "0%"), f"{control:.{digits}%}".replace("-0%", "0%")
+        texts = []
+        for value in (share, control):
+            texts.append(f"{value:,.0f} times as much" if value >= MANY else f"{value:.{digits}%}".replace("-0%", "0%"))
         if abs(share - control) < 1e-3 or texts[0] != texts[1]:
             break
-    return texts
+    return texts[0], texts[1]
