@@ -134,7 +134,7 @@ class Result(Envelope):
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
         conclusion = self.conclusion()
-        sentences = [claim.sentence() for claim in self._claims[: MOST_DETAILS + 1]]
+        sentences = dict.fromkeys(claim.sentence() for claim in self._claims)  # two may read alike
         further = [sentence for sentence in sentences if sentence != conclusion]
         return [*further[:MOST_DETAILS], *self.facts()]
 
