@@ -67,7 +67,8 @@ full, {part} in part, and {refused} are refused in one line.{wrong} For a type t
   can be given.
 - Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
 - Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
-  a `quantization_config`, tensors without a place, and [adapters](errors.md#an-adapter-is-not-a-whole-model) are refused.
+  a `quantization_config`, tensors without a place, and [adapters](errors.md#an-adapter-is-not-a-whole-model) are
+  refused.
 
 ## Sites
 
