@@ -182,7 +182,7 @@ def norms_of_copies(setup: Setup, scan: LayerScan, rows: TokenRows, before: int,
     shares = torch.stack([norms_at_sink(scan, ids)[:, -1] for ids in texts]) / scan.spike_norm[scan.layer]
     gives, halves = "reach {} of the spike's norm", int((repeats > 1).sum())
     if halves:
-        gives += f" where they reach half ({halves:,} of {count_of(len(repeats), 'token')})"
+        gives = f"reach half of the spike's norm at {halves:,} of {count_of(len(repeats), 'token')}, there {{}} of it"
     outcome = Outcome("norm", (scan.layer,), gives=gives)
     return claim_of_copies(rows.shape[1] - before, outcome, shares, int((repeats != 1).sum()))
 
