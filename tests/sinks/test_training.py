@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,16 +204,6 @@ def test_a_run_that_goes_on_does_not_measure_its_first_step_again(tmp_path):
     assert [row["step"] for row in trainer.state.log_history if "sink_rate" in row] == [0, 2, 4, 6]
 
 
-def test_only_the_main_process_measures(tmp_path):
-    trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
-    callback = ss.SinkCallback(every=1)
-    callback.attach(trainer)
-    state = SimpleNamespace(is_world_process_zero=False, global_step=0)
-    callback.on_train_begin(trainer.args, state, trainer.control)
-    callback.on_step_end(trainer.args, state, trainer.control)
-    assert not recorder.rows
-
-
 # --- what cannot be measured ------------------------------------------------------------------------------------------
 
 
@@ -257,27 +247,34 @@ def test_a_model_without_a_head_for_tokens_is_trained_without(tmp_path):
         assert at_the_start(m, tmp_path) == []
 
 
-def split_by_deepspeed(trainer):
+def by_deepspeed(trainer):
     trainer.is_deepspeed_enabled = True
 
 
-def split_by_fsdp(trainer):
+def by_fsdp(trainer):
     mlp = trainer.model.model.layers[0].mlp
     mlp.__class__ = type("FSDPModule", (type(mlp),), {})
 
 
-def split_by_tensor_parallelism(trainer):
+def by_tensor_parallelism(trainer):
     next(trainer.model.parameters()).device_mesh = "a mesh"
 
 
-@pytest.mark.parametrize("split", [split_by_deepspeed, split_by_fsdp, split_by_tensor_parallelism])
-def test_a_model_that_is_split_over_processes_is_not_measured(split, tmp_path):
+def as_another_process(trainer):
+    trainer.state.is_world_process_zero = False
+
+
+@pytest.mark.parametrize("changed", [by_deepspeed, by_fsdp, by_tensor_parallelism, as_another_process])
+def test_only_the_main_process_measures_and_only_a_model_that_is_whole(changed, tmp_path):
     trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
-    callback = ss.SinkCallback()
+    callback = ss.SinkCallback(every=1)
     callback.attach(trainer)
-    split(trainer)
-    with pytest.warns(SinkscopeWarning, match="split over processes by (DeepSpeed|FSDP|tensor parallelism)"):
+    changed(trainer)
+    said = "split over processes by (DeepSpeed|FSDP|tensor parallelism)"
+    whole = changed is as_another_process
+    with nullcontext() if whole else pytest.warns(SinkscopeWarning, match=said):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    callback.on_step_end(trainer.args, trainer.state, trainer.control)
     assert not recorder.rows
 
 
@@ -297,9 +294,9 @@ def test_arguments_are_checked_before_training(options, words):
 
 
 def test_it_needs_its_trainer(tmp_path):
-    with pytest.raises(SinkscopeError, match=r"expected a transformers\.Trainer"):
-        ss.SinkCallback().attach(organism("llama", 0).model)
     m = organism("llama", 0)
+    with pytest.raises(SinkscopeError, match=r"expected a transformers\.Trainer"):
+        ss.SinkCallback().attach(m.model)
     trainer, _ = trainer_of(m, tmp_path)
     trainer.add_callback(ss.SinkCallback())
     with pytest.raises(SinkscopeError, match=r"SinkCallback\(...\).attach\(trainer\)"):
