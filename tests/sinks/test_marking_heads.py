@@ -59,7 +59,6 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     assert by_position.marking_layer is None and len(by_position.figure().data) == 0
     assert by_position.all_drop < 0.1
     assert by_position.conclusion().startswith("It is not shown that the attention of layer ")
-    assert "; the most: layer " in by_position.conclusion() or "layers tried)" in by_position.conclusion()
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.rows() == []
     assert (

@@ -14,7 +14,7 @@ from refusals import refused
 
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.results.parts import in_words, sites_of
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -66,7 +66,6 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     (claim,) = result.claims
     assert claim.verdict == "sufficient"
-    assert f"needs {marked} copies for half of it (1 of 2 tokens)" in " ".join(result.details())
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -104,7 +103,6 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
         and claim.value == pytest.approx(left)
         and claim.control.value == pytest.approx(chance)
     )
-    assert f"{in_words(claim.subject)} make the norm at the last of 156 copies: without them " in result.conclusion()
 
 
 def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
