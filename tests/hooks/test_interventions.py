@@ -65,9 +65,9 @@ def test_up_edits_the_linear_factor():
     handle.remove()
     bridge = bridge_of(model, tokenizer)
     for other in (model, bridge):
-        with Ablate(layer=1, neurons=[3], value=0.5, positions=2, site="up").on(other):
+        with Ablate(neurons="L1.N3", value=0.5, positions=2, site="up").on(other):
             assert_close(logits(other, IDS), want, atol=1e-5, rtol=1e-4)
-    with Ablate(layer=1, neurons=[3], value=0.5, positions=2).on(model):
+    with Ablate(neurons="L1.N3", value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
 
 
@@ -83,7 +83,7 @@ def test_up_factor_of_an_expert(model_type):
         experts.gate_up_proj_bias.data[2, 2 * 5 + 1] = value = 0.8
     else:
         experts.gate_up_proj.data[2, experts.intermediate_dim + 5] = 0
-    with Ablate(sites=[(1, 2, 5)], value=value, site="up").on(model):
+    with Ablate(neurons=["L1.E2.N5"], value=value, site="up").on(model):
         assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
 
 
@@ -97,7 +97,7 @@ def test_mean_ablation():
 
     with inputs_edited(model.model.layers[1].mlp.down_proj, averaged):
         want = logits(model, IDS)
-    with Ablate(layer=1, neurons=[3], value="mean").on(model):
+    with Ablate(layer=1, neurons=3, value="mean").on(model):
         assert_close(logits(model, IDS), want)
 
 
@@ -270,9 +270,3 @@ def test_what_cannot_be_ablated(model_type, settings, words):
     model, _ = tiny_model(model_type)
     with refused(words=words), Ablate(**settings).on(model):
         pass
-
-
-def test_a_neuron_is_given_as_it_is_printed():
-    by_numbers = Ablate(sites=[(1, 3), (2, 0, 7)]).sites
-    assert Ablate(neurons=list(map(str, by_numbers))).sites == by_numbers
-    assert Ablate(neurons="L1.N3").sites == Ablate(layer=1, neurons=3).sites == by_numbers[:1]
