@@ -57,9 +57,7 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     none, row, random_row = found.rows()
     assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row["change"]) > 10 * abs(random_row["change"])
-    assert (
-        sites_of(found.neurons) == tuple(o.truth.neurons) and f"by {row['change']:+.2%} (random" in found.conclusion()
-    )
+    assert sites_of(found.neurons) == tuple(o.truth.neurons)
     [claim] = found.claims
     assert (claim.value, claim.contrasts[1].value) == pytest.approx((patched / plain, drawn / plain), rel=1e-5)
     assert [part.site for part in claim.subject] == list(o.truth.neurons) and claim.draws == 5
