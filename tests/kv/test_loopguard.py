@@ -76,8 +76,8 @@ def test_between_window_is_streaming_llm_until_a_loop_comes(model):
         want = feed(model, prompt, mask, new)
     with LoopGuard.paper(**SMALL, between="window", variant="tail", monitor=EAGER).on(model) as run:
         got = feed(model, prompt, mask, new)
-        more = feed(model, prompt, mask, torch.tensor([looping(10, 40)] * 2))
-    assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True} and len(more)
+        feed(model, prompt, mask, torch.tensor([looping(10, 40)] * 2))
+    assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True}
     assert all(peak <= 31 for usage in run.usage for peak in usage.peak_tokens)
     assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
 
