@@ -129,8 +129,6 @@ def test_bos_stands_before_a_prompt_unless_it_is_refused():
         ("the", {"temperature": -0.5}, ["temperature=-0.5"]),
         ("the", {"batch_size": 2, "on_text": print}, ["batch_size=1"]),
         ("the", {"tokenizer": None}, ["no tokenizer"]),
-        ("the", {"policy": "lru"}, ["'lru'", "streaming"]),
-        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
     ],
 )
 def test_what_cannot_be_generated_is_refused_with_its_remedy(prompts, settings, words):
