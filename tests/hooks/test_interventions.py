@@ -254,7 +254,6 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
         ("llama", {"layer": 1, "neurons": "L1.N3"}, ["layer=1", "names"]),
         ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
         ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),
-        ("llama", {"sites": [(1, 1)], "value": float("nan")}, ["nan", "zero"]),
         ("llama", {"sites": [(1, 1)], "positions": [3, -1]}, ["-1", "whole numbers"]),
         ("llama", {"sites": [(3, 0)]}, ["layer 3", "0 to 2"]),
         ("llama", {"sites": [(1, 0, 3)]}, ["without experts", "(layer, neuron)"]),
