@@ -109,7 +109,6 @@ def test_events_count_the_rounded_numbers():
     [
         ({}, ("nothing is to be rounded", "activations=8")),
         ({"activations": 1}, ("1", "2")),
-        ({"kv": 8, "scale": "channel"}, ("channel", "token")),
         ({"kv": 8, "places": [(0, -1)]}, ("places", "-1")),
         ({"kv": 8, "layers": [1.5]}, ("layers", "1.5")),
         ({"kv": 8, "positions": "last"}, ("last", "first")),
