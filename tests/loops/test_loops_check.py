@@ -167,8 +167,6 @@ FOLLOW = ["--follow"]
         (FOLLOW, "-", 'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
         (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
         (FOLLOW, "-", '{"error": "overloaded"}\n', "the server reports an error, overloaded"),
-        (FOLLOW, "-", '{"prompt": "a"}\n', "expected one of the fields choices, tokens, output, text, content"),
-        (FOLLOW, "-", '{"tokens": [1, -2]}\n', "-2 is no token"),
         (FOLLOW, "-", 'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
