@@ -158,7 +158,6 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
         ({"bos": True}, "no BOS token"),
         ({"lengths": [60]}, r"--length 60 is more than the 5. tokens of the largest cluster"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),
-        ({"tokens": ["poem book"]}, "2 tokens"),
     ],
 )
 def test_bad_input(options, message, tmp_path):
