@@ -213,6 +213,4 @@ def test_no_torch_is_loaded(tmp_path):
     )
     done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
-    assert "\nConclusion: x.txt loops: its last " in done.stdout
-    assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 3 3"
