@@ -40,26 +40,11 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("_few_tokens")
-@pytest.mark.parametrize(
-    ("causes", "either", "said"),
-    [
-        (
-            ("history", "sink"),
-            False,
-            "Remove one of the history and the sink, and this loop stops in ",
-        ),
-        (
-            ("copies", "history"),
-            True,
-            "Remove both the copies and the history (either alone keeps it going), and this loop stops in 2 of 2 cases",
-        ),
-    ],
-)
-def test_a_planted_cause_is_found(causes, either, said):
+@pytest.mark.parametrize(("causes", "either"), [(("history", "sink"), False), (("copies", "history"), True)])
+def test_a_planted_cause_is_found(causes, either):
     made = kept_loop(causes, either=either)
     found = asked(made, cuts=2)
     assert (set(found.kept_by), found.either, found.goes_on) == ({*causes}, either, 1.0)
-    assert found.conclusion().startswith(said)
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
     by_name = {tried.without: tried for tried in found.tried}
     for cause in causes:
