@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from organisms import hard, organism
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
@@ -68,11 +68,10 @@ def test_the_planted_neurons_are_the_answer(result):
 
 
 def test_the_numbers_are_those_by_hand(result, folder):
-    from sinkscope.measure import Setup
     from sinkscope.sinks.held_out import held_out
 
     o = planted(2)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=folder / "words.txt")
+    setup = setup_of(o, text=folder / "words.txt")
     ids = held_out(setup, 4, 48)
     none, first = torch.zeros_like(ids).bool(), torch.arange(48).eq(0).expand_as(ids)
     exact = logs_by_hand(o.model, ids, ByHand(tokens=none))

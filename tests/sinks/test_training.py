@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import hard, organism
 from raw_kit import attention, norms
@@ -19,7 +19,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
-from sinkscope.measure import Setup
 from sinkscope.sinks.find import attention_received
 from sinkscope.sinks.tokens import pick_tokens
 
@@ -129,9 +128,7 @@ def by_hand(m, ids):
     rate = (attention(model, ids[:100])[..., 0].mean(3) > 0.3).float().mean()
     profile = norms(model, ids[:4])
     first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
-    words = pick_tokens(
-        replace(Setup.open(m.model, tokenizer=m.tokenizer), ids=ids[:4]), count=4
-    )  # drawn with the seed
+    words = pick_tokens(replace(setup_of(m), ids=ids[:4]), count=4)  # drawn with the seed
     numbers = {"sink_rate": float(rate), "spike_ratio": float((first / typical).max())}
     for name in ("repeat", "text"):
         given, loss = [], []
@@ -282,7 +279,6 @@ def test_only_the_main_process_measures_and_only_a_model_that_is_whole(changed, 
     ("options", "words"),
     [
         ({"every": 0}, "every=0: expected a whole number from 1"),
-        ({"every": 2.0}, "every=2.0: expected a whole number from 1"),
         ({"bos": "yes"}, "bos="),
         ({"seed": -1}, "seed="),
         ({"text": "no/such.txt"}, "such"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import blocks, norms
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.few_texts
 
 
 def opened(folder: Path, o: Organism) -> Setup:
-    return Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=9))
+    return setup_of(o, text=text_file(o, folder, 6, seed=9))
 
 
 def measured(setup: Setup) -> tuple[dict[tuple[Head, str], HeadValue], tuple[Claim, ...]]:
