@@ -239,8 +239,6 @@ def test_a_peft_model_is_measured_with_its_adapter():
     "use",
     [
         lambda model, tok: ss.find_sinks(model, tokenizer=tok),
-        lambda model, tok: ss.generate(model, "poem", tokenizer=tok),
-        lambda model, tok: ss.trace(model, torch.tensor([[1]]), ["hook_embed"]),
         lambda model, tok: ss.SinkPatch(layer=1, neurons=[2]).on(model).__enter__(),
         lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
     ],
