@@ -113,7 +113,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
             "neurons": sorted(items),
             "layers_read": found.layers_read,
             "n_layers": found.model.n_layers,
-            "set_drop": found.minimal and 1 - found.spike.claims[0].value,
+            "set_drop": 1 - found.spike.claims[0].value if found.minimal else None,
             "repeats": found.repeats.median,
         }
 

@@ -34,14 +34,14 @@ COVERING = (  # each has something that those before it do not have
     # windows, shared experts, latent attention, norms behind, factors, convolutions, linear attention, per-layer inputs
     "cohere2 afmoe deepseek_v2 exaone4 granite_swa lfm2_moe qwen3_next gemma4_text "
     # experts in other layouts or beside a shared one; chunks; layers of one part each; parts in some layers
-    "gpt_oss jetmoe llama4_text granitemoeshared axk1 nemotron_h olmo_hybrid beam "
+    "gpt_oss llama4_text granitemoeshared axk1 nemotron_h olmo_hybrid beam "
     # positions by ALiBi, by addition, or none; attention outside the interface; one module for q, k and v; norms at the
     # end of layers; attention in two halves; learned sinks in some layers
     "bloom biogpt gptj mpt gpt_bigcode gpt_neo gpt_neox_japanese git diffllama mimo_v2_flash "
     # indexers; state and keys in one layer; parallel parts; a norm inside the MLP; multipliers; a text model inside
     "deepseek_v32 minimax_m3_vl_text falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
 ).split()
-"""Types that the default tests examine in full."""
+"""Types of which the default tests examine every sixth in full."""
 INTRODUCTION = """# Is my model served?
 
 `sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
@@ -67,7 +67,8 @@ full, {part} in part, and {refused} are refused in one line.{wrong} For a type t
   can be given.
 - Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
 - Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
-  a `quantization_config`, tensors without a place, and adapters (LoRA) are [refused](errors.md).
+  a `quantization_config`, tensors without a place, and [adapters](errors.md#an-adapter-is-not-a-whole-model) are
+  refused.
 
 ## Sites
 

@@ -35,11 +35,13 @@ class Processes:
                 "does under `if __name__ == '__main__':`"
             )
         self._threads = ThreadPoolExecutor(workers)  # each waits for one process at a time
+        self._closing = threading.Event()
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closing.set()
         self._threads.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -49,16 +51,17 @@ class Processes:
             function: A function that the process can import.
             arguments: What it is called with; pickled.
         """
-        return self._threads.submit(_answer, function, arguments)
+        return self._threads.submit(self._answer, function, arguments)
 
-
-def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What the function returns in a process of its own."""
-    for _ in range(TRIES):
-        context = multiprocessing.get_context("spawn")
-        with suppress(BrokenProcessPool), ProcessPoolExecutor(1, context, _begin) as pool:
-            return pool.submit(function, *arguments).result()
-    raise RuntimeError(f"its process ended {TRIES} times before it had a result (killed, perhaps for its memory)")
+    def _answer(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """What the function returns in a process of its own; at the end none is begun again."""
+        for _ in range(TRIES):
+            if self._closing.is_set():
+                break
+            context = multiprocessing.get_context("spawn")
+            with suppress(BrokenProcessPool), ProcessPoolExecutor(1, context, _begin) as pool:
+                return pool.submit(function, *arguments).result()
+        raise RuntimeError(f"its process ended {TRIES} times before it had a result (killed, perhaps for its memory)")
 
 
 def _begin() -> None:

@@ -57,7 +57,8 @@ def report(
         try:
             sections.append(result_section(_result(path), name))
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            left_out[name] = visible(one_line(str(error)))
+            reason = str(error) if isinstance(error, SinkscopeError) else f"{type(error).__name__}: {error}"
+            left_out[name] = visible(one_line(reason))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")

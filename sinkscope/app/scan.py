@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
 
+import psutil
 import torch
 
 from sinkscope import __version__
@@ -314,14 +315,12 @@ def weight_bytes(target: Target) -> int:
 
 def _memory_limit(target: Target, quick: bool) -> float:
     """Bytes that the weights may take."""
-    from accelerate.utils import get_max_memory  # loads what a card of other parts need not wait for
-
-    free = get_max_memory()
     if target.device.type == "cuda":
-        return 0.8 * free[target.device.index or 0]
+        return 0.8 * torch.cuda.mem_get_info(target.device)[0]
+    free = psutil.virtual_memory().available
     if quick:
-        return min(free["cpu"] / 2, float(QUICK_BYTES))
-    return free["cpu"] / 2
+        return min(free / 2, float(QUICK_BYTES))
+    return free / 2
 
 
 @command(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, read_json
+from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
 from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
 
@@ -89,10 +88,10 @@ def read_run(folder: PathName) -> BenchRun:
     Raises:
         SinkscopeError: The folder is missing or belongs to another command, or a file in it is damaged.
     """
-    path = Path(folder)
+    remedy = "give what --out was given"
+    path = path_of(folder, remedy)
     name = pathless(str(folder))
     settings = None
-    remedy = "give what --out was given"
     if (path / SETTINGS).is_file():
         settings = read_json(path / SETTINGS, remedy)
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:

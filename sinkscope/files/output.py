@@ -93,7 +93,7 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
     """
     name = os.fspath(path)
     target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-    if not folder and (os.path.isdir(target) or name.endswith(("/", os.sep))):
+    if not name or (not folder and (os.path.isdir(target) or name.endswith(("/", os.sep)))):
         raise SinkscopeError(f"{name or 'a file without a name'} is a folder: give the name of a file to write")
     try:
         if is_device(Path(name)):

@@ -73,6 +73,7 @@ _WORDS = {
     "greater than": "a number above",
     "less than": "a number below",
     "List should have ": "",
+    "Dictionary should have ": "",
     "String should have ": "",
     "Tuple should have ": "",
     " after validation, not 0": "",

@@ -150,7 +150,7 @@ class AttentionWatch:
 
     def show_joined(self) -> None:
         """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
-        watched, call = self.now.watched, self.now.call
+        watched, call = [one for one in self.now.watched if not one.is_repeated], self.now.call
         if not watched:
             return
         assert call is not None

@@ -14,7 +14,10 @@ NEEDED = 0.5
 NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED = 4  # parts that a sentence names
+MANY = 10.0  # shares from here on are multiples, in a sentence
 DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
+EXAMPLES = (" (most often ", " (where ", " (any token")
+"""How brackets begin that a short sentence leaves out of the words for a place."""
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
@@ -173,6 +176,11 @@ class Claim:
         return all(contrast.kind != "intact" for contrast in self.contrasts)
 
     @property
+    def raises(self) -> bool:
+        """Whether it asks if an edit brings the effect, because the intact model has less than half of it."""
+        return any(contrast.kind == "intact" and contrast.value < NEEDED for contrast in self.contrasts)
+
+    @property
     def lost(self) -> bool:
         """Whether a sentence gives the share that is lost, and not what is left."""
         return self.verdict == "needed" and self.outcome.unit == "intact" and not self.brings
@@ -193,14 +201,14 @@ class Claim:
             brief: 1 leaves out what a share is lost of, and what the words for the place add in brackets; 2 the search,
                 too.
         """
-        place = self.place.partition(" (")[0] if brief else self.place
+        place = without_example(self.place) if brief else self.place
         said, (value, control) = in_words(self.subject, named), self.finding()
         if self.brings:
             said += f" {self._brings(value, place)}"
         else:
             of = f" of {self.outcome.lost_of}" if self.outcome.lost_of and not brief else ""
             end = "is gone" if self.lost else "stays"
-            if self.verdict == "sufficient":
+            if self.raises:
                 end = "is there"
             without = f"{removed(self.subject, self.edit)} {value}{of} {end}"
             said = f"{DOUBTS.get(self.verdict, '')} {said} {self._does(place)}: {without}".strip()
@@ -211,7 +219,7 @@ class Claim:
     def _does(self, place: str) -> str:
         """What the subject does, if without it the effect is gone; or there."""
         several = is_several(self.subject)
-        if self.verdict == "sufficient":
+        if self.raises:
             return f"{'suppress' if several else 'suppresses'} {self.outcome.at(place)}"
         if self.role.startswith("marks"):
             return f"{'mark' if several else 'marks'} {place}"
@@ -231,11 +239,23 @@ class Claim:
 Claims = tuple[Claim, ...]
 
 
+def without_example(place: str) -> str:
+    """The words for a place, without what they add in brackets."""
+    for begin in EXAMPLES:
+        place = place.partition(begin)[0]
+    return place
+
+
 def percent_pair(share: float, control: float) -> tuple[str, str]:
-    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
-    texts = ("", "")
+    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two).
+
+    From 1,000 % on they are multiples.
+    """
+    texts: list[str] = []
     for digits in range(3):
-        texts = f"{share:.{digits}%}".replace("-0%", "0%"), f"{control:.{digits}%}".replace("-0%", "0%")
+        texts = []
+        for value in (share, control):
+            texts.append(f"{value:,.0f} times as much" if value >= MANY else f"{value:.{digits}%}".replace("-0%", "0%"))
         if abs(share - control) < 1e-3 or texts[0] != texts[1]:
             break
-    return texts
+    return texts[0], texts[1]

@@ -42,11 +42,6 @@ def head_name(layer: int, head: int) -> str:
     return f"L{layer}.H{head}"
 
 
-def neuron_names(sites: Iterable[Sequence[int]], most: int = 8) -> str:
-    """Names in a list, and how many more there are; a site is (layer, neuron) or (layer, expert, neuron)."""
-    return word_list([neuron_name(*site) for site in sites], most)
-
-
 def word_list(things: Sequence[object], most: int = 12) -> str:
     """The items of a list joined in words: "a", "a and b", "a, b and c", "a, b and 3 more"; "none" of an empty list.
 

@@ -122,14 +122,15 @@ def is_several(parts: Parts) -> bool:
     return len(parts) > 1 or any(isinstance(part, Tokens) for part in parts)
 
 
-def removed(parts: Parts, edit: str = "") -> str:
+def removed(parts: Parts, edit: str = "", names: str = "") -> str:
     """How a sentence goes on that says what is left: only heads and components still write, as elsewhere.
 
     Args:
         parts: The parts.
         edit: How they were edited, if they were neither zeroed nor replaced.
+        names: What they are called. Empty: it, or them.
     """
-    it = "them" if is_several(parts) else "it"
+    it = names or ("them" if is_several(parts) else "it")
     if not edit and all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
         return f"without {it}"
     return f"with {it} {edit or 'replaced'}"

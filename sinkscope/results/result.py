@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.notation import count_of
-from sinkscope.results.parts import in_words, kind_of
+from sinkscope.results.parts import POSITION, in_words, kind_of, removed
 from sinkscope.results.tables import WIDTH, Grid, Table, cell, glossary, height, long_table, shortened, strings
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ def number_of(claim: Claim) -> Number:
     label = f"{kind} with {names} {claim.edit}".strip()
     if claim.outcome.unit == "intact" and not claim.brings:
         value, control = 1 - value, 1 - control
-        label = f"{kind} lost with {names} {claim.edit}" if claim.edit else f"{kind} lost without {names}"
+        label = f"{kind} lost {removed(claim.subject, claim.edit, names)}"
     contrast = claim.control.in_words(claim.subject)
-    key = f"{kind}.{kind_of(claim.subject)}"
+    parts = "position" if claim.subject == (POSITION,) else kind_of(claim.subject)
+    key = f"{kind}.{parts}"
     return Number(key, label, value, control, claim.margin, share=True, contrast=contrast)
 
 
@@ -133,7 +134,7 @@ class Result(Envelope):
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
         conclusion = self.conclusion()
-        sentences = [claim.sentence() for claim in self._claims[: MOST_DETAILS + 1]]
+        sentences = dict.fromkeys(claim.sentence() for claim in self._claims)  # two may read alike
         further = [sentence for sentence in sentences if sentence != conclusion]
         return [*further[:MOST_DETAILS], *self.facts()]
 

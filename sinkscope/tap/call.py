@@ -175,12 +175,7 @@ class Attention:
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The model's own attention over what `view` shows."""
-        view = self.view
-        assert view is not None
-        return self._under(lambda part: view.section(part, slice(None)).sees())
-
-    def _under(self, sees: Callable[[slice], Tensor]) -> Float[Tensor, "batch query head d_value"]:
-        """The model's own attention under masks that a function gives for some of the queries."""
+        assert self.view is not None
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
         is_eager = self.is_eager or self._needs_eager
         own = eager_attention(self.module) if is_eager else sdpa_attention()
@@ -188,7 +183,7 @@ class Attention:
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
             query = self.query[:, :, part]
-            mask = per_query_head(sees(part), query.shape[1])
+            mask = per_query_head(self.view.section(part, slice(None)).sees(), query.shape[1])
             if is_eager:
                 mask = additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
@@ -218,9 +213,17 @@ class Attention:
                 return replaced
         if not self.by_mask:
             return self.stock(self.mask)
-        if self._needs_eager:
-            return self._under(self.visible), None
-        return self._by(sdpa_attention(), self.query, self.mask)[0], None
+        if not self._needs_eager:
+            return self._by(sdpa_attention(), self.query, self.mask)[0], None
+        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.by_mask]
+        whole = next(iter(from_first), _RowRange(0, CHUNK, True))
+        listeners = self._listeners.pop(whole, [])
+        outputs = list[Tensor]()
+        for part in whole.parts(self.queries):
+            rows = self._rows(part, True)
+            _tell(listeners, part.start, rows)
+            outputs.append(self._weighted(rows))
+        return torch.cat(outputs, 1), None
 
     def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
         return own(self.module, query, self.key, self.value, mask, **self.settings)

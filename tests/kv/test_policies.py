@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ import pytest
 from covering import each_other
 from kv_kit import prompts, run_policy
 from kv_kit import shallow_of as model_of
+from organisms.decoders import decoder
 from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, Policy, Pyramid, SnapKV, StreamingLLM
 from sinkscope.lines.serve import Progressive
 
 PROMPT, STEPS = 26, 12
@@ -51,6 +53,25 @@ def test_keeps_what_the_dense_reference_keeps(name, family):
     site = (1, 2, 3) if family == "gpt_oss" else (1, 3)
     edits = Ablate(heads="L0.H1") | SinkPatch(sites=[site]) | Ablate(sites=[site], value=2.0, positions=4)
     check(policy, choose, model, 3, edits)
+
+
+def test_scores_that_the_model_scales_by_layer():
+    check(H2O(budget=12), dense.h2o, model_of("gpt2", scale_attn_by_inverse_layer_idx=True), 4)
+
+
+def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
+    """DiffLlama attends to other values with the same queries and keys; budgets that differ keep layers apart."""
+    seen, add, model = Counter[tuple[int, int]](), H2O._add, decoder("diffllama")
+
+    def counted(policy, rows):
+        seen[rows.layer, rows.probs.shape[2]] += 1
+        add(policy, rows)
+
+    monkeypatch.setattr(H2O, "_add", counted)
+    ids, mask = prompts([PROMPT], 3, seed=2)
+    run_policy(Pyramid(budget=12, beta=4, scorer=H2O(first=0), every=1), model, ids, mask, PROMPT)
+    layers = range(model.config.num_hidden_layers)
+    assert seen == {(layer, queries): times for layer in layers for queries, times in ((PROMPT, 1), (1, 3))}
 
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}

@@ -70,6 +70,8 @@ def test_json_lines_are_records_or_pieces():
     ids = [*range(400), *[7, 8, 9] * 100]
     (alarm,) = _follow(lines([{"tokens": ids}]), settings=PAPER)
     assert alarm.stream == "line 1" and alarm.token == check(ids, settings=PAPER).records[0].detected
+    (alarm,) = _follow(lines([{"tokens": ["\x1b[2J", "b\n"] * 200}]))
+    assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
     assert len(_follow(lines(pieces))) == 1
 

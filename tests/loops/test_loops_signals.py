@@ -7,7 +7,9 @@ import struct
 import zlib
 from collections import Counter
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from loop_texts import novelty
@@ -40,6 +42,9 @@ def test_the_ratios_are_those_of_their_definitions(ids):
         assert math.isnan(type_token_ratio(ids)) and math.isnan(compression_ratio(ids))
         return
     assert type_token_ratio(ids) == pytest.approx(sum(1 / Counter(ids)[i] for i in ids) / len(ids))
+    for form in (np.array(ids), torch.tensor(ids)):
+        assert type_token_ratio(form) == type_token_ratio(ids) and compression_ratio(form) == compression_ratio(ids)
+        assert tail_period(form) == tail_period(ids) and ends_in_loop(form) == ends_in_loop(ids)
     assert compression_ratio(ids) == len(zlib.compress(struct.pack(f"<{len(ids)}I", *ids), 9)) / (4 * len(ids))
 
 

@@ -33,10 +33,21 @@ def test_a_verdict_holds_against_every_contrast_and_the_words_say_no_more(value,
     if min(abs(intact - value), abs(random - value)) <= NOTHING:
         assert one.verdict == "not shown"
     assert (" is gone (" in said) == (one.verdict == "needed")
-    assert (" is there (" in said) == (one.verdict == "sufficient")
+    assert (" is there (" in said) == (intact < NEEDED)  # then it is asked what an edit brings
     assert said.startswith("It is ") == (one.verdict in ("not shown", "undecided"))
     assert said.endswith(").") and len(one.shortest().split()) <= 30
     assert one.verdict == one.row()["verdict"] and not re.search(r"-0%|nan|\bNone\b", said)
+
+
+@given(SHARES, SHARES, SHARES)
+def test_what_copies_bring_is_said_beside_its_control(value, single, others):
+    beside = Contrast("one copy", single), Contrast("other tokens", others)
+    outcome = Outcome("norm", gives="reach {} of the norm")
+    copies = Claim("repeats", (Tokens("copies", 24),), outcome, "'.'", value, beside, 4, Search("tokens", 9))
+    said = copies.sentence()
+    assert said.startswith("24 copies of a token reach ") and len(copies.shortest().split()) <= 30
+    assert not re.search(r"is gone|stays|is there|It is|-0%", said)
+    assert ("9 tokens tried" in said) == (copies.verdict == "not shown")
 
 
 def test_a_part_without_which_there_is_more_is_not_enough():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxtyping import Float
 from refusals import refused
 
-from sinkscope.results.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
+from sinkscope.results.notation import head_name, neuron_name, read_head, read_neuron
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Grid, strings
 
@@ -154,7 +154,6 @@ def test_what_is_no_neuron_is_refused(text):
 
 
 def test_names_are_counted_where_there_are_many():
-    assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
     assert strings([{"layer": 0, "head": 4, "x": 1}]) == {"head": ["L0.H4"], "x": ["1"]}
 
 

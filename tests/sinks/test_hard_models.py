@@ -90,8 +90,11 @@ def check(h: HardModel, result: FindSinks):
     for neuron in result.causal:  # neurons of smaller stages make their part of the norm
         smaller_stage = neuron.layer in truth.step_up and neuron.layer != truth.sink_layer
         assert neuron.site in planted or smaller_stage
-    check_size(result.conclusion())
-    named = {int(number) for number in re.findall(r"\.N(\d+)", result.conclusion())}
+    said = result.conclusion()
+    check_size(said)
+    assert ("(window " in said) == (truth.window is not None) and ("of texts" in said) == (truth.share < 1)
+    assert said.startswith("No attention sink") == bool(result.spikes and not result.sinks)
+    named = {int(number) for number in re.findall(r"\.N(\d+)", said)}
     assert named <= {site[-1] for site in planted}
 
 
@@ -203,7 +206,7 @@ def test_neurons_that_serve_different_tokens_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize(("name", "depends"), [("dependent", True), ("two_sinks", False)])
 def test_a_spike_that_needs_another_one_is_said_to(name, depends, tmp_path):
-    h: Any = hard(name, "llama", 0) if depends else hard(name, "llama")
+    h: Any = hard(name, "llama")
     text = text_file(h, tmp_path, 30)
     result = find_sinks(h.model, tokenizer=h.tokenizer, text=text, max_repeats=8)
     claims = [claim for claim in result.claims if claim.role == "depends"]

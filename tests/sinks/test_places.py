@@ -60,6 +60,8 @@ def test_the_simplest_words_are_taken():
     assert said(ids, (at == 0) | comma) == "the first token and 't7' wherever it stands"
     assert said(ids, torch.isin(ids, torch.tensor([11, 12, 13]))).endswith("wherever they stand")
     assert said(ids, torch.zeros_like(comma)) is None
+    ids[:, 1] = 2
+    assert said(ids, at == 1) == "'t2' at position 1"
 
 
 def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():

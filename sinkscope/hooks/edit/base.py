@@ -332,7 +332,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return self._entered(target_of(model))
+        return _Once(self._entered(target_of(model)))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -347,6 +347,22 @@ class Intervention(ABC):
             yield run
             if run.passes:
                 run.edited.check()
+
+
+class _Once(AbstractContextManager[Run]):
+    """A context manager that says so when it is entered a second time."""
+
+    def __init__(self, context: AbstractContextManager[Run]) -> None:
+        self._context, self._entered = context, False
+
+    def __enter__(self) -> Run:
+        if self._entered:
+            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)

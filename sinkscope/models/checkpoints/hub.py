@@ -41,8 +41,8 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
         raise _refusal(error, repo, name, revision) from None
 
 
-def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> HubError:
-    """What went wrong, and what to do."""
+def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
+    """What went wrong, and what to do; it is no `HubError` if the repo or its revision does not exist."""
     from huggingface_hub import constants, errors
 
     hub, login = constants.ENDPOINT, "log in with `hf auth login`"
@@ -51,9 +51,9 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Hu
     if isinstance(error, errors.GatedRepoError):
         message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        message = f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}"
+        return SinkscopeError(f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}")
     elif isinstance(error, errors.RevisionNotFoundError):
-        message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
+        return SinkscopeError(f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository")
     elif isinstance(error, errors.LocalEntryNotFoundError):
         message = (
             f"{name} of {repo} is not in the cache and {hub} cannot be reached: check the connection and "

@@ -88,7 +88,7 @@ class TokenClusters:
             return ()
         mark = word_form(len(self.heads), "marks", "mark")
         gives = f"{mark} {{}} of {count_of(len(self.ids), 'token')}, one head each"
-        fires = torch.from_numpy(np.stack([self.best, self.background, self.other]) >= FIRES)
+        fires = torch.from_numpy(np.stack([np.isfinite(self.head), self.background >= FIRES, self.other >= FIRES]))
         heads, outcome = tuple(Head(0, head) for head in self.heads), Outcome("mark by one head", gives=gives)
         return (claim_of_cases(heads, "tokens that stand first", outcome, fires.double()),)
 

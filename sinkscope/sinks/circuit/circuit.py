@@ -213,11 +213,12 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
     subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
     left = (1 - torch.tensor(effect.necessity([*subjects, *others]))).clamp(min=0)
     claims: list[Claim] = []
+    kind = "norm" if role == MARKS else "norm of copies"
     for subject, kept in zip(subjects, left, strict=False):
         claim = Claim(
             role=role if subject == marks else f"{role} alone",
             subject=subject,
-            outcome=Outcome("norm", layers=(layer,), effect="the mark at {}", lost_of="the spike"),
+            outcome=Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike"),
             place=place,
             value=float(kept),
             contrasts=(INTACT, by_chance(marks, left[len(subjects) :], name)),

@@ -63,6 +63,10 @@ def find_sinks(
     repeats, repetition = setup.once(
         (repetition_spike, survey, top_k, *words, limit), lambda: _repetition(setup, made, words, limit)
     )
+    whole = scan
+    for one in made:  # of several spikes at a place, the last one was read to the end
+        if one.spike.place == made[0].spike.place and len(one.scan.layers) > len(whole.layers):
+            whole = one.scan
     unread = [None] * (setup.n_layers - len(survey.first.layers))
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm[scan.since :])).tolist()
@@ -79,7 +83,7 @@ def find_sinks(
         neurons=found.neurons,
         stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if made),
         residual_dims=tuple(scan.massive_activations),
-        spike_norm=(*scan.middle(scan.whole_norms).tolist(), *unread),
+        spike_norm=(*whole.middle(whole.whole_norms).tolist(), *unread),
         typical_norm=(*typical, *unread),
         typical_low=(*low, *unread),
         typical_high=(*high, *unread),

@@ -190,9 +190,10 @@ class LayerScan:
         written = self.middle(self.mlp_norms)
         typically = self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
         large = (written >= least) & (written > STAGE_OUTLIER * typically)
-        large[: self.since] = False  # they built another spike
+        stands = builds | large
+        stands[: self.since] = False  # they built another spike
         stages = []
-        for layer in (builds | large).nonzero().flatten().tolist():
+        for layer in stands.nonzero().flatten().tolist():
             if not self._points_against(layer):
                 stages.append(layer)
         if stages and stages[0] - 1 in self.spike_layers:
@@ -353,7 +354,7 @@ class LayerScan:
         if upto is None:
             upto = len(self.layers) - 1
         scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
-        return replace(scan, beside=self.beside or self)
+        return replace(scan, beside=self.beside or self, since=self.since)
 
 
 def typical_quantiles(norms: Norms) -> Float[Tensor, "quantile layer"]:

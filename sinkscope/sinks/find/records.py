@@ -122,6 +122,11 @@ class Readers:
         """What each of these heads needs: the neurons of a spike, or components; empty if nothing was found."""
         return () if self.claim is None else self.claim.subject
 
+    @property
+    def found(self) -> bool:
+        """Whether something was found that they need; of the position, that it is enough has to be shown."""
+        return self.claim is not None and (not self.claim.brings or self.claim.verdict == "sufficient")
+
 
 @dataclass(frozen=True)
 class Sink:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sinkscope.measure import Result
-from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.notation import word_list
+from sinkscope.results.claims import Claim, Claims, Search, without_example
+from sinkscope.results.notation import short_sentence, word_list
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
@@ -49,14 +49,19 @@ class SinkPlaces(Result):
     def instead(self) -> str | None:
         """Where heads attend, if nothing was found that they need; or that they attend nowhere, and to what spike."""
         if self.sinks:
-            return None if self.sinks[0].claims else sentences.sink_fact(self.sinks[0])
-        none = f"No attention sink was found ({self.most_attended})"
+            sink = self.sinks[0]
+            if sink.groups[:1] and sink.groups[0].found:
+                return None
+            return short_sentence(sentences.sink_fact(sink, brief=brief) for brief in (False, True))
         if not self.spikes:
             return f"Neither an attention sink nor a norm spike was found ({self.most_attended})."
         spike = self.spikes[0]
-        return (
-            f"{none}, but the norm at {spike.place.words} is {spike.ratio:.0f} times the typical one (elsewhere "
-            f"{spike.usual:.1f})."
+        norm = f"{spike.ratio:.0f} times the typical one (elsewhere {spike.usual:.1f})"
+        return short_sentence(
+            [
+                f"No attention sink was found ({self.most_attended}), but the norm at {spike.place} is {norm}.",
+                f"No attention sink was found, but the norm at {without_example(spike.place.words)} is {norm}.",
+            ]
         )
 
     def facts(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sinkscope.results.claims import without_example
 from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import SHORT, RepeatsNeeded, Sink, Spike
@@ -25,7 +26,7 @@ def sink_facts(sinks: Sequence[Sink]) -> list[str]:
     return facts
 
 
-def sink_fact(sink: Sink) -> str:
+def sink_fact(sink: Sink, *, brief: bool = False) -> str:
     """How many heads attend to a place, in which texts, and for how many of them nothing was found that they need."""
     if sink.place is None:
         return (
@@ -33,11 +34,12 @@ def sink_fact(sink: Sink) -> str:
             "logits, which stand in for a token."
         )
     attend = word_form(sink.readers, "attends", "attend")
-    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {sink.words}{when(sink)}"
+    place = without_example(sink.words) if brief else sink.words
+    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink)}"
     for group in sink.groups:
-        if group.claim is None:
+        if not group.found:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
-            said += f"; {some}{NOTHING} ({group.search})"
+            said += f"; {some}{NOTHING}" if brief else f"; {some}{NOTHING} ({group.search})"
     return f"{said}."
 
 
@@ -102,5 +104,6 @@ def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
     if needed.at_once:
         names = word_list([repr(token.token) for token in needed.at_once])
         do = word_form(len(needed.at_once), "reaches", "reach")
-        sentences.append(f"{names} {do} it without repetition, and the median leaves this out.")
+        what = "it" if sentences else norm
+        sentences.append(f"{names} {do} {what} without repetition, and the median leaves this out.")
     return [" ".join(sentences)] if sentences else []

@@ -18,7 +18,7 @@ from sinkscope.sinks.find.records import Candidate, Candidates, Spike
 from sinkscope.sinks.find.sentences import layers_in_words
 from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set, dependence
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
+from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
 
 MAKER_TEXTS = 2
@@ -62,15 +62,20 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
 def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
     made: list[MadeSpike] = []
     for place in survey.spikes:
-        scans = survey.scan(place).apart
-        for scan in scans:
+        heads, scans = survey.readers(place), survey.scan(place).apart
+        for scan in sorted(scans, key=lambda scan: _reading(scan, heads), reverse=True):
             words = place.words
             if len(scans) > 1:
                 words += f" after {layers_in_words(scan.spike_runs)}"
             if scan.spike_layers:
-                found = causal_set(scan, words, setup.seed, survey.readers(place), top_k)
+                found = causal_set(scan, words, setup.seed, heads, top_k)
                 made.append(MadeSpike(scan, words, found, _spike(scan, place, words, found)))
     return [_with_dependence(setup, one, made) for one in made]
+
+
+def _reading(scan: LayerScan, heads: Heads) -> int:
+    """How many heads can read a spike: those that attend after it has begun, and before another one does."""
+    return sum(scan.since < layer < len(scan.layers) for layer, _ in heads)
 
 
 def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) -> MadeSpike:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Option, Result, Setup, measurement
+from sinkscope.measure import Number, Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.parts import in_words
@@ -85,6 +85,16 @@ class PatchEvaluation(Result):
             f"The patch of {in_words(claim.subject, 3)} changes the perplexity of held-out text by "
             f"{claim.value - 1:+.2%} (random neurons: {claim.contrasts[1].value - 1:+.2%})."
         )
+
+    def details(self) -> list[str]:
+        """Nothing beside it."""
+        return []
+
+    def numbers(self) -> list[Number]:
+        """The change, beside a random patch."""
+        (claim,) = self.claims
+        change, random, label = claim.value - 1, claim.control.value - 1, "change of the perplexity by the patch"
+        return [Number("perplexity.neurons", label, change, random, claim.margin, True, "random neurons")]
 
     def rows(self) -> Table:
         """One row per patch."""

@@ -18,7 +18,7 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
 from sinkscope.results.claims import Claim, Claims, Outcome
-from sinkscope.results.notation import head_name
+from sinkscope.results.notation import count_of, head_name
 from sinkscope.results.style import GREY, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.clusters import find_clusters
@@ -180,7 +180,10 @@ def norms_of_copies(setup: Setup, scan: LayerScan, rows: TokenRows, before: int,
     """
     texts = beside_copies(setup, rows, before)
     shares = torch.stack([norms_at_sink(scan, ids)[:, -1] for ids in texts]) / scan.spike_norm[scan.layer]
-    outcome = Outcome("norm", (scan.layer,), gives="reach {} of the spike's norm")
+    gives, halves = "reach {} of the spike's norm", int((repeats > 1).sum())
+    if halves:
+        gives = f"reach half of the spike's norm at {halves:,} of {count_of(len(repeats), 'token')}, there {{}} of it"
+    outcome = Outcome("norm", (scan.layer,), gives=gives)
     return claim_of_copies(rows.shape[1] - before, outcome, shares, int((repeats != 1).sum()))
 
 
