@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from organisms import HardModel, Organism
+
+from sinkscope.measure import Setup
 
 
 def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: int = 64, seed: int = 0) -> Path:
@@ -14,6 +17,11 @@ def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: 
     ids = o.natural(rows, length, seed)[:, before:]
     path.write_text(" ".join(o.tokenizer.decode(row) for row in ids), encoding="utf-8")
     return path
+
+
+def setup_of(o: Organism | HardModel, **options: Any) -> Setup:
+    """What a measurement of it works on."""
+    return Setup.open(o.model, tokenizer=o.tokenizer, **options)
 
 
 def planted_clusters(o: Organism) -> dict[int, list[int]]:

@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sinkscope.models.call_cache import CACHE_NAMES
-
-MOVES = ("_to_copy", "copy_", "_copy_from")
-INDEXED = ("index", "index_put", "index_put_")  # an index on the CPU is allowed
 
 
 class Placed(Tensor):
@@ -73,23 +70,14 @@ def _run(func, args, kwargs: dict[str, Any]):
     asked, kwargs = kwargs.get("device"), dict(kwargs)
     if asked is not None:
         kwargs["device"] = torch.device("cpu")
-    kwargs.pop("pin_memory", None)
-    of = {id(x.held): x for x in tensors if isinstance(x, Placed)}
-    large = [x for x in tensors if x.dim()]
-    places = {x.device for x in large} or {x.device for x in tensors if isinstance(x, Placed)}
-    if name in INDEXED:
-        places = {tensors[0].device} if tensors else places
-    if len(places) > 1 and name not in MOVES:
+    places = {x.device for x in tensors if x.dim()}  # single numbers may come from a CPU
+    if len(places) > 1 and name != "_to_copy":
         raise RuntimeError(f"{name}: tensors on {', '.join(sorted(map(str, places)))}")
     real = func(*tree_map(_real, args), **tree_map(_real, kwargs))
     where = torch.device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
-    if name in MOVES and asked is None:
-        where = tensors[0].device
 
     def back(x):
-        if not isinstance(x, Tensor) or isinstance(x, Placed):
-            return x
-        return of.get(id(x), x if where.type == "cpu" else Placed(x, where))
+        return Placed(x, where) if isinstance(x, Tensor) and where.type != "cpu" else x
 
     return tree_map(back, real)
 
@@ -111,12 +99,9 @@ def spread(model, places: list[str]):
         place = places[int(found)] if found else places[0]
         for table in (module._parameters, module._buffers):
             for key, value in table.items():
-                if value is not None:
-                    moved = to(value, place)
-                    table[key] = nn.Parameter(moved, requires_grad=False) if table is module._parameters else moved
+                table[key] = None if value is None else to(value, place)
     for layer, place in zip(layers, places, strict=True):
         layer.register_forward_pre_hook(_bring(place), with_kwargs=True)
-    model.model.norm.register_forward_pre_hook(_bring(places[0]), with_kwargs=True)
 
 
 def _bring(place: str):

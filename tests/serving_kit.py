@@ -196,19 +196,18 @@ class Slots:
         drafts: rows of a request beside its first; each checks one drafted token.
     """
 
-    def __init__(self, make, *, drafts: int = 0, slots: int = 4, length: int = 200):
+    def __init__(self, make, *, drafts: int = 0):
         def zeros(*shape: int) -> SimpleNamespace:
             tensor = torch.zeros(shape, dtype=torch.int32)
             return SimpleNamespace(gpu=tensor, np=tensor.numpy())
 
         self.drafts, self.slots = drafts, {}
-        names = ("prompt_len", "prefill_len", "total_len")
-        lengths = {name: zeros(slots) for name in names}
-        self.states = SimpleNamespace(max_num_reqs=slots, all_token_ids=zeros(slots, length), **lengths)
+        lengths = {name: zeros(4) for name in ("prompt_len", "prefill_len", "total_len")}
+        self.states = SimpleNamespace(all_token_ids=zeros(4, 200), **lengths)
         speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
         self.processor = make(SimpleNamespace(speculative_config=speculative), self.states)
         self.read = {}  # of each request, how many tokens the step before could read
-        self.chunked = set()  # requests whose prompt the next step does not read to the end
+        self.chunked = set()  # slots whose prompt the next step does not read to the end
 
     def _write(self, slot: int) -> int:
         """The tokens of a request on the device; their number."""
@@ -221,7 +220,7 @@ class Slots:
     def step(self, rng: Random, left: list[Request], new: list[Request]):
         self.slots = {slot: request for slot, request in self.slots.items() if request not in left}
         for request in new:
-            slot = rng.choice([s for s in range(self.states.max_num_reqs) if s not in self.slots])
+            slot = rng.choice([s for s in range(4) if s not in self.slots])
             self.slots[slot] = request
             self.states.all_token_ids.gpu[slot] = -7  # what another request has left
             self.states.prefill_len.np[slot] = self._write(slot)
@@ -229,13 +228,13 @@ class Slots:
             self.processor.add_request(slot, request.params)
             self.read.setdefault(request, 0)
             if rng.random() < 0.3:
-                self.chunked.add(request)
+                self.chunked.add(slot)
         if not self.slots:
             return
         picked = rng.sample(sorted(self.slots), rng.randint(1, len(self.slots)))
-        whole = [slot for slot in picked if self.slots[slot] not in self.chunked]
-        parts = [slot for slot in picked if self.slots[slot] in self.chunked]
-        self.chunked -= {self.slots[slot] for slot in parts}
+        whole = [slot for slot in picked if slot not in self.chunked]
+        parts = [slot for slot in picked if slot in self.chunked]
+        self.chunked -= {*parts}
         total = {slot: self._write(slot) for slot in picked}
         rows = [(slot, total[slot] - 1 + j) for slot in whole for j in range(1 + self.drafts)]
         rows += [(slot, total[slot] - 2) for slot in parts]  # the token of this row is thrown away

@@ -21,15 +21,10 @@ def event(text: str) -> str:
     return f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': text}}]})}\n\n"
 
 
-def lines(words: list[str]) -> list[str]:
-    return [" ".join(words[place : place + 20]) for place in range(0, len(words), 20)]
-
-
 MADE: dict[str, Callable[[list[str]], str]] = {
     "one line": " ".join,
     "no space": "".join,
     "one JSON line": lambda words: json.dumps({"text": " ".join(words)}),
-    "JSON lines": lambda words: "\n".join(json.dumps({"text": line}) for line in lines(words)),
     "events": lambda words: "".join(event(f"{word} ") for word in words) + "data: [DONE]\n\n",
     "one event": lambda words: event(" ".join(words)) + "data: [DONE]\n\n",
 }

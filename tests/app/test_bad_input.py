@@ -41,17 +41,6 @@ def _nan(name: str) -> Callable[[Path], object]:
     return change
 
 
-def _pickled(folder: Path):
-    """Weights that would run a program."""
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR.")
-
-
-def _cut(folder: Path):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 def _written(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
@@ -69,8 +58,6 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"model_type": "t5", "is_encoder_decoder": True}, ("m is another kind", "decoder-only")),
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
-    (_cut, ("model.safetensors is not a whole safetensors file", "download it again")),
-    (_pickled, ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
         for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")

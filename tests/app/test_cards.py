@@ -138,8 +138,6 @@ def test_a_change_counts_beyond_both_margins(folder, by, moved):
     changes = {change.key: change for change in compared.changes}
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
     assert changes["y"].changed is None
-    assert f"{int(moved)} of 1 judged" in compared.conclusion()
-    assert "; 1 more differs and was not judged." in compared.conclusion()
 
 
 def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):

@@ -124,10 +124,6 @@ def test_models_are_filtered_by_a_word(typed):
     assert "--all shows all" in typed("models").out and "--all" not in typed("models MISTRAL").out
 
 
-def test_help_names_its_page(typed):
-    assert "Documentation: docs/cli.md#sinkscope-find-sinks" in typed("find-sinks --help").out
-
-
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     shown = typed("find-sinks --json a/x.json --html x.html")
     assert shown == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")

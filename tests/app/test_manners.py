@@ -59,6 +59,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
             with refused("give another name"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
+        save(tmp_path / "x", force=True)
     (tmp_path / "empty").write_text("")  # as a temporary file is made
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
 
@@ -226,8 +227,6 @@ def test_a_peft_model_is_measured_with_its_adapter():
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra
     torch.testing.assert_close(w_out(target, 1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
-    traced = ss.trace(wrapped, ids, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"]
-    assert torch.equal(traced, ss.trace(model, ids, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"])
     assert ss.find_sinks(wrapped, tokenizer=made.tokenizer).sink_layer == made.truth.sink_layer
     with ss.Ablate(sites=[(1, 3)]).on(wrapped) as run:
         wrapped.generate(ids, max_new_tokens=2, do_sample=False)
@@ -240,8 +239,6 @@ def test_a_peft_model_is_measured_with_its_adapter():
     "use",
     [
         lambda model, tok: ss.find_sinks(model, tokenizer=tok),
-        lambda model, tok: ss.generate(model, "poem", tokenizer=tok),
-        lambda model, tok: ss.trace(model, torch.tensor([[1]]), ["hook_embed"]),
         lambda model, tok: ss.SinkPatch(layer=1, neurons=[2]).on(model).__enter__(),
         lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
     ],

@@ -147,7 +147,6 @@ def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_p
         (models, {"against": tmp_path / "none"}, "holds no card"),
         (models, {"text": tmp_path / "none.txt"}, "none.txt"),
         (models, {"shard": "0/2"}, "expected I/N"),
-        (models, {"workers": 0}, "workers=0"),
         ([], {}, "there is no model"),
         (same, {}, "two models go to the folder llama"),
         ([organism("llama", 2)], {}, "expected names, folders or files"),

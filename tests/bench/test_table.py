@@ -67,8 +67,6 @@ def test_what_a_table_says():
     result = table(*H2O, *FULL)
     number = next(each for each in result.numbers() if "h2o" in each.label)
     assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
-    text = result.text(None)
-    assert "cached peak" in text and "25.0%" in text
     assert Result.from_dict(json.loads(result.to_json())) == result
     assert list(result.to_frame()["score"]) == [1.0, 0.25]
     drawn = json.loads(str(result.figure().to_json()))["data"]

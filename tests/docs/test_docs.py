@@ -66,7 +66,6 @@ def run(tmp_path, monkeypatch):
 
 
 def test_the_examples_of_extending_are_short_and_do_what_the_page_says(run, monkeypatch):
-    """The examples are short, as promised, and do what their pages say."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))  # the page registers one
     names = run("docs/extending.md")
     for source in blocks("docs/extending.md"):
@@ -97,23 +96,18 @@ def keeps_smallest_keys(policy, model, tokens: torch.Tensor):
         assert layer.pos[..., 0].eq(0).all() and torch.equal(layer.pos[..., 1:5], smallest)
 
 
-def test_the_policy_of_the_page_evicts_and_says_what_it_held(run):
-    usage = run("docs/policies.md")["usage"]
-    assert usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0] and usage.logical_bytes == usage.physical_bytes
+HOLDS = {
+    "docs/policies.md": lambda usage, **_: usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0],
+    "docs/kv.md": lambda to_first, **_: len(to_first) == 4,
+    "docs/check_cache.md": lambda result, **_: result.exit_code == 1 and "1 of 2 checks" in result.conclusion(),
+    "docs/recall_model.md": lambda **_: True,
+    "docs/measure/loops.md": lambda **_: True,
+}
 
 
-@pytest.mark.parametrize("page", ["docs/recall_model.md", "docs/measure/loops.md"])
-def test_the_python_of_a_page_runs(run, page):
-    run(page)
-
-
-def test_the_examples_of_the_cache_page_run(run):
-    assert len(run("docs/kv.md")["to_first"]) == 4
-
-
-def test_the_cache_of_the_page_is_caught(run):
-    result = run("docs/check_cache.md")["result"]
-    assert result.exit_code == 1 and "1 of 2 checks" in result.conclusion()
+@pytest.mark.parametrize(("page", "holds"), HOLDS.items())
+def test_the_python_of_a_page_runs_and_does_what_it_says(run, page, holds):
+    assert holds(**run(page))
 
 
 def test_the_sinks_do_to_other_pipelines_what_the_page_says(run):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pytest
 import torch
@@ -66,9 +65,9 @@ def test_up_edits_the_linear_factor():
     handle.remove()
     bridge = bridge_of(model, tokenizer)
     for other in (model, bridge):
-        with Ablate(layer=1, neurons=[3], value=0.5, positions=2, site="up").on(other):
+        with Ablate(neurons="L1.N3", value=0.5, positions=2, site="up").on(other):
             assert_close(logits(other, IDS), want, atol=1e-5, rtol=1e-4)
-    with Ablate(layer=1, neurons=[3], value=0.5, positions=2).on(model):
+    with Ablate(neurons="L1.N3", value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
 
 
@@ -84,7 +83,7 @@ def test_up_factor_of_an_expert(model_type):
         experts.gate_up_proj_bias.data[2, 2 * 5 + 1] = value = 0.8
     else:
         experts.gate_up_proj.data[2, experts.intermediate_dim + 5] = 0
-    with Ablate(sites=[(1, 2, 5)], value=value, site="up").on(model):
+    with Ablate(neurons=["L1.E2.N5"], value=value, site="up").on(model):
         assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
 
 
@@ -98,7 +97,7 @@ def test_mean_ablation():
 
     with inputs_edited(model.model.layers[1].mlp.down_proj, averaged):
         want = logits(model, IDS)
-    with Ablate(layer=1, neurons=[3], value="mean").on(model):
+    with Ablate(layer=1, neurons=3, value="mean").on(model):
         assert_close(logits(model, IDS), want)
 
 
@@ -139,7 +138,7 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
         part = slice(width - n, width) if left else slice(0, n)
         real[row, part] = True
         want[row, part] = torch.arange(n)
-    tracker, held = Tracker(target_of(tiny_llama())), FakeCache()
+    tracker, held = Tracker(TINY), FakeCache()
     got, start = [], 0
     for size in [*cuts, width]:
         stop = min(width, start + size)
@@ -154,6 +153,9 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
     # A token without mask comes after all real ones.
     call = tracker.begin(torch.full((len(lengths), 1), 7), None, None, held)
     assert call.index.flatten().tolist() == lengths
+
+
+TINY = target_of(tiny_model("llama")[0])
 
 
 class FakeCache:
@@ -171,11 +173,6 @@ def shape_mask(real: Tensor, start: int, stop: int, kind: str):
     if kind == "dict":
         return {"sliding_attention": torch.zeros(1, 1, 1, 1), "full_attention": square}
     return torch.where(square, 0.0, torch.finfo(torch.float32).min) if kind == "float" else square
-
-
-@cache
-def tiny_llama():
-    return tiny_model("llama")[0]
 
 
 @pytest.mark.parametrize(
@@ -234,14 +231,15 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
     def work(edit):
         with edit.on(model) as run:
             gate.wait()
-            got = [logits(model, IDS) for _ in range(5)][-1]
+            for _ in range(5):
+                got = logits(model, IDS)
             gate.wait()
-        return got, len({e.step for e in run.events})
+        assert {e.step for e in run.events} == set(range(5))
+        return got
 
     with ThreadPoolExecutor() as threads:
-        answers = list(threads.map(work, edits))
-    for (got, steps), expected in zip(answers, want, strict=True):
-        assert torch.equal(got, expected) and steps == 5
+        for got, expected in zip(threads.map(work, edits), want, strict=True):
+            assert torch.equal(got, expected)
     assert count_hooks(model) == 0
 
 
@@ -256,7 +254,6 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
         ("llama", {"layer": 1, "neurons": "L1.N3"}, ["layer=1", "names"]),
         ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
         ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),
-        ("llama", {"sites": [(1, 1)], "value": float("nan")}, ["nan", "zero"]),
         ("llama", {"sites": [(1, 1)], "positions": [3, -1]}, ["-1", "whole numbers"]),
         ("llama", {"sites": [(3, 0)]}, ["layer 3", "0 to 2"]),
         ("llama", {"sites": [(1, 0, 3)]}, ["without experts", "(layer, neuron)"]),
@@ -272,9 +269,3 @@ def test_what_cannot_be_ablated(model_type, settings, words):
     model, _ = tiny_model(model_type)
     with refused(words=words), Ablate(**settings).on(model):
         pass
-
-
-def test_a_neuron_is_given_as_it_is_printed():
-    by_numbers = Ablate(sites=[(1, 3), (2, 0, 7)]).sites
-    assert Ablate(neurons=list(map(str, by_numbers))).sites == by_numbers
-    assert Ablate(neurons="L1.N3").sites == Ablate(layer=1, neurons=3).sites == by_numbers[:1]

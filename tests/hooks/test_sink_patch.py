@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
 from covering import each_other
-from intervention_kit import KINDS, bridge_of, greedy, listing_1, logits, loud_model
+from intervention_kit import bridge_of, greedy, listing_1, logits, loud_model
 from organisms import Organism, organism, tiny_model
-from raw_kit import blocks, down, inputs_edited, norms
+from raw_kit import inputs_edited, norms
 from sample_results import sample_find_sinks
 from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
-from sinkscope.hooks.trace.run import trace
 from sinkscope.results.parts import Neuron
 
 
-def patch_for(o: Organism, **settings) -> SinkPatch:
-    return SinkPatch(sites=o.truth.neurons, **settings)
-
-
-def neutral(o: Organism) -> dict[tuple[int, ...], float]:
-    """Median over ordinary text, as find_sinks calibrates; measured here with a raw hook."""
-    values = {}
-    for layer, neuron in o.truth.neurons:
-        inputs = []
-        with inputs_edited(down(blocks(o.model)[layer]), lambda x, inputs=inputs: inputs.append(x) or x):
-            norms(o.model, o.natural(8, 32, seed=99))
-        values[layer, neuron] = float(inputs[0][:, 1:, neuron].median())
-    return values
+def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
+    values = {} if calibrated is None else dict.fromkeys(o.truth.neurons, calibrated)
+    return SinkPatch(sites=o.truth.neurons, calibrated=values, **settings)
 
 
 # --- it repairs, and only that -------------------------------------------------------------------------------------
@@ -79,20 +69,20 @@ def test_which_site_repairs_which_sink(kind, seed):
 # --- the same numbers however it is called ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "side"), [("hf", "right"), ("bridge", "left")])
-def test_padded_batch_equals_one_by_one(side, kind):
+@pytest.mark.parametrize("kind", ["hf", "bridge"])
+def test_padded_batch_equals_one_by_one(kind):
+    """Padding to the right of one row and to the left of another."""
     model, tokenizer, sites = loud_model()
-    row, patch = [1, 30, 31], SinkPatch(sites=sites)
-    padded = [3, 3, *row] if side == "left" else [*row, 3, 3]
-    ids = torch.tensor([[1, 20, 21, 22, 20], padded])
-    mask = (ids != 3).long()
+    rows = [[1, 20, 21, 22, 20], [1, 30, 31]]
+    ids = torch.tensor([rows[0], [*rows[1], 3, 3], [3, 3, *rows[1]]])
+    patch = SinkPatch(sites=sites)
     with patch.on(model):
-        whole, alone = logits(model, ids[:1])[0], logits(model, torch.tensor([row]))[0]
+        whole, short = (logits(model, torch.tensor([row]))[0] for row in rows)
     other = model if kind == "hf" else bridge_of(model, tokenizer)
     with patch.on(other):
-        batch = logits(other, ids, mask)
-    assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
-    assert_close(batch[1, mask[1] == 1], alone, atol=2e-5, rtol=1e-4)
+        batch = logits(other, ids, (ids != 3).long())
+    for got, alone in ((batch[0], whole), (batch[1, :3], short), (batch[2, 2:], short)):
+        assert_close(got, alone, atol=2e-5, rtol=1e-4)
 
 
 # --- which neutral value -------------------------------------------------------------------------------------------
@@ -102,21 +92,23 @@ def reasons(run) -> dict[tuple[int, int], str]:
     return {(e.row, e.data["neuron"]): e.data["reason"] for e in run.events if e.kind == "fallback"}
 
 
-def with_number(model, ids: Tensor, sites, value: float, **settings) -> Tensor:
-    """Reference for a calibrated value: the number written everywhere after the first token."""
-    with Ablate(sites=sites, value=value, positions=slice(1, None)).on(model):
+def with_numbers(model, ids: Tensor, values: dict[tuple[int, ...], float], **settings) -> Tensor:
+    """Reference for calibrated values: each number written everywhere after the first token."""
+    with ExitStack() as stack:
+        for site, value in values.items():
+            stack.enter_context(Ablate(sites=[site], value=value, positions=slice(1, None)).on(model))
         return model.generate(ids, **settings) if settings else logits(model, ids)
 
 
-def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not():
+def test_without_bos_the_calibrated_value_is_taken():
+    """What the second token's value does there is measured in tests of `attack`."""
     o = organism("llama", 0, bos=False)
     ids, layer = o.repeated(40), o.truth.sink_layer
     before = norms(o.model, ids)[layer, 0]
-    assert before[1] > 0.5 * before[0]
     with patch_for(o).on(o.model) as run:
-        listing = norms(o.model, ids)[layer, 0]
-    assert listing[-1] > 0.5 * before[0] and run.counts["sink-like"] == len(o.truth.neurons)
-    with patch_for(o, calibrated=neutral(o)).on(o.model) as run:
+        norms(o.model, ids)
+    assert run.counts["sink-like"] == len(o.truth.neurons)
+    with patch_for(o, 0.01).on(o.model) as run:
         after = norms(o.model, ids)[layer, 0]
     assert after[1:].max() < 0.2 * before[0]
     assert_close(after[0], before[0])
@@ -131,22 +123,22 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
     with torch.no_grad():
         embedding[twin] = embedding[bos]
     ids = torch.tensor([[bos, twin, *o.tokens_of(-1)[:6]]])
-    site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms_of(model):
-        return trace(model, ids, [site], "norm")[site][0]
+    def lengths() -> Tensor:
+        return norms(o.model, ids)[o.truth.sink_layer, 0]
 
-    before = norms_of(o.model)
+    before = lengths()
     assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
     with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's") as said:
-        assert (norms_of(o.model)[2:] > 0.5 * before[0]).all()
-        norms_of(o.model)
+        assert (lengths()[2:] > 0.5 * before[0]).all()
+        lengths()
     assert len(said) == 1 and run.counts["fallback"] == 0  # it warns once, however often the model is called
-    for kind in KINDS.values():
-        model = kind(o.model, o.tokenizer)
-        with patch_for(o, calibrated=neutral(o)).on(model) as run:
-            assert (norms_of(model)[1:] < 0.1 * before[0]).all()
-        assert set(reasons(run).values()) == {"sink-like second value"}
+    with patch_for(o, 0.01).on(o.model) as run:
+        assert (lengths()[1:] < 0.1 * before[0]).all()
+    assert set(reasons(run).values()) == {"sink-like second value"}
+
+
+CALIBRATED = {(1, 3): 0.25, (1, 11): -0.5, (2, 0): 0.5}  # the sites of `loud_model`
 
 
 def test_one_token_prompt():
@@ -155,50 +147,41 @@ def test_one_token_prompt():
     with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
         got = model.generate(ids, **settings)
     assert torch.equal(got, greedy(model, ids, 8, lambda: listing_1(model, sites)))
-    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run:
-        got = model.generate(ids, **settings)
-    assert torch.equal(got, with_number(model, ids, sites, 0.25, **settings))
+    want = with_numbers(model, ids, CALIBRATED, **settings)
+    with SinkPatch(sites=sites, calibrated=CALIBRATED).on(model) as run:
+        assert torch.equal(model.generate(ids, **settings), want)
     assert set(reasons(run).values()) == {"one-token prompt"} and len(reasons(run)) == 3
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
-
-
-def test_each_neuron_takes_its_calibrated_value():
-    model, _, _ = loud_model()
-    sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
-    later = slice(1, None)
-    each = Ablate(sites=sites[:1], value=0.5, positions=later) | Ablate(sites=sites[1:], value=-0.5, positions=later)
-    with each.on(model):
-        want = logits(model, ids)
-    with SinkPatch(sites=sites, value="calibrated", calibrated={(1, 11): -0.5, (1, 3): 0.5}).on(model):
-        assert_close(logits(model, ids), want)
+    with SinkPatch(sites=sites, value="calibrated", calibrated=CALIBRATED).on(model) as run:
+        assert torch.equal(model.generate(ids, **settings), want)
+    assert not reasons(run)
 
 
 def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
     candidate = sample_find_sinks().neurons[0]
     patch = SinkPatch(sites=[candidate], value="calibrated", calibrated={candidate: 0.7})
     assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
-    file = tmp_path / "patch.json"
-    file.write_text("mine")
-    with pytest.raises(SinkscopeError, match="something that sinkscope did not write"):
-        patch.save(file)
-    patch.save(file, force=True)
+    patch.save(tmp_path / "patch.json")
     assert "contribution_norm" not in (tmp_path / "patch.json").read_text()
     assert Ablate(sites=[candidate, candidate.site]).checked_sites == Ablate(sites=[candidate.site]).checked_sites
 
 
+@torch.no_grad()
 def test_a_prompt_read_before_the_run():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
-    with torch.no_grad():
-        cache = model(ids[:, :4], use_cache=True).past_key_values
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+
+    def rest() -> Tensor:
+        return model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+
     with pytest.raises(SinkscopeError, match="4 tokens were read before this run"), SinkPatch(sites=sites).on(model):
-        model(ids[:, 4:], past_key_values=copy.deepcopy(cache))
-    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run, torch.no_grad():
-        got = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+        rest()
+    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run:
+        got = rest()
     assert set(reasons(run).values()) == {"prompt read before the run"} and len(reasons(run)) == 3
-    with Ablate(sites=sites, value=0.25).on(model), torch.no_grad():
-        want = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
-    assert_close(got, want)
+    with Ablate(sites=sites, value=0.25).on(model):
+        assert_close(got, rest())
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
@@ -217,7 +200,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
         both = x @ experts.gate_up_proj[2] + experts.gate_up_proj_bias[2]
         gate, up = both[10].clamp(max=experts.limit), both[11].clamp(-experts.limit, experts.limit)
         value = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
-    want = with_number(model, ids, [site], float(value.detach()))
+    want = with_numbers(model, ids, {site: float(value.detach())})
     with SinkPatch(sites=[site]).on(model):
         assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(want, plain, atol=1e-5)

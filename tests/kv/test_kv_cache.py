@@ -208,19 +208,14 @@ def test_orders_that_were_wrong_once(names: list[str]):
     layers.teardown()
 
 
-def test_a_layer_of_which_everything_is_taken_back_is_empty():
+def test_crop_takes_minus_a_number_and_a_layer_of_which_everything_is_taken_back_is_empty():
     layer = CacheLayer()
     layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
+    with refused("minus the number"):
+        layer.crop(2)
     layer.evict(torch.tensor([True, False, True, True]).expand(2, 2, 4))
     layer.crop(-4)
     assert state_of(layer) == "empty" and layer.slots == 0
-
-
-def test_crop_takes_minus_a_number():
-    layer = CacheLayer()
-    layer.update(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3))
-    with refused("minus the number"):
-        layer.crop(2)
 
 
 def test_a_cache_that_was_filled_before(model):

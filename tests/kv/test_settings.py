@@ -22,7 +22,6 @@ REFUSED = {
     "ss.kv.AdaKV(floor=1.5)": "floor=1.5",
     'ss.Progressive(every="prefill")': "Progressive: every='prefill': expected a whole number from 1",
     'make_policy(name="h2o", JOINS_LAYERS=True)': "unexpected keyword argument 'JOINS_LAYERS'; its settings are",
-    'make_policy(name="scissorhands")': "expected one of adakv, full, h2o, progressive, pyramid, snapkv",
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
     'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'exact' or 'faithful'",

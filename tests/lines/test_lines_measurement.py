@@ -34,7 +34,7 @@ def ids_of(length: int) -> list[int]:
 def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(mass, random, verdict):
     model, tokenizer = tiny_model("llama")
     result = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    assert result.inputs is None and "Between two texts" not in str(result)
+    assert result.inputs is None
     shape = result.mass.shape[1:]
     result = replace(
         result,
@@ -44,7 +44,6 @@ def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(ma
     (claim,) = result.claims
     assert (claim.value, claim.control.value) == (pytest.approx(1 - mass), pytest.approx(1 - random))
     assert claim.verdict == verdict and claim.draws == 1 and claim.place == "10% of all lines"
-    assert f"lines carry {mass:.1%} of the attention; random lines" in result.conclusion()
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
@@ -127,10 +126,9 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
     out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
     file.write_text(json_lines(rows))
-    shown = typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}").out
+    typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}")
     printed = LineWeights.load(out)
     assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
-    assert "carry" in shown
     result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
     assert printed.to_dict()["result"] == result.to_dict()["result"]
 

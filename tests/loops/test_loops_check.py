@@ -167,8 +167,6 @@ FOLLOW = ["--follow"]
         (FOLLOW, "-", 'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
         (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
         (FOLLOW, "-", '{"error": "overloaded"}\n', "the server reports an error, overloaded"),
-        (FOLLOW, "-", '{"prompt": "a"}\n', "expected one of the fields choices, tokens, output, text, content"),
-        (FOLLOW, "-", '{"tokens": [1, -2]}\n', "-2 is no token"),
         (FOLLOW, "-", 'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
@@ -215,6 +213,4 @@ def test_no_torch_is_loaded(tmp_path):
     )
     done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
-    assert "\nConclusion: x.txt loops: its last " in done.stdout
-    assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 3 3"

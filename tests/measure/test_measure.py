@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from attack_kit import setup_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import organism, tiny_model
 from raw_kit import attention
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Setup
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.find.attention_received import attention_received
@@ -56,7 +56,7 @@ def test_typical_text_is_long_enough_for_the_sink_rate_and_files_replace_it(tmp_
 
 def test_drawn_words_are_distinct_ordinary_tokens_of_the_text():
     o = organism("llama", 0)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer)
+    setup = setup_of(o)
     ids = setup.ids
 
     @settings(max_examples=20, deadline=None)

@@ -108,7 +108,6 @@ def test_its_table_fits_80_columns_and_is_explained(command, measured):
     lines = result.text(lines=SCREEN).split("\n")
     shown = [one for line in lines for one in wrap(line, WIDTH, break_on_hyphens=False) or [""]]
     assert len(shown) <= 23  # of 24, one is the next prompt
-    assert lines[-1] == f"Conclusion: {result.conclusion()}"
     assert {*result.details()} <= {*result.text().split("\n")}
     assert all(grid.columns for grid in grids)
     explained = "".join(below)

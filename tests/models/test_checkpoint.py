@@ -80,12 +80,11 @@ def bin_without_shard(folder: Path):
         (drop_one_shard, r"lacks model-00003-of-\d+.safetensors, named in .*1 of \d+ shards"),
         (bin_without_shard, "lacks pytorch_model-00001-of-00001.bin, .*1 of 1 shards"),
         (rewrite(b"[]", INDEX), "weight_map of model.safetensors.index.json is .*download it again"),
-        *((indexed(shards), "weight_map of model") for shards in (["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {})),
-        *((cut(keep), "model-00002-of-.* is not a whole safetensors file") for keep in (-100, 100, 8, 0)),
+        *((indexed(shards), "weight_map of model") for shards in (["a"], {"a": 1}, {})),
+        *((cut(keep), "model-00002-of-.* is not a whole safetensors file") for keep in (-100, 8, 0)),
         (rewrite(b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull.*Git LFS"),
         (rewrite(b"<!doctype html><html>no such page</html>"), "is not a whole safetensors file"),
         (rewrite((7).to_bytes(8, "little") + b"{'a':1}"), "is not a whole safetensors file"),
-        (rewrite((2).to_bytes(8, "little") + b"[]"), "is not a whole safetensors file"),
     ],
 )
 def test_what_is_wrong_is_named(folder, change, message):

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from attack_kit import planted_clusters, text_file
+from attack_kit import planted_clusters, setup_of, text_file
 from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +17,6 @@ from organisms import organism as new_organism
 from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
 
-from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import PATCHES, Attempt, drawn_sequences, make_pools
 from sinkscope.sinks.find.spikes import sink_spike
@@ -104,7 +103,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     o = organism("llama", 1)
     found, layer = attack_on(o, tmp_path, sequences=4), o.truth.sink_layer
     rows = drawn_sequences(make_pools(planted_clusters(o), o.model.config.vocab_size, {0, 1, 2, 3}), 8, 4, 0)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path))
+    setup = setup_of(o, text=text_file(o, tmp_path))
     ids = torch.cat([rows, setup.ids[:1, -16:].expand(4, -1)], 1)
     high = (norms(o.model, ids)[layer] >= 0.5 * norms(o.model, setup.ids[:, :1])[layer].median()).float()
     high[:, 0] = high[:, 8:] = 0
@@ -158,7 +157,6 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
         ({"bos": True}, "no BOS token"),
         ({"lengths": [60]}, r"--length 60 is more than the 5. tokens of the largest cluster"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),
-        ({"tokens": ["poem book"]}, "2 tokens"),
     ],
 )
 def test_bad_input(options, message, tmp_path):

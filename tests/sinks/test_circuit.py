@@ -58,5 +58,4 @@ def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_
 def test_a_model_without_a_sink_has_no_circuit(family, kind, tmp_path):
     found = traced(organism(family, 3, kind=kind), tmp_path)
     assert found.rows() == [] and not found.sinks
-    assert found.conclusion().startswith("Neither an attention sink nor a norm spike was found")
     assert found.figure().layout.width

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
-from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import sites_of
 from sinkscope.sinks.held_out import held_out
@@ -37,7 +36,7 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
     found = evaluated(o, tmp_path, tmp_path / "patch.json", seed=4)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path), seed=4)
+    made = setup_of(o, text=text_file(o, tmp_path), seed=4)
     ids = held_out(made, 5, 24)
 
     @torch.no_grad()
@@ -57,9 +56,7 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     none, row, random_row = found.rows()
     assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row["change"]) > 10 * abs(random_row["change"])
-    assert (
-        sites_of(found.neurons) == tuple(o.truth.neurons) and f"by {row['change']:+.2%} (random" in found.conclusion()
-    )
+    assert sites_of(found.neurons) == tuple(o.truth.neurons)
     [claim] = found.claims
     assert (claim.value, claim.contrasts[1].value) == pytest.approx((patched / plain, drawn / plain), rel=1e-5)
     assert [part.site for part in claim.subject] == list(o.truth.neurons) and claim.draws == 5
@@ -69,7 +66,7 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
     o = organism("llama", 2)
     path = tmp_path / "text.txt"
     path.write_text("poem book " * 300 + "cat dog " * 200)  # 2,048 characters are 409 words
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=path)
+    made = setup_of(o, text=path)
     early, late = (set(o.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in ("poem book", "cat dog"))
     assert set(made.ids[:, 1:].flatten().tolist()) == early
     ids = held_out(made, 500, 25).flatten().tolist()
@@ -84,7 +81,7 @@ def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
 
     def drawn(seed: int):
-        return random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text, seed=seed), patch).checked_sites
+        return random_patch(setup_of(o, text=text, seed=seed), patch).checked_sites
 
     sites = drawn(1)
     assert len(sites) == len(patch.checked_sites) and not set(sites) & set(patch.checked_sites)

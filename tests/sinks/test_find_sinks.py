@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from organisms import FAMILIES, KINDS, Organism, hard, organism
 from organisms.plan import LEAST_LAYERS
 from raw_kit import attention, zeroed
 from refusals import refused
 
 from sinkscope.hooks.edit.steer import Add
-from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -54,7 +53,7 @@ def test_recovers_random_organisms_of_every_kind(tmp_path):
 
 def test_a_second_measurement_on_a_setup_runs_nothing_again(tmp_path, monkeypatch):
     o = organism("llama", 3)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path, 8))
+    setup = setup_of(o, text=text_file(o, tmp_path, 8))
     first = find_sinks.on(setup, max_repeats=8)
     passes, forward = [], Target.forward
     monkeypatch.setattr(Target, "forward", lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1])
@@ -68,7 +67,7 @@ def test_the_margin_of_what_carries_attention_is_over_texts(family, neurons, tmp
     """With one neuron, heads are read in the walk that compares it; with several, one by one."""
     o = organism(family, 3)
     assert len(o.truth.neurons) == neurons
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, tmp_path, 8))
+    setup = setup_of(o, text=text_file(o, tmp_path, 8))
     (group,) = find_sinks.on(setup, max_repeats=8).sinks[0].groups
     claim = group.claim
     assert claim is not None and claim.draws == 4 and claim.verdict == "needed"

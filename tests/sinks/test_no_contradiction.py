@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 import pytest
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from conclusion_kit import contradictions
 from covering import covering
 from organisms import HARD, hard, organism
@@ -41,7 +41,7 @@ def claims_of(setup: Setup, **options: Any) -> list[Claim]:
 def test_commands_agree(name, family, seed, tmp_path):
     o: Any = organism(family, seed) if name == "organism" else hard(name, family, seed)
     text = text_file(o, tmp_path, 16)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text)
+    setup = setup_of(o, text=text)
     claims = claims_of(setup, max_repeats=8)
     assert claims or name in ("learned_logits", "sharp")  # nothing to remove there
     assert contradictions(claims) == []

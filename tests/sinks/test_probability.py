@@ -8,13 +8,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from attack_kit import setup_of
 from organisms import Organism, organism
 from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.decode import repeat_probabilities
-from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
@@ -112,7 +112,7 @@ def test_curve_against_a_pass_of_its_own():
         assert_close(p, logits.softmax(-1)[:, word], rtol=1e-3, atol=1e-7)
         assert likeliest.equal(logits.argmax(-1))
         if edit is None:
-            setup = Setup.open(o.model, tokenizer=o.tokenizer)
+            setup = setup_of(o)
             beside = beside_copies(setup, ids, len(head))
             last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[word]) for rows in beside]
             claim = plain().claims[-1]
@@ -145,7 +145,6 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
         repeat(o.model, **options)
     result = repeat(o.model, answer_after=[8], new_tokens=4, **options)
     assert result.reading.conditions == ("intact",)
-    assert "no causal neuron of a spike at the first token" in result.summary()
     assert len(result.figure().data) == len(result.reading.sweep.tokens)
 
 

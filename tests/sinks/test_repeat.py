@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism, hard, organism
 from organisms.decoders import byte_tokenizer, decoder
 from raw_kit import attention, norms, zeroed
 from refusals import refused
 
-from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.results.parts import in_words, sites_of
+from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.repetitions import repeats_until_half
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -66,7 +65,6 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     (claim,) = result.claims
     assert claim.verdict == "sufficient"
-    assert f"needs {marked} copies for half of it (1 of 2 tokens)" in " ".join(result.details())
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -74,7 +72,7 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     """A word that no head marks reaches nothing, and the most that it reached is said."""
     result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
     (claim,), (word,) = result.claims, result.reading.sweep.ids
-    setup = Setup.open(llama.model, tokenizer=llama.tokenizer)
+    setup = setup_of(llama)
     rows = beside_copies(setup, torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]]), 1)
     copies, single, others = (rows[0] for rows in rows)
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
@@ -104,7 +102,6 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
         and claim.value == pytest.approx(left)
         and claim.control.value == pytest.approx(chance)
     )
-    assert f"{in_words(claim.subject)} make the norm at the last of 156 copies: without them " in result.conclusion()
 
 
 def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
@@ -123,7 +120,7 @@ def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is
         assert result.reading.place in said and "first token" not in said
     delimiter, word = (m.tokenizer.decode([token]) for token in (m.truth.delimiters[0], m.truth.delimiters[0] + 1))
     known = repeat(m.model, tokens=[delimiter, word], **options)
-    assert known.reading.repeats[0] == 1 and "Left out, with half of it at once: 1 of 2 tokens." in known.details()
+    assert known.reading.repeats[0] == 1
 
 
 def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
@@ -147,7 +144,7 @@ def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     found, bos = result.reading, llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
-    setup = Setup.open(llama.model, tokenizer=llama.tokenizer, text=text)
+    setup = setup_of(llama, text=text)
     copies, single, _ = beside_copies(setup, torch.tensor([[bos, *[found.sweep.ids[0]] * count]]), 1)
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
     every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key

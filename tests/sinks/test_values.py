@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import blocks, norms
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.few_texts
 
 
 def opened(folder: Path, o: Organism) -> Setup:
-    return Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=9))
+    return setup_of(o, text=text_file(o, folder, 6, seed=9))
 
 
 def measured(setup: Setup) -> tuple[dict[tuple[Head, str], HeadValue], tuple[Claim, ...]]:
@@ -130,8 +130,6 @@ def test_a_value_that_is_most_of_a_small_output_is_still_no_broadcast():
 def test_circuit_says_how_many_heads_are_of_each_kind(tmp_path):
     o = organism("llama", 3, values="half")
     found = circuit.on(opened(tmp_path, o), max_repeats=8)
-    said = [claim.sentence() for claim in found.of("writes")]
-    assert any(line.startswith("The value there makes the output of 2 heads that attend") for line in said)
-    assert any(line.startswith("It is not shown that the value there makes") for line in said)
+    assert {claim.verdict for claim in found.of("writes")} == {"needed", "not shown"}
     broadcast = {row["subject"] for row in found.readers() if row["value"] == "broadcast"}
     assert broadcast == {f"L{layer}.H{head}" for layer, head in o.truth.broadcasts}
