@@ -128,6 +128,7 @@ def test_without_planted_heads_nothing_locks():
     prompt = organism.looping_prompt(5)
     walk = measured(organism, prompt.ids, 60)
     assert walk.period is None and walk.locked == []
+    assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers() == []
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
     options = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
@@ -170,7 +171,7 @@ def test_the_numbers_are_those_of_the_rows():
     assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
     alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
     np.testing.assert_allclose(alone.gain, alone.score)
-    assert "control_score" not in alone.rows()[0]
+    assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
 
 
 def test_bad_input_is_one_line(refusal):

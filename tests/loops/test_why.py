@@ -40,11 +40,26 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("_few_tokens")
-@pytest.mark.parametrize(("causes", "either"), [(("history", "sink"), False), (("copies", "history"), True)])
-def test_a_planted_cause_is_found(causes, either):
+@pytest.mark.parametrize(
+    ("causes", "either", "said"),
+    [
+        (
+            ("history", "sink"),
+            False,
+            "Remove one of the history and the sink, and this loop stops in ",
+        ),
+        (
+            ("copies", "history"),
+            True,
+            "Remove both the copies and the history (either alone keeps it going), and this loop stops in 2 of 2 cases",
+        ),
+    ],
+)
+def test_a_planted_cause_is_found(causes, either, said):
     made = kept_loop(causes, either=either)
     found = asked(made, cuts=2)
     assert (set(found.kept_by), found.either, found.goes_on) == ({*causes}, either, 1.0)
+    assert found.conclusion().startswith(said)
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
     by_name = {tried.without: tried for tried in found.tried}
     for cause in causes:
@@ -60,8 +75,9 @@ def test_a_text_that_is_given_and_one_that_does_not_loop():
     assert given.kept_by == ("sink",) and given.tokens == given.prompt_tokens + 24
     # The model does not write this loop: nothing is concluded of what it does without a cause.
     other = why(made.model, [*made.history, *made.turn], answer=[300, 301, 302, 303, 304, 305] * 6, **options)
-    assert (other.kept_by, other.goes_on) == ((), 0)
+    assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 1")
     walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
+    assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
     assert walk.rows() == [] and walk.details() == [] and not walk.kept_by
     with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
         why(made.model, made.cycle * 169, answer=made.cycle, **options)
