@@ -31,7 +31,6 @@ STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typi
 # spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
 AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is below minus this
 AS_BEFORE = 1.25  # a norm of at most this many times the norm before is as before
-ALONG = 0.5  # a spike that comes back is the same one if the cosine of the directions is at least this
 STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this share of the largest
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
@@ -230,38 +229,6 @@ class LayerScan:
         """The sink layer of a model that has one."""
         assert self.sink_layer is not None
         return self.sink_layer
-
-    @property
-    def spike_runs(self) -> list[tuple[int, int]]:
-        """The first and last layer of each run of layers after which the norm stands out."""
-        runs = []
-        for layer in self.spike_layers:
-            if runs and layer == runs[-1][1] + 1:
-                runs[-1] = (runs[-1][0], layer)
-            else:
-                runs.append((layer, layer))
-        return runs
-
-    @property
-    def apart(self) -> list[LayerScan]:
-        """This scan for each spike of the place, the last one first; if there is none, this scan.
-
-        What comes back in another direction is another spike.
-        """
-        starts: list[int] = []
-        before: Float[Tensor, " d_model"] | None = None
-        for first, last in self.spike_runs:
-            largest = max(range(first, last + 1), key=lambda layer: self.spike_norm[layer])
-            direction = self.directions[largest]
-            if before is None or abs(float(direction @ before)) < ALONG:
-                starts.append(first)
-            before = direction
-        if len(starts) < 2:
-            return [self]
-        scans: list[LayerScan] = []
-        for since, end in zip([0, *starts[1:]], [*starts[1:], len(self.layers)], strict=True):
-            scans.append(replace(self, layers=self.layers[:end], since=since))
-        return scans[::-1]
 
     @cached_property
     def entering(self) -> Entering:

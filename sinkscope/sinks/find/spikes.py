@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
@@ -23,6 +25,7 @@ from sinkscope.sinks.removal.effects import effects
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
+ALONG = 0.5  # a spike that comes back is the same one if the cosine of the directions is at least this
 SAME = 0.05  # what is left without parts that do the same
 
 
@@ -59,14 +62,46 @@ def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[M
     return setup.once((made_spikes, survey, top_k), lambda: _made(setup, survey, top_k))
 
 
+def spike_runs(scan: LayerScan) -> list[tuple[int, int]]:
+    """The first and last layer of each run of layers after which the norm stands out."""
+    runs: list[tuple[int, int]] = []
+    for layer in scan.spike_layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], layer)
+        else:
+            runs.append((layer, layer))
+    return runs
+
+
+def apart(scan: LayerScan) -> list[LayerScan]:
+    """The scan for each spike of the place: what comes back in another direction is another spike.
+
+    If there is a single one, or none, it is this scan.
+    """
+    starts: list[int] = []
+    before: Float[Tensor, " d_model"] | None = None
+    for first, last in spike_runs(scan):
+        largest = max(range(first, last + 1), key=lambda layer: scan.spike_norm[layer])
+        direction = scan.directions[largest]
+        if before is None or abs(float(direction @ before)) < ALONG:
+            starts.append(first)
+        before = direction
+    if len(starts) < 2:
+        return [scan]
+    scans: list[LayerScan] = []
+    for since, end in zip([0, *starts[1:]], [*starts[1:], len(scan.layers)], strict=True):
+        scans.append(replace(scan, layers=scan.layers[:end], since=since))
+    return scans
+
+
 def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
     made: list[MadeSpike] = []
     for place in survey.spikes:
-        heads, scans = survey.readers(place), survey.scan(place).apart
-        for scan in sorted(scans, key=lambda scan: _reading(scan, heads), reverse=True):
+        heads, scans = survey.readers(place), apart(survey.scan(place))
+        for scan in sorted(scans, key=lambda scan: (_reading(scan, heads), float(scan.ratios.max())), reverse=True):
             words = place.words
             if len(scans) > 1:
-                words += f" after {layers_in_words(scan.spike_runs)}"
+                words += f" after {layers_in_words(spike_runs(scan))}"
             if scan.spike_layers:
                 found = causal_set(scan, words, setup.seed, heads, top_k)
                 made.append(MadeSpike(scan, words, found, _spike(scan, place, words, found)))
@@ -145,7 +180,7 @@ def _spike(scan: LayerScan, place: Place, words: str, found: FoundSet) -> Spike:
     ordinary = norms[~stands_out(norms, norms.median())]
     return Spike(
         place=place,
-        layers=tuple(scan.spike_runs),
+        layers=tuple(spike_runs(scan)),
         step_up=tuple(scan.stages or (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()),
         step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
