@@ -236,18 +236,18 @@ class Slots:
         parts = [slot for slot in picked if slot in self.chunked]
         self.chunked -= {*parts}
         total = {slot: self._write(slot) for slot in picked}
-        rows = [(slot, total[slot] - 1 + j) for slot in whole for j in range(1 + self.drafts)]
-        rows += [(slot, total[slot] - 2) for slot in parts]  # the token of this row is thrown away
+        rows = [(slot, total[slot] - 2) for slot in parts]  # the token of such a row is thrown away
+        rows += [(slot, total[slot] - 1 + j) for slot in whole for j in range(1 + self.drafts)]
         ctx = SimpleNamespace(
             expanded_idx_mapping=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
-            idx_mapping=torch.tensor([*whole, *parts], dtype=torch.int32),
-            idx_mapping_np=np.array([*whole, *parts]),
+            idx_mapping=torch.tensor([*parts, *whole], dtype=torch.int32),
+            idx_mapping_np=np.array([*parts, *whole]),
             pos=torch.tensor([position for _, position in rows]),
-            seq_lens_upper_bound_np=np.array([total[s] + self.drafts for s in whole] + [total[s] - 1 for s in parts]),
+            seq_lens_upper_bound_np=np.array([total[s] - 1 for s in parts] + [total[s] + self.drafts for s in whole]),
         )
 
         def apply(logits: torch.Tensor) -> torch.Tensor:
-            return self.processor.apply(torch.cat([logits, torch.zeros(len(parts), VOCAB)]), ctx)[: len(logits)]
+            return self.processor.apply(torch.cat([torch.zeros(len(parts), VOCAB), logits]), ctx)[len(parts) :]
 
         # What one step has made is read in the step after the next: the next one only begins the copy.
         requests = [self.slots[slot] for slot in whole]
