@@ -20,7 +20,7 @@ def planted() -> Organism:
     return organism("llama", 3)
 
 
-@pytest.mark.parametrize("ends", ["x", [1.5], True, 10**30, [None], [], 10**9, [1, 2]])
+@pytest.mark.parametrize("ends", ["x", [1.5], True, 10**30, [], 10**9, [1, 2]])
 def test_odd_ids_of_the_end(tmp_path, ends):
     folder = spoiled(tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

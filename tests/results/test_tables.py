@@ -129,7 +129,6 @@ def test_arrays_become_a_long_table_with_a_column_for_each_axis():
     assert len(rows) == 6
     assert rows[0] == {"layer": 3, "head": 0, "entropy": 0.0, "rate": 0.0}
     assert rows[5] == {"layer": 5, "head": 2, "entropy": 5.0, "rate": 0.5}
-    assert list(result.to_frame().columns) == ["layer", "head", "entropy", "rate"]
     again = Result.from_dict(result.to_dict())
     assert isinstance(again, Arrays) and again.rows() == rows
 
@@ -147,7 +146,7 @@ def test_names_are_read_as_they_are_written(layer, number, expert):
     assert read_head(head_name(layer, number)) == (layer, number) == read_head(f"{layer}:{number}")
 
 
-@pytest.mark.parametrize("text", ["", "L1.E2", "L1.H2", "1.2.3.4", "L-1.N2", "1,2"])
+@pytest.mark.parametrize("text", ["", "L1.E2", "L1.H2", "1.2.3.4", "L-1.N2"])
 def test_what_is_no_neuron_is_refused(text):
     with refused(r"expected a neuron such as L1\.N338"):
         read_neuron(text)

@@ -74,8 +74,8 @@ def check(h: HardModel, result: FindSinks):
     assert sorted(result.shared_dims) == sorted(truth.shared_dims) and carried(sink) == truth.carried_by
     if result.spikes:
         assert result.spikes[0].step_down == truth.step_down
-        stages = {layer for each in result.spikes if each.place == result.spikes[0].place for layer in each.step_up}
-        assert tuple(sorted(stages)) == truth.step_up or not truth.step_up
+        first, *others = [set(each.step_up) for each in result.spikes if each.place == result.spikes[0].place]
+        assert first <= {*truth.step_up} <= first.union(*others) or not truth.step_up  # of a small spike, noise too
     if sink is not None:
         share = 1.0 if sink.place is None else sink.place.share
         assert (sink.window, sink.length) == (truth.window, 64)

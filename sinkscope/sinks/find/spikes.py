@@ -78,19 +78,25 @@ def apart(scan: LayerScan) -> list[LayerScan]:
 
     If there is a single one, or none, it is this scan.
     """
-    starts: list[int] = []
+    groups: list[tuple[int, int]] = []  # the first and last layer of the runs in one direction
     before: Float[Tensor, " d_model"] | None = None
     for first, last in spike_runs(scan):
         largest = max(range(first, last + 1), key=lambda layer: scan.spike_norm[layer])
         direction = scan.directions[largest]
         if before is None or abs(float(direction @ before)) < ALONG:
-            starts.append(first)
+            groups.append((first, last))
+        else:
+            groups[-1] = (groups[-1][0], last)
         before = direction
-    if len(starts) < 2:
+    if len(groups) < 2:
         return [scan]
     scans: list[LayerScan] = []
-    for since, end in zip([0, *starts[1:]], [*starts[1:], len(scan.layers)], strict=True):
-        scans.append(replace(scan, layers=scan.layers[:end], since=since))
+    for first, last in groups:
+        since = 0 if first == groups[0][0] else first
+        until = last + 2  # with the layer that takes it away
+        if last == groups[-1][1]:
+            until = len(scan.layers)
+        scans.append(replace(scan, layers=scan.layers[:until], since=since))
     return scans
 
 
