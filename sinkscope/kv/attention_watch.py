@@ -130,6 +130,9 @@ class AttentionWatch:
         sees = view.section(last, slice(None)).sees().all(1, keepdim=True)
         shown = attention.shown_to_last()
         if shown is None:
+            kv = self._layer(attention.layer)
+            if kv is not None and kv.gapless and view.window is None:
+                return  # the last query certainly sees every slot
             if bool((view.pos < 0).any()):
                 return  # the model is not told of padding
             shown = torch.ones_like(sees)

@@ -81,7 +81,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new = key_states.shape[-2]
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized
-            self.gapless = gapless and bool((columns.latest(new) >= 0).all())
+            self.gapless = gapless and columns.padded <= columns.seen - new
             self._holes = None
         if self.is_initialized:
             self.keys, self.values = appended(self.grown, self.keys, self.values, key_states, value_states)

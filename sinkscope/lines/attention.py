@@ -92,7 +92,7 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
         scores: The scores of a layer without window, soft cap and learned sinks.
         rows: Indices of the queries.
     """
-    rows = rows.to(scores.query.device)
+    rows = rows.to(scores.query.device, non_blocking=True)
     query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
     scores.check_plain()
     # A matrix product, which is faster than einsum.
@@ -112,7 +112,7 @@ def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None
     """
     if rows is None:
         rows = torch.arange(scores.queries)
-    rows = rows.to(scores.query.device)
+    rows = rows.to(scores.query.device, non_blocking=True)
     total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
     for part in rows.split(_ROWS):
         on_lines = attention_of(scores, part) * lines.rows(lines.past + part)

@@ -82,23 +82,31 @@ def select_lines(
     if alpha == 1:
         start.vertical[:] = True
         return start
-    rows = sample_queries(scores.queries, sample, seed).to(number.device)
+    rows = sample_queries(scores.queries, sample, seed)
     at = rows + scores.past
     probs = attention_of(scores, rows)
     if variant == "faithful":
-        return faithful_lines(probs, at, alpha, start)
+        return faithful_lines(probs, at.to(number.device), alpha, start)
     flat = _SCATTERED * least_share(probs, at, alpha) > dense_above
-    # Nothing is chosen in flat heads: they get all lines.
-    start.chosen[flat] = True
-    some = (~flat).nonzero().flatten()
-    if not len(some):
-        return start
-    if checked:
+    on_gpu = number.device.type != "cpu"
+    some = torch.arange(scores.heads, device=number.device)
+    if not on_gpu:  # a GPU would have to wait for the number of heads
+        some = (~flat).nonzero().flatten()
+    if checked and len(some):
         for part in some.split(max(1, _AT_A_TIME // (checked * scores.keys))):
             start.vertical[part] |= _sought(scores.of_heads(part), begin, checked)
-    own = HeadLines(start.chosen[some], scores.queries)
-    start.chosen[some] = exact_lines(probs[some], at, alpha, own, dense_above, sharp or math.inf)
-    return start
+    chosen = exact_lines(
+        probs,
+        at,
+        alpha,
+        start,
+        flat=flat,
+        local=local,
+        dense_above=dense_above,
+        sharp=math.inf if sharp is None else sharp,
+        doubling=on_gpu,
+    )
+    return HeadLines(chosen, scores.queries)
 
 
 def _sought(scores: Scores, begin: int, checked: int) -> Bool[Tensor, "head key"]:

@@ -1,16 +1,21 @@
-"""The greedy choice of lines, by the weight that each adds to the sample per cell that it adds to the matrix."""
+"""The greedy choice of lines, by the weight that each adds to the sample per cell that it adds to the matrix.
+
+On a GPU the host runs ahead of the device: the first `_UNCHECKED` rounds wait for no result, so launching them takes no
+time while the device still computes the layer before.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.lines.attention import slash_sums
+from sinkscope.lines.attention import causal_cells, slash_sums
 from sinkscope.lines.head_lines import HeadLines, crossing_counts
+
+_UNCHECKED = 8  # rounds on a GPU before it is asked for the first time whether all heads are done
 
 
 @dataclass(eq=False)
@@ -25,6 +30,7 @@ class _Search:
         missing: Weight that is to be found.
         batch: Number of lines that a round takes at most.
         done: Whether the search has ended.
+        dense: Whether it ended because lines take too many cells.
     """
 
     head: Int[Tensor, " head"]
@@ -34,106 +40,135 @@ class _Search:
     missing: Float[Tensor, " head"]
     batch: Int[Tensor, " head"]
     done: Bool[Tensor, " head"]
+    dense: Bool[Tensor, " head"]
 
     def unfinished(self) -> _Search:
         """The search of the heads that are not done."""
         going = ~self.done
         return _Search(**{name: values[going] for name, values in vars(self).items()})
 
+    def found(self) -> Bool[Tensor, "head kind line"]:
+        """The chosen lines; all lines of dense heads."""
+        return self.chosen.bool() | self.dense[:, None, None]
+
     def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
         """Choose lines, and remove their cells from all that they cross."""
-        _, rows, keys = self.left.shape
+        keys = self.left.shape[2]
         _flat(self.chosen).scatter_(1, index, 1.0)
         _flat(self.weights).scatter_(1, index, -torch.inf)
-        columns = repeat(index * (index < keys), "head taken -> head row taken", row=rows)
-        slash_lines_crossed = (at[:, None] - columns).clamp_(min=0) + keys
-        self._remove(columns, slash_lines_crossed)
+        # Each line has one cell in every row; column 0, which was chosen first, stands in for cells that do not exist.
         offset = (index - keys)[:, None]
-        columns = torch.where(offset > 0, at[:, None] - offset, 0).clamp_(min=0)
-        self._remove(columns, columns)
+        columns = torch.where(offset < 0, offset + keys, at[:, None] - offset).clamp_(min=0)
+        cells = self.left.gather(2, columns)
+        # Where a vertical and a slash line of this round cross, the cell counts for the vertical one.
+        crossed = self.chosen[:, 0].gather(1, columns.flatten(1)).view_as(cells)
+        cells = torch.where((offset >= 0) & (crossed > 0), 0.0, cells)
+        self.left.scatter_(2, columns, 0.0)
+        self.missing -= cells.sum((1, 2), dtype=torch.float64)
+        removed = -cells.flatten(1)
+        slash_lines = (at[:, None] - columns).clamp_(min=0) + keys
+        _flat(self.weights).scatter_add_(1, columns.flatten(1), removed)
+        _flat(self.weights).scatter_add_(1, slash_lines.flatten(1), removed)
 
     def set_batch(self, most: Float[Tensor, " head"]) -> None:
         """Set how many lines the next round takes; `most` is the weight of the heaviest line of each head.
 
         The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of the
-        chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many lines
-        as are chosen.
+        chosen lines, or a twentieth of those that are missing at least.
         """
-        lines_per_taken = 5
-        if self.left.device.type != "cpu":
-            lines_per_taken = 1
-        share_of_chosen = self.chosen.sum((1, 2)).long() // lines_per_taken
+        share_of_chosen = self.chosen.sum((1, 2)).long() // 5
         lines_missing = (self.missing / most.clamp(min=1e-30)).clamp(0, 2 * self.left.shape[2]).long()
         batch = torch.maximum(share_of_chosen, lines_missing // 20).clamp(min=1)
         self.batch = batch.masked_fill(self.done, 1)
-
-    def _remove(self, columns: Int[Tensor, "head row taken"], crossed: Int[Tensor, "head row taken"]) -> None:
-        """Remove one cell in each row for every line taken, also from the weight of the line that crosses it there."""
-        cells = self.left.gather(2, columns)
-        self.left.scatter_(2, columns, 0.0)
-        _flat(self.weights).scatter_add_(1, crossed.flatten(1), -cells.flatten(1))
-        self.missing -= cells.sum((1, 2), dtype=torch.float64)
 
 
 def _flat(lines: Tensor) -> Tensor:
     return lines.view(len(lines), -1)  # "head kind line -> head (kind line)", without a copy
 
 
-def exact_lines(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> Tensor:
+def exact_lines(
+    left: Float[Tensor, "head row key"],
+    at: Int[Tensor, " row"],
+    alpha: float,
+    lines: HeadLines,
+    *,
+    flat: Bool[Tensor, " head"],
+    local: int,
+    dense_above: float,
+    sharp: float,
+    doubling: bool,
+) -> Bool[Tensor, "head kind key"]:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
-    `left` is the attention that is not yet on any chosen line; what is chosen is returned.
+    Args:
+        left: Attention of the sample, which is written over.
+        at: Positions of the sample, on the CPU.
+        alpha: Share of the weight that is to be found.
+        lines: Lines that are chosen already: line 0 of both kinds, `local` slash lines, others that are vertical.
+        flat: Heads that get all lines.
+        local: Number of offsets from 0 that are chosen.
+        dense_above: Share of cells above which a head gets all lines.
+        sharp: Share of their rows' attention from which on lines are taken in any case.
+        doubling: Whether each round takes twice as many lines as the one before, as on a GPU, where rounds are dear;
+            finished heads then stay in the search.
     """
     heads, rows, keys = left.shape
+    places, at = at, at.to(left.device, non_blocking=True)
     sharp = sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
-    # Of lines that are chosen already. Those are few slash lines, the same in all heads, and line 0 of both kinds. Its
-    # cells stand in for missing ones here and further down.
     left.masked_fill_(lines.vertical[:, None], 0.0)
-    near = (at[:, None] - lines.slash[0].nonzero().flatten()).clamp_(min=0)
+    near = (at[:, None] - torch.arange(local, device=at.device)).clamp_(min=0)
     left.scatter_(2, near.expand(heads, -1, -1), 0.0)
     lengths = lines.lengths().float()
-    limit = dense_above * float(lengths.sum())
-    weights = torch.stack([left.sum(1), slash_sums(left, at)], 1)
+    limit = min(dense_above, 3.0) * causal_cells(lines.queries, keys)  # what is missing never takes 3 times all cells
+    weights = torch.stack([left.sum(1), slash_sums(left, places)], 1)
     chosen = lines.chosen.float()
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
-    weights.masked_fill_(chosen.bool(), -torch.inf)
-    result = chosen.clone()
+    weights.masked_fill_(lines.chosen, -torch.inf)
+    result = torch.ones_like(lines.chosen)
     every_head = torch.arange(heads, device=left.device)
     one = torch.ones_like(every_head)
-    search = _Search(every_head, left, weights, chosen, missing, one, torch.zeros_like(one, dtype=torch.bool))
-    for _ in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
-        if 2 * int(search.done.sum()) >= len(search.done):
-            result[search.head] = search.chosen
-            search = search.unfinished()
-        if not len(search.head):
-            break
+    search = _Search(every_head, left, weights, chosen, missing, one, done=flat.clone(), dense=flat.clone())
+    if not doubling:
+        search = search.unfinished()
+    for number in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
+        if not doubling or number >= _UNCHECKED:
+            done = int(search.done.sum())
+            if done == len(search.done):
+                break
+            if not doubling and 2 * done >= len(search.done):
+                result[search.head] = search.found()
+                search = search.unfinished()
         crossings = crossing_counts(search.chosen.flip(1), lines.past)
-        cells = (search.chosen @ lengths).sum(1) - (search.chosen[:, 0] * crossings[:, 0]).sum(1)
-        new_cells = crossings.neg_().add_(lengths).clamp_(min=1)
-        ratio = _flat(search.weights / new_cells)
-        best, index = ratio.topk(min(int(search.batch.max()), 2 * keys), dim=1)
+        new_cells = lengths - crossings
+        cells = (search.chosen * (new_cells + lengths)).sum((1, 2)) / 2  # where two lines cross, both lack half a cell
+        ratio = _flat(search.weights / new_cells.clamp_(min=1))
+        most = 2**number if doubling else int(search.batch.max())
+        best, index = ratio.topk(min(most, 2 * keys), dim=1)
         gain = _flat(search.weights).gather(1, index)
         best_ratio = best[:, 0]
-        # What is missing takes more cells than it would if all lines were as good as the best one.
-        short = ~(search.missing <= 0)  # also where attention is not a number: a dense head hands it on
+        enough = search.missing <= 0
+        # What is missing takes more cells than it would if all lines were as good as the best one. Nothing is at most
+        # the limit where only rounding errors are left, or where attention is not a number.
         least_cells = search.missing / best_ratio.clamp(min=1e-30)
-        hopeless = short & (cells + least_cells > limit)
-        given_up = hopeless | short & ~(best_ratio > 0)  # only rounding errors are left
+        hopeless = ~((cells + least_cells <= limit) | enough)
+        search.dense |= hopeless & ~search.done
+        search.done |= hopeless | enough & (best_ratio < sharp)
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
         needed = gain.cumsum(1) - gain < search.missing[:, None]
-        in_batch = torch.arange(best.shape[1], device=best.device) < search.batch[:, None]
-        taken = (needed | (best >= sharp)) & (best > 0) & in_batch
-        search.chosen[~search.done & given_up] = 1.0
-        search.done |= given_up | ~short & (best_ratio < sharp)
+        taken = (needed | (best >= sharp)) & (best > 0) & ~search.done[:, None]
+        if not doubling:
+            taken &= torch.arange(best.shape[1], device=at.device) < search.batch[:, None]
         # Line 0, which was chosen first, stands in for lines not taken.
-        search.take(index * (taken & ~search.done[:, None]), at)
-        search.set_batch(gain.amax(1))
+        search.take(index * taken, at)
+        if not doubling:
+            search.set_batch(gain.amax(1))
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")
-    return result.bool()
+    result[search.head] = search.found()
+    return result
 
 
-def least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
+def least_share(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"], alpha: float) -> Float[Tensor, " head"]:
     """Lower bound on the share of a sample's cells that hold alpha of its weight, for every head.
 
     A set that holds m of a row has at least m / (largest cell) cells and, by Cauchy and Schwarz, at least m^2 / (sum of
@@ -142,15 +177,16 @@ def least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     flat = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
     sharp = probs.amax(2).double().reciprocal()
     low = torch.zeros_like(flat[:, :1])
-    high = 2 * flat.amax(1, keepdim=True)
+    width = 2 * flat.amax(1, keepdim=True)
 
-    def held(slope: Tensor) -> Tensor:
-        return torch.where(slope < sharp, 0, torch.maximum(sharp, slope / 2) / flat).clamp(max=1)
+    def held(slope: Float[Tensor, "head slope"]) -> Float[Tensor, "head row slope"]:
+        slope, most = slope[:, None], sharp[:, :, None]
+        return torch.where(slope < most, 0, torch.maximum(most, slope / 2) / flat[:, :, None]).clamp(max=1)
 
-    for _ in range(20):
-        slope = (low + high) / 2
-        enough = held(slope).mean(1, keepdim=True) >= alpha
-        low = torch.where(enough, low, slope)
-        high = torch.where(enough, slope, high)
-    share = held(low)
+    steps = torch.arange(1, 32, device=low.device)
+    for _ in range(4):  # 20 bits
+        width = width / 32
+        enough = held(low + width * steps).mean(1) >= alpha
+        low = low + width * (~enough).sum(1, keepdim=True)
+    share = held(low)[:, :, 0]
     return torch.maximum(share * sharp, share.square() * flat).sum(1) / (at + 1).sum()

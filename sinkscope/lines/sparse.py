@@ -135,17 +135,18 @@ def sparse_attention(
     limit = dense_above
     if limit is None:
         limit = dense_limit(query, scores.keys)
-    kernel, compute = "blocks", _in_blocks
+    density: list[float] = lines.density().tolist()
     if _by_kernel(query.device):
-        kernel, compute = "triton", _by_triton
-    costs = compute(scores, value, lines, limit, out)
+        kernel, costs = "triton", _by_triton(scores, value, lines, limit, out)
+    else:
+        kernel, costs = "blocks", _in_blocks(scores, value, lines, density, limit, out)
     dense_heads = [head for head, cost in enumerate(costs) if cost > limit]
     if dense_heads:
         _dense(scores, value, dense_heads, out)
     for head in dense_heads:
         costs[head] = 1.0
     dense = tuple(head in dense_heads for head in range(len(costs)))
-    return out, Sparsity(tuple(lines.density().tolist()), tuple(costs), dense, kernel)
+    return out, Sparsity(tuple(density), tuple(costs), dense, kernel)
 
 
 def dense_attention(scores: Scores, value: Float[Tensor, "kv_head key d_value"]) -> Float[Tensor, "head query d_value"]:
@@ -191,13 +192,15 @@ def _by_triton(scores: Scores, value: Tensor, lines: HeadLines, limit: float, ou
     return costs
 
 
-def _in_blocks(scores: Scores, value: Tensor, lines: HeadLines, limit: float, out: Tensor) -> list[float]:
+def _in_blocks(
+    scores: Scores, value: Tensor, lines: HeadLines, densities: list[float], limit: float, out: Tensor
+) -> list[float]:
     """Write the heads that cost at most the limit into `out`, block by block of queries; the costs of all heads."""
     loops = _module("numba").lone_loops(scores.query.shape[-1], value.shape[-1])
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
-    for head, density in enumerate(lines.density().tolist()):
+    for head, density in enumerate(densities):
         costs.append(math.inf)  # lines that fill more than the limit already need no plan
         if density <= limit:
             blocked = _BlockedHead(scores, value, lines, head, loops)

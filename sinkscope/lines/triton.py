@@ -150,9 +150,12 @@ def triton_heads(
     # Matrix products take widths that are powers of two, from 16 on.
     parts: list[Tensor] = []
     for part in (scores.query, scores.key, value):
-        width = part.shape[2]
-        parts.append(pad(part.to(value.dtype), (0, max(16, triton.next_power_of_2(width)) - width)))
-    whole = torch.empty(*scores.query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
+        missing = max(16, triton.next_power_of_2(part.shape[2])) - part.shape[2]
+        fitting = part.to(value.dtype)
+        parts.append(pad(fitting, (0, missing)) if missing else fitting)
+    whole = out
+    if parts[2].shape[2] != out.shape[2]:
+        whole = torch.empty(*scores.query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
     for mask in (index.banded, lines.vertical, index.full):
         parts.append(mask.byte())
     for table in (index.block_count, index.blocks, index.column_count, index.column_index):
@@ -179,7 +182,8 @@ def triton_heads(
         except TritonError as problem:  # what was compiled does not fit; errors of CUDA are none of these
             error = problem
             continue
-        out[heads] = whole[heads, :, : out.shape[2]]
+        if whole is not out:
+            out[heads] = whole[heads, :, : out.shape[2]]
         return True
     reason = f"{type(error).__name__} {error}".splitlines()[0]
     warn(f"lines are not computed by Triton, which could not compile them: {reason}")

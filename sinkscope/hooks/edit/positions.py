@@ -86,6 +86,12 @@ class Columns:
             return self.known
         return torch.cat([self.known, self.real + torch.arange(later, device=self.real.device)], 1)
 
+    @cached_property
+    def padded(self) -> int:
+        """Number of the first tokens among which all padding is; whoever asks first waits for the device."""
+        columns = (self.known < 0).any(0).nonzero()
+        return int(columns[-1]) + 1 if len(columns) else 0
+
     def latest(self, count: int) -> Int[Tensor, "batch count"]:
         """True positions of the latest tokens."""
         first = self.seen - count - self.known.shape[1]

@@ -42,15 +42,13 @@ class PromptRow:
     real: Bool[Tensor, " padded"]
 
     @classmethod
-    def of(cls, prompt: Attention, view: View, row: int) -> PromptRow:
-        """A row of a prompt; it has no queries if it is all padding."""
+    def of(cls, prompt: Attention, view: View, row: int, whole: bool) -> PromptRow:
+        """A row of a prompt, which is `whole` without padding and holes; it has no queries if it is all padding."""
         real = view.query_pos[row] >= 0
-        occupied = view.pos[row, 0] >= 0
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
-        if not bool(real.all()):  # a choice by index copies, in every layer
-            query = query[:, real]
-        if not bool(occupied.all()):
-            key, value = key[:, occupied], value[:, occupied]
+        if not whole:  # a choice by index copies
+            occupied = view.pos[row, 0] >= 0
+            query, key, value = query[:, real], key[:, occupied], value[:, occupied]
         return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
 
     def without_last(self, count: int) -> PromptRow:
@@ -186,12 +184,13 @@ class SparsePrompts(Intervention):
         flat: set[int] = set()  # layers in which no head had lines when they were last looked for
         if session.now.state is not None:
             flat = session.now.state.memory.setdefault("flat", flat)
-        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
+        whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
+        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat, whole_rows)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}
         if why_dense is None:
             for number in range(len(prompt.query)):
-                row = PromptRow.of(prompt, view, number)
+                row = PromptRow.of(prompt, view, number, whole_rows)
                 if not row.scores.queries:
                     continue
                 rows[number] = row
@@ -202,8 +201,7 @@ class SparsePrompts(Intervention):
         flat.discard(prompt.layer)
         if all(read.output is None for read in reads.values()):
             flat.add(prompt.layer)
-            padded = bool((view.query_pos < 0).any())
-            if not padded and not session.now.own_masks and not prompt.is_eager:  # stock attention builds no matrix
+            if whole_rows and not session.now.own_masks and not prompt.is_eager:  # stock attention builds no matrix
                 return None
         batch, heads, queries = prompt.query.shape[:3]
         whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
@@ -211,7 +209,8 @@ class SparsePrompts(Intervention):
             output = reads[number].output
             if output is None:
                 output = row.dense(row.scores.queries)
-            whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
+            output = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
+            whole[number, slice(None) if whole_rows else row.real] = output
         return whole
 
     def read(self, row: PromptRow) -> PromptRead:
@@ -239,14 +238,15 @@ class SparsePrompts(Intervention):
             last_error = row.last_error(output[:, -1])
         return PromptRead(sparsity, output, shares, met * keys / row.cells(), last_error)
 
-    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool, whole: bool) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used.
 
-        `flat` says whether every head of the layer was dense when lines were last chosen.
+        `flat` says whether every head of the layer was dense when lines were last chosen, `whole` that no row has
+        padding or holes.
         """
         keys = prompt.key.shape[2]
         cached = (view.pos[:, 0] >= 0).sum(-1)
-        if bool((cached < self.shortest).all()):
+        if keys < self.shortest or (not whole and bool((cached < self.shortest).all())):
             return f"fewer than {self.shortest} keys"
         if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
