@@ -96,8 +96,12 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
     query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
     scores.check_plain()
     # A matrix product, which is faster than einsum.
-    grouped = beside_keys(query.float()[None], len(scores.key)) * scores.scaling
-    products = by_query_head(grouped @ scores.key.float().mT, 1, scores.heads)[0]
+    grouped = beside_keys(query[None], len(scores.key))
+    if query.is_cuda and query.dtype == scores.key.dtype and query.dtype.itemsize == 2:
+        products = torch.bmm(grouped, scores.key.mT, out_dtype=torch.float32).mul_(scores.scaling)  # by tensor cores
+    else:
+        products = (grouped.float() * scores.scaling) @ scores.key.float().mT
+    products = by_query_head(products, 1, scores.heads)[0]
     future = torch.arange(scores.keys, device=rows.device) > (rows + scores.past)[..., None]
     return products.masked_fill_(future, -torch.inf).softmax(-1)
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from sinkscope.lines.attention import causal_cells, slash_sums
 from sinkscope.lines.head_lines import HeadLines, crossing_counts
 
-_UNCHECKED = 8  # rounds on a GPU before it is asked for the first time whether all heads are done
+_UNCHECKED = 7  # rounds on a GPU before it is asked for the first time whether all heads are done
+_GROWTH = 4  # how many times as many lines a round on a GPU takes as the one before; 2 found as many cells
+_SPARE = 1.1  # how much of what is missing a round on a GPU takes at most: lines of one round cross, and hold less
 
 
 @dataclass(eq=False)
@@ -96,7 +98,7 @@ def exact_lines(
     local: int,
     dense_above: float,
     sharp: float,
-    doubling: bool,
+    few_rounds: bool,
 ) -> Bool[Tensor, "head kind key"]:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
@@ -109,7 +111,7 @@ def exact_lines(
         local: Number of offsets from 0 that are chosen.
         dense_above: Share of cells above which a head gets all lines.
         sharp: Share of their rows' attention from which on lines are taken in any case.
-        doubling: Whether each round takes twice as many lines as the one before, as on a GPU, where rounds are dear;
+        few_rounds: Whether each round takes many more lines than the one before, as on a GPU, where rounds are dear;
             finished heads then stay in the search.
     """
     heads, rows, keys = left.shape
@@ -119,6 +121,7 @@ def exact_lines(
     near = (at[:, None] - torch.arange(local, device=at.device)).clamp_(min=0)
     left.scatter_(2, near.expand(heads, -1, -1), 0.0)
     lengths = lines.lengths().float()
+    spare = _SPARE if few_rounds else 1.0
     limit = min(dense_above, 3.0) * causal_cells(lines.queries, keys)  # what is missing never takes 3 times all cells
     weights = torch.stack([left.sum(1), slash_sums(left, places)], 1)
     chosen = lines.chosen.float()
@@ -128,21 +131,21 @@ def exact_lines(
     every_head = torch.arange(heads, device=left.device)
     one = torch.ones_like(every_head)
     search = _Search(every_head, left, weights, chosen, missing, one, done=flat.clone(), dense=flat.clone())
-    if not doubling:
+    if not few_rounds:
         search = search.unfinished()
     for number in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
-        if not doubling or number >= _UNCHECKED:
+        if not few_rounds or number >= _UNCHECKED:
             done = int(search.done.sum())
             if done == len(search.done):
                 break
-            if not doubling and 2 * done >= len(search.done):
+            if not few_rounds and 2 * done >= len(search.done):
                 result[search.head] = search.found()
                 search = search.unfinished()
         crossings = crossing_counts(search.chosen.flip(1), lines.past)
         new_cells = lengths - crossings
         cells = (search.chosen * (new_cells + lengths)).sum((1, 2)) / 2  # where two lines cross, both lack half a cell
         ratio = _flat(search.weights / new_cells.clamp_(min=1))
-        most = 2**number if doubling else int(search.batch.max())
+        most = _GROWTH**number if few_rounds else int(search.batch.max())
         best, index = ratio.topk(min(most, 2 * keys), dim=1)
         gain = _flat(search.weights).gather(1, index)
         best_ratio = best[:, 0]
@@ -154,13 +157,13 @@ def exact_lines(
         search.dense |= hopeless & ~search.done
         search.done |= hopeless | enough & (best_ratio < sharp)
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
-        needed = gain.cumsum(1) - gain < search.missing[:, None]
+        needed = gain.cumsum(1) - gain < spare * search.missing[:, None]
         taken = (needed | (best >= sharp)) & (best > 0) & ~search.done[:, None]
-        if not doubling:
+        if not few_rounds:
             taken &= torch.arange(best.shape[1], device=at.device) < search.batch[:, None]
         # Line 0, which was chosen first, stands in for lines not taken.
         search.take(index * taken, at)
-        if not doubling:
+        if not few_rounds:
             search.set_batch(gain.amax(1))
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")

@@ -243,8 +243,10 @@ def _dense(scores: Scores, value: Tensor, heads: list[int], out: Tensor) -> None
     if scores.past:
         rows = 1024  # at a time: on a CPU PyTorch builds their mask
     kv_head = partial(kv_head_of, heads=scores.heads, kv_heads=len(value))
-    groups: list[tuple[slice | list[int], list[int]]] = []  # kv heads, and the query heads that read them
-    if out.is_cuda:  # one kv head after another takes five times as long
+    groups: list[tuple[slice | list[int], slice | list[int]]] = []  # kv heads, and the query heads that read them
+    if out.is_cuda and len(heads) == scores.heads:
+        groups.append((slice(None), slice(None)))
+    elif out.is_cuda:  # one kv head after another takes five times as long
         groups.append((list(map(kv_head, heads)), heads))
     else:
         for own_head, some in groupby(heads, key=kv_head):  # so that no keys are copied
@@ -254,9 +256,11 @@ def _dense(scores: Scores, value: Tensor, heads: list[int], out: Tensor) -> None
             stop = min(scores.queries, start + rows)
             end = scores.past + stop
             parts = scores.query[own, start:stop], scores.key[kv_heads, :end], value[kv_heads, :end]
-            query, key, values = (part.to(out.dtype).expand(len(own), -1, -1)[None] for part in parts)
-            visible = causal_lower_right(stop - start, end)
-            out[own, start:stop] = scaled_dot_product_attention(query, key, values, visible, scale=scores.scaling)[0]
+            query, key, values = (part.to(out.dtype)[None] for part in parts)
+            visible, grouped = causal_lower_right(stop - start, end), query.shape[1] != key.shape[1]
+            out[own, start:stop] = scaled_dot_product_attention(
+                query, key, values, visible, scale=scores.scaling, enable_gqa=grouped
+            )[0]
 
 
 class _BlockedHead:

@@ -229,7 +229,8 @@ class SparsePrompts(Intervention):
         if held_out is not None and not all(sparsity.dense):
             met += len(held_out)
             shares = recovered(body.scores, lines, held_out)
-            shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
+            if any(sparsity.dense):
+                shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
         last_error: Tensor | float = 0.0
         if self.dense_rows:
             output = torch.cat([output, row.dense(self.dense_rows)], 1)
