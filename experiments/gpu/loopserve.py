@@ -12,8 +12,9 @@ of the heads attend to one offset, half to marked tokens, a tenth of the text). 
   the lines fill too many blocks. A slow test compares the kernel with PyTorch under the same mask.
 - `lone lines`: one layer on 1,000 random columns and this number of lone offsets, over dense attention; and
   FlexAttention with a block mask of the same lines, which computes every block that a line touches.
-- `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
-  them, over causal attention, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
+- `selection`: queries and keys of the model's middle layer: the choice of lines, with LoopServe's settings and with
+  the paper's alpha (`selection 0.955`), and attention along them, over causal attention, and the mass that the lines
+  hold on 64 drawn rows (`mass`, by head the least).
 - `prompt`: the whole model reads a prompt, along lines whatever that costs (`shortest=0`) and with its own attention
   (`sdpa`); `mass` is what the events say about held-out rows, over layers and heads.
 - `usual prompt`: the same with `LoopServe()` as users have it, which leaves short prompts to the model's own attention.
@@ -48,7 +49,7 @@ from experiments.script import run
 from experiments.timing import clock, faster, pairs_of, seconds_of
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.session import Session
-from sinkscope.lines import Sparsity, select_lines, sparse_attention
+from sinkscope.lines import Sparsity, sparse_attention
 from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve import LoopServe
@@ -163,7 +164,7 @@ class Seen(Intervention):
 
 
 @torch.no_grad()
-def selection(target: Target, ids: Ids, rounds: int) -> Row:
+def selection(target: Target, ids: Ids, edit: LoopServe, rounds: int) -> Row:
     """Choice of lines, and attention along them, over dense attention."""
     now = partial(clock, target.device)
     seen = Seen(target.n_layers // 2)
@@ -171,7 +172,7 @@ def selection(target: Target, ids: Ids, rounds: int) -> Row:
         target.base(input_ids=ids, use_cache=False)
     ((scores, value),) = seen.found
     attend = partial(dense, scores, value)
-    choose = partial(select_lines, scores, 0.955)
+    choose = partial(edit.lines, scores, seen.layer)
     along = partial(sparse_attention, scores, value)
     lines = choose()
     rows = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[:64]
@@ -285,7 +286,9 @@ def main(
             continue
         for density in DENSITIES:
             steps.do(f"prefill, {density} of {length}", partial(prefill, target, length, density, rounds, dtype))
-        steps.do(f"selection of {length}", partial(selection, target, ids[:, :length], rounds))
+        for name, alpha in (("", LoopServe.alpha), ("0.955 ", 0.955)):
+            edit = LoopServe(alpha=alpha, shortest=0)
+            steps.do(f"selection {name}of {length}", partial(selection, target, ids[:, :length], edit, rounds))
     for length in prompts:
         for name, edit in (("", LoopServe(decode=False, shortest=0)), ("usual ", LoopServe(decode=False))):
             if length <= room:

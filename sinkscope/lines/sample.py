@@ -11,8 +11,8 @@ from torch import Tensor
 from sinkscope.lines.attention import causal_cells
 
 _SEARCH = 4.0  # rows of dense attention that take as long as the choice does for each sampled or checked query
-_GPU_START = 1.7e12  # products of numbers in dense attention that take as long as 20 ms of launching kernels
-_GPU_ROWS = 24_000  # rows of dense attention that take as long as the choice does for a head besides that
+_GPU_START = 6.5e11  # products of numbers in dense attention that take as long as 7 ms of launching kernels
+_GPU_ROWS = 3_000  # rows of dense attention that take as long as the choice does for a head besides that
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:

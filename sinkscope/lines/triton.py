@@ -149,25 +149,20 @@ def triton_heads(
     """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
     # Matrix products take widths that are powers of two, from 16 on.
     parts: list[Tensor] = []
-    strides: list[int] = []
     for part in (scores.query, scores.key, value):
         missing = max(16, triton.next_power_of_2(part.shape[2])) - part.shape[2]
         fitting = part.to(value.dtype)
-        if missing:
-            fitting = pad(fitting, (0, missing))
-        elif fitting.stride(2) != 1:
-            fitting = fitting.contiguous()
-        parts.append(fitting)
-        strides += fitting.stride()[:2]
+        parts.append(pad(fitting, (0, missing)) if missing else fitting)
     whole = out
     if parts[2].shape[2] != out.shape[2]:
         whole = torch.empty(*scores.query.shape[:2], parts[2].shape[2], device=out.device, dtype=out.dtype)
-    tables = [mask.byte() for mask in (index.banded, lines.vertical, index.full)]
+    for mask in (index.banded, lines.vertical, index.full):
+        parts.append(mask.byte())
     for table in (index.block_count, index.blocks, index.column_count, index.column_index):
-        tables.append(table.int())
+        parts.append(table.int())
     kv_heads = kv_head_of(heads, scores.heads, len(value))
-    tables += [index.lone_count.int(), index.lone_offset.int(), heads.int(), kv_heads.int()]
-    arguments: list[Any] = [whole, *parts, *(table.contiguous() for table in tables), *strides]
+    parts += [index.lone_count.int(), index.lone_offset.int(), heads.int(), kv_heads.int()]
+    arguments: list[Any] = [whole, *(part.contiguous() for part in parts)]
     arguments += [scores.scaling * _LOG2_E, scores.queries, scores.keys]
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [parts[0].shape[2], parts[2].shape[2], index.size, KEYS]
@@ -204,26 +199,11 @@ def _warps(values: int, size: int) -> int:
 
 @triton.jit
 @no_type_check
-def _add(
-    q,
-    own,
-    inside,
-    seen,
-    key,
-    value,
-    key_row,
-    value_row,
-    scaling,
-    top,
-    total,
-    sums,
-    width: tl.constexpr,
-    values: tl.constexpr,
-):
+def _add(q, own, inside, seen, key, value, scaling, top, total, sums, width: tl.constexpr, values: tl.constexpr):
     """Add keys to the softmax so far: largest score, sum of weights, and weighted values of every query."""
     places = own.to(tl.int64)
-    k = tl.load(key + places[None, :] * key_row + tl.arange(0, width)[:, None], mask=inside[None, :], other=0.0)
-    v = tl.load(value + places[:, None] * value_row + tl.arange(0, values), mask=inside[:, None], other=0.0)
+    k = tl.load(key + places[None, :] * width + tl.arange(0, width)[:, None], mask=inside[None, :], other=0.0)
+    v = tl.load(value + places[:, None] * values + tl.arange(0, values), mask=inside[:, None], other=0.0)
     # In float32, three products on tensor cores: plain ones took 19 KB of local memory in each thread, these 0.5 KB.
     scores = tl.where(seen, tl.dot(q, k, input_precision="tf32x3") * scaling, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))
@@ -236,25 +216,11 @@ def _add(
 
 @triton.jit
 @no_type_check
-def _add_one(
-    full,
-    own,
-    seen,
-    key,
-    value,
-    key_row,
-    value_row,
-    scaling,
-    top,
-    total,
-    sums,
-    width: tl.constexpr,
-    values: tl.constexpr,
-):
+def _add_one(full, own, seen, key, value, scaling, top, total, sums, width: tl.constexpr, values: tl.constexpr):
     """Add one key of each query to the softmax so far."""
     places = own.to(tl.int64)[:, None]
-    k = tl.load(key + places * key_row + tl.arange(0, width), mask=seen[:, None], other=0.0)
-    v = tl.load(value + places * value_row + tl.arange(0, values), mask=seen[:, None], other=0.0)
+    k = tl.load(key + places * width + tl.arange(0, width), mask=seen[:, None], other=0.0)
+    v = tl.load(value + places * values + tl.arange(0, values), mask=seen[:, None], other=0.0)
     product = tl.sum(full * k.to(tl.float32), 1) * scaling
     score = tl.where(seen, product, float("-inf"))
     new = tl.maximum(top, score)
@@ -294,12 +260,6 @@ def _attend(
     lone_offset,
     heads,
     kv_heads,
-    query_head,
-    query_row,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
     scaling,
     queries,
     keys,
@@ -314,11 +274,11 @@ def _attend(
     row = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     at_row = head * tl.num_programs(0) + row
-    query += head * query_head
+    query += head * queries * width
     out += head * queries * values
     kv_head = tl.load(kv_heads + tl.program_id(1)).to(tl.int64)
-    key += kv_head * key_head
-    value += kv_head * value_head
+    key += kv_head * keys * width
+    value += kv_head * keys * values
     banded += head * keys
     vertical += head * keys
     column_index += head * columns
@@ -332,7 +292,7 @@ def _attend(
     few = tl.arange(0, KEYS)
     real = numbers < queries
     rows = numbers.to(tl.int64)[:, None]
-    q = tl.load(query + rows * query_row + wide, mask=real[:, None], other=0.0)
+    q = tl.load(query + rows * width + wide, mask=real[:, None], other=0.0)
     top = tl.full([SIZE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
     total = tl.zeros([SIZE], tl.float32)
     sums = tl.zeros([SIZE, values], tl.float32)
@@ -343,26 +303,20 @@ def _attend(
         seen = real & (own >= 0)
         on_vertical = tl.load(vertical + own, mask=seen, other=1)
         seen = seen & (on_vertical == 0)
-        top, total, sums = _add_one(
-            full, own, seen, key, value, key_row, value_row, scaling, top, total, sums, width, values
-        )
+        top, total, sums = _add_one(full, own, seen, key, value, scaling, top, total, sums, width, values)
 
     for i in range(tl.load(block_count + at_row)):
         own = row * SIZE + keys - queries - tl.load(block_index + i) + few
         inside = (own >= 0) & (own < keys)
         seen = _seen_in_block(at, own, inside, tl.load(whole + i), banded, vertical, keys)
-        top, total, sums = _add(
-            q, own, inside, seen, key, value, key_row, value_row, scaling, top, total, sums, width, values
-        )
+        top, total, sums = _add(q, own, inside, seen, key, value, scaling, top, total, sums, width, values)
 
     seen_columns = tl.load(column_count + at_row)
     for i in range(0, seen_columns, KEYS):
         inside = i + few < seen_columns
         own = tl.load(column_index + i + few, mask=inside, other=keys)
         seen = own[None, :] <= at[:, None]
-        top, total, sums = _add(
-            q, own, inside, seen, key, value, key_row, value_row, scaling, top, total, sums, width, values
-        )
+        top, total, sums = _add(q, own, inside, seen, key, value, scaling, top, total, sums, width, values)
 
     mean = sums / tl.where(real, total, 1.0)[:, None]
     tl.store(out + rows * values + tall, mean.to(out.dtype.element_ty), mask=real[:, None])
