@@ -11,8 +11,8 @@ from torch import Tensor
 from sinkscope.lines.attention import causal_cells
 
 _SEARCH = 4.0  # rows of dense attention that take as long as the choice does for each sampled or checked query
-_GPU_START = 6.5e11  # products of numbers in dense attention that take as long as 7 ms of launching kernels
-_GPU_ROWS = 3_000  # rows of dense attention that take as long as the choice does for a head besides that
+_GPU_START = 7.2e11  # products of numbers in dense attention that take as long as 8 ms of launching kernels
+_GPU_ROWS = 7_700  # rows of dense attention that take as long as the choice does for a head besides that
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
@@ -26,9 +26,10 @@ def choice_cost(query: Float[Tensor, "head query d_head"], keys: int, sample: in
 
     On a CPU and at 2,048 to 32,768 keys, choosing takes as long as 4 rows of dense attention for every query that is
     sampled or checked if the lines of a head are hard to find, 2.4 if they are found at once, and 1.3 if a head is soon
-    seen to be flat (`experiments.bench_loopserve`). On an H200, everything that `LoopServe` does to a prompt besides
-    attention took 28, 33, 50 and 92 ms a layer of 32 heads at 8,192 to 65,536 keys (`experiments.gpu.loopserve`), where
-    dense attention is so fast that this pays from about 96,000 keys on. Slower devices gain earlier.
+    seen to be flat (`experiments.bench_loopserve`). On an H100, everything that `LoopServe` does to a prompt besides
+    attention took 10 and 20 ms a layer of 32 heads at 16,384 and 32,768 keys, and the choice alone 16 and 22 ms at
+    65,536 and 131,072 (`experiments.gpu.loopserve`); dense attention is so fast there that this pays from about 43,000
+    keys on. Slower devices gain earlier.
     """
     heads, queries, width = query.shape
     cells = causal_cells(queries, keys)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import inf
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from lines_kit import dense, lines_of, on_lines
 from refusals import refused
 from torch import Tensor
 
+from sinkscope.lines import choice
 from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
-from sinkscope.lines.exact import least_share
+from sinkscope.lines.exact import exact_lines, least_share
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import sample_queries
 from sinkscope.lines.votes import minference_lines
@@ -53,6 +57,36 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, variant, sampl
     assert (held[:, rows].sum(1) >= alpha * len(rows) - 1e-4).all()
     torch.testing.assert_close(recovered(scores, lines).double(), held.mean(1), atol=1e-5, rtol=0)
     assert (lines.density() <= 1).all()
+
+
+def as_on_a_gpu(scores: Scores, alpha: float, **settings: Any) -> HeadLines:
+    """The choice in few rounds, and of all heads at once."""
+
+    def few(*given: Any, **named: Any) -> Tensor:
+        return exact_lines(*given, **{**named, "few_rounds": True})
+
+    with patch.object(choice, "exact_lines", few):
+        return select_lines(scores, alpha, **settings)
+
+
+@given(
+    keys=st.integers(30, 200),
+    alpha=st.floats(0.05, 0.99),
+    sharp=st.sampled_from([1.0, 4.0]),
+    dense_above=st.sampled_from([0.5, inf]),
+    seed=st.integers(0, 99),
+)
+def test_few_rounds_hold_alpha_too_with_little_more_cells(keys, alpha, sharp, dense_above, seed):
+    scores = drawn(4, keys, keys, seed, sharp)
+    settings = {"dense_above": dense_above, "begin": 2, "local": 3, "sharp": 0.5, "checked": 4}
+    many, few = select_lines(scores, alpha, **settings), as_on_a_gpu(scores, alpha, **settings)
+    rows = sample_queries(keys, 48)
+    found = on_lines(few)
+    assert torch.equal(found.sum((1, 2)), few.cells())
+    held = (dense(scores) * found).sum(2)[:, rows].sum(1)
+    assert (held >= alpha * len(rows) - 1e-4).all()
+    assert ((few.cells() <= 1.5 * many.cells()) | (few.density() == 1)).all()
+    assert few.vertical[:, :2].all() and few.slash[:, :3].all()
 
 
 def optimum(probs: Tensor, past: int, alpha: float) -> int:
@@ -154,8 +188,8 @@ def test_minference_by_the_last_queries():
 def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant):
     scores = drawn(4, 40, 60, 7, sharp=9.0)
     scores.key[0, 3] = torch.nan
-    lines = select_lines(scores, 0.3, variant=variant)
-    assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
+    for lines in (select_lines(scores, 0.3, variant=variant), as_on_a_gpu(scores, 0.3, variant=variant)):
+        assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
 
 
 @pytest.mark.parametrize("sharp", [0.0, 0.5, 2.0])

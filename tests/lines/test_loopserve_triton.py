@@ -153,8 +153,8 @@ def measured(card: str) -> dict[str, Any]:
 
 
 def test_on_a_gpu_no_prompt_is_read_along_lines_where_that_was_measured_to_be_slower():
-    prompts = [row for name, row in measured("h200").items() if name.startswith("prompt of")]
-    assert len(prompts) >= 4
+    prompts = [row for name, row in measured("h100").items() if name.startswith("prompt of")]
+    assert len(prompts) >= 3
     with FakeTensorMode():  # no memory, and no GPU
         for row in prompts:
             query = torch.empty(32, row["n"], 128, device="cuda", dtype=torch.bfloat16)

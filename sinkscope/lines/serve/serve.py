@@ -28,9 +28,9 @@ time if it finds none again, 5 % of dense attention."""
 
 
 GPU_LAYER_BYTES = 1 << 30
-"""Keys and values of a layer on a GPU below which a token takes longer if it reads a part of them. On an H100 it took
-1.26 and 1.07 times as long as with stock attention at 134 and 537 MB a layer, and 0.7 times at 1,082 MB
-(`experiments.gpu.loopserve` and `experiments.gpu.overhead`)."""
+"""Keys and values of a layer on a GPU below which a token takes longer if it reads a part of them: on an H100 1.26 and
+1.07 times as long as with stock attention at 134 and 537 MB a layer, and 0.7 times at 1,082 MB
+(`experiments.gpu.overhead`). Where it reads everything, it took 1.14 and 0.88 times as long at the first two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class LoopServe(SparsePrompts):
             prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), layers
             in which an earlier turn on the same cache found no lines, unless the turn is so long that looking again
             costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
-            whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 96,000 keys
+            whatever that costs. On a GPU, prompts of a model with 32 heads are read along lines from about 43,000 keys
             on, because dense attention is as fast as the choice before that, and decoding selects in layers whose keys
             and values take 1 GB or more: 65,536 tokens of all rows together in a model such as Llama-2-7B.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
