@@ -139,17 +139,18 @@ class LoopRow:
             self._tokens_read = 0
         self.feed(output[self._tokens_read :])
 
-    def replay(self, output: Sequence[int], origin: int = 0, lag: int = 0) -> None:
+    def replay(self, output: Sequence[int], origin: int) -> None:
         """Process the output of an earlier stay in the batch, and resume the action that was in progress then.
+
+        A token was read in the step after it, so an action began one token later.
 
         Args:
             output: Ids of its tokens.
             origin: Position of the first token.
-            lag: Number of tokens between a trigger and its action.
         """
         for position, token in enumerate(output, origin):
             self._begin_due(position)
-            self.feed((token,), position + 1 + lag)
+            self.feed((token,), position + 2)
 
     @property
     def stopped(self) -> bool:
