@@ -1,4 +1,4 @@
-"""The loop monitor as a logits processor of vLLM: the interface of Model Runner V2. This module does not import vLLM."""
+"""The loop monitor as a logits processor of vLLM, in the interface of Model Runner V2; imports no vLLM."""
 
 from __future__ import annotations
 
