@@ -9,7 +9,6 @@ from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.loading.config import first_line
 
 
-
 class HubError(SinkscopeError):
     """A file of the hub cannot be had here."""
 
