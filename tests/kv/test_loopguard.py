@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_kit import prompts, shallow_of
 from organisms.decoders import decoder
+from refusals import refused
 from torch.testing import assert_close
 from transformers import DynamicCache
 
