@@ -19,7 +19,6 @@ import torch
 from sinkscope.hooks.edit.base import Composed, Intervention
 from sinkscope.hooks.edit.decode import decode, greedy
 from sinkscope.kv.policy import Policy
-from sinkscope.kv.rounded import Bits, Rounded
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
@@ -39,7 +38,6 @@ CAUSES = {
     "history": "the earlier turns",
     "sink": "the sink",
     "window": "the policy's window",
-    "rounding": "the rounding of keys and values",
 }
 CONTEXT = "context"
 """All tokens but the first one, which are removed for reference."""
@@ -179,7 +177,6 @@ class Case:
         history: Length of the earlier turns.
         prompt: Length of the prompt, earlier turns included.
         loop: The loop at the end.
-        bits: Bits of the cache under which the text was made. None: not quantised.
     """
 
     setup: Setup
@@ -187,11 +184,10 @@ class Case:
     history: int
     prompt: int
     loop: Tail
-    bits: int | None
 
     def causes(self) -> list[str]:
         """The causes that can be tested."""
-        tested = {"history": self.history > 1, "window": self.policy() is not None, "rounding": self.bits is not None}
+        tested = {"history": self.history > 1, "window": self.policy() is not None}
         return [name for name in CAUSES if tested.get(name, True)]
 
     def policy(self) -> Policy | None:
@@ -236,13 +232,10 @@ class Case:
 
     def edits(self, trial: Trial) -> list[Intervention]:
         """What the model runs under, besides the removal of positions."""
-        without, number = trial
         edits: list[Intervention] = []
         for part in self.interventions():
-            if "window" not in without or not isinstance(part, Policy):
+            if "window" not in trial[0] or not isinstance(part, Policy):
                 edits.append(part)
-        if self.bits is not None and ("rounding" not in without or number is not None):
-            edits.append(Rounded(self.bits, noise="rounding" in without))
         return edits
 
     def continued(self, trials: Iterable[Trial], cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
@@ -305,22 +298,20 @@ def why(
     answer: Annotated[str | Sequence[int] | None, Option("--answer-file", metavar="FILE|-", reads="text")] = None,
     history: Annotated[str | Sequence[int] | None, Option("--history-file", metavar="FILE|-", reads="text")] = None,
     max_new_tokens: Natural | None = None,
-    bits: Bits | None = None,
     cuts: Natural = 6,
 ) -> Why:
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
     A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than
-    under random changes of the same size: as many random tokens removed, random tokens in place of a policy's, random
-    noise as large as the rounding. If no cause alone is needed, pairs are taken away. Only if the loop goes on after
-    the first and the last token alone, it lies in the weights.
+    under random changes of the same size: as many random tokens removed, or random tokens in place of a policy's. If no
+    cause alone is needed, pairs are taken away. Only if the loop goes on after the first and the last token alone, it
+    lies in the weights.
 
     Args:
         prompt: Text to continue; from Python also ids. By default the beginning of the typical text.
         answer: The text after the prompt, which ends in a loop; from Python also ids. By default what the model writes.
         history: Earlier turns of the chat, which stand before the prompt; from Python also ids.
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
-        bits: Bits of a number in a quantised cache under which the loop arose.
         cuts: Number of positions at which causes are taken away.
 
     Raises:
@@ -341,10 +332,7 @@ def why(
     if answer is None:
         new = max_new_tokens or max(1, min(NEW_TOKENS, limit - len(start) - CONTINUED))
         check_length(target, "the prompt", len(start), new)
-        made = setup.edit
-        if bits is not None:
-            made = Rounded(bits) if made is None else made | Rounded(bits)
-        (written,), _ = decode(target, [start], new, made)
+        (written,), _ = decode(target, [start], new, setup.edit)
     else:
         written = read_row(target, answer, special=False)
     ids = [*start, *written]
@@ -352,7 +340,7 @@ def why(
     text = Why(prompt_tokens=len(start), tokens=len(ids), ids=tuple(ids))
     if loop is None:
         return text
-    case = Case(setup, ids, len(turns), len(start), loop, bits)
+    case = Case(setup, ids, len(turns), len(start), loop)
     places = case.cuts(cuts)
     check_length(target, "the text up to a cut", places[-1], max(CONTINUED, 4 * loop.period))
     goes_on, tried = _tried(case, places)
