@@ -36,7 +36,6 @@ def check_loops(
     form: Annotated[StreamForm, Option("--format")] = "auto",
     settings: Annotated[str | None, Option(metavar="FILE")] = None,
     variant: str = "repeats",
-    max_new: int | None = None,
     first: bool = False,
     tee: bool = False,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
@@ -54,7 +53,6 @@ def check_loops(
             input the first line decides, and it may also be server-sent events (sse).
         settings: Settings of the monitor, a JSON object such as {"window": 128}.
         variant: Which monitor decides. "repeats" finds exact repetitions of anything, "full" is the paper's.
-        max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
         tee: With --follow: pass the input on to standard output, and print loops on standard error.
         proxy: Stand between clients and the server at this address, and end answers that loop.
@@ -62,27 +60,23 @@ def check_loops(
         host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
 
     Example:
-        sinkscope loops answers.jsonl --max-new 2500
+        sinkscope loops answers.jsonl
         tail -f server.log | sinkscope loops --follow
         sinkscope loops --proxy http://127.0.0.1:11434
     """
     monitor = _monitor_settings(settings, variant)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if proxy is not None:
-        ignored = {"FILE": file, "--follow": follow, "--first": first, "--tee": tee}
-        _refuse({**ignored, "--max-new": max_new}, "with --proxy")
+        _refuse({"FILE": file, "--follow": follow, "--first": first, "--tee": tee}, "with --proxy")
         return _proxy(proxy, monitor, host or PROXY_HOST, PROXY_PORT if port is None else port)
     _refuse({"--port": port, "--host": host}, "without --proxy")
     if follow:
-        _refuse({"--max-new": max_new}, "with --follow")
         return _follow(file or "-", form, monitor, first, tee)
     _refuse({"--first": first, "--tee": tee}, "without --follow")
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
     with closing(_open_bytes(file)) as source:
-        return check_file(
-            source, form=_form(file, form), settings=monitor, max_new=max_new, name=_name(file), told=_tell
-        )
+        return check_file(source, form=_form(file, form), settings=monitor, name=_name(file), told=_tell)
 
 
 def _tell(alarm: Alarm) -> None:

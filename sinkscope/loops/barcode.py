@@ -23,9 +23,10 @@ from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
-from sinkscope.measure.attention_texts import ordinary_ids, prompt_ids
+from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import attending_layers, check_length, check_site
 from sinkscope.models.inputs import read_row
+from sinkscope.models.text import text_rows
 from sinkscope.results.notation import head_name, word_form, word_list
 from sinkscope.results.style import ORANGE, figure_of, long_table
 from sinkscope.tap.internals import attention_name
@@ -112,7 +113,7 @@ class Barcode(Result):
         onset: Position of the loop's first token. None if the text does not loop.
         layers: The layers that were measured.
         score: Share of attention on the same offsets of the suffix as one period earlier.
-        control_score: `score` at the same positions of ordinary text; None without a control.
+        control_score: `score` at the same positions of ordinary text.
         shown: Names of the heads that are drawn.
         attention: Their attention, a row for each of the last steps and a column for each of the last positions. Where
             interventions acted, the steps around the last act.
@@ -132,19 +133,17 @@ class Barcode(Result):
     onset: int | None
     layers: tuple[int, ...]
     score: Float[np.ndarray, "layer head"]
-    control_score: Float[np.ndarray, "layer head"] | None = None
+    control_score: Float[np.ndarray, "layer head"]
     shown: tuple[str, ...]
     attention: Float[np.ndarray, "shown row column"]
     picture_end: int
-    control_attention: Float[np.ndarray, "shown row column"] | None = None
+    control_attention: Float[np.ndarray, "shown row column"]
     acts: tuple[int, ...]
     ids: tuple[int, ...] = ()
 
     @property
     def gain(self) -> Float[np.ndarray, "layer head"]:
         """Score minus the control's; heads are ranked by it."""
-        if self.control_score is None:
-            return self.score
         return self.score - self.control_score
 
     @property
@@ -175,14 +174,11 @@ class Barcode(Result):
         if self.period is None:
             return f"The {self.steps} generated tokens end in no loop, so no head can lock onto one."
         best = self.rows()[0]
-        control = "no control was run"
-        if "control_score" in best:
-            control = f"in ordinary text {best['control_score']:.0%}"
         lock = word_form(len(self.locked), "locks", "lock")
         return (
             f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
             f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
-            f"one period before ({control})."
+            f"one period before (in ordinary text {best['control_score']:.0%})."
         )
 
     def details(self) -> list[str]:
@@ -205,7 +201,7 @@ class Barcode(Result):
         label = "attention of the strongest head"
         return [
             Number("locked", "heads that lock onto the loop", len(self.locked) / self.score.size, share=True),
-            Number("score", label, best["score"], best.get("control_score"), share=True, contrast="ordinary text"),
+            Number("score", label, best["score"], best["control_score"], share=True, contrast="ordinary text"),
         ]
 
 
@@ -214,23 +210,19 @@ def draw(result: Barcode) -> go.Figure:
 
     Each row below is a head, in the generated text and in ordinary text. Steps run downwards, and darker is more.
     """
-    pictures = [("generated", result.attention)]
-    if result.control_attention is not None:
-        pictures.append(("ordinary text", result.control_attention))
     rows = 1 + len(result.shown)
     titles = ["what the loop adds (score above ordinary text)"]
     for head in map(html.escape, result.shown):
-        titles += [f"{head}: {name}" for name, _ in pictures]
-    specs: list[list[Any]] = [[{"colspan": len(pictures)}, *[None] * (len(pictures) - 1)]]
-    specs += [[{}] * len(pictures)] * len(result.shown)
+        titles += [f"{head}: generated", f"{head}: ordinary text"]
+    specs: list[list[Any]] = [[{"colspan": 2}, None], *[[{}, {}]] * len(result.shown)]
     spaces: dict[str, Any] = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
-    fig: Any = make_subplots(rows, len(pictures), specs=specs, subplot_titles=titles, **spaces)
+    fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **spaces)
     colors = {"zmin": -1, "zmax": 1, "zmid": 0, "colorscale": "RdBu", "showscale": False}
     fig.add_heatmap(z=result.gain, y=result.layers, **colors, row=1, col=1)
     fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
     top = max(0.05, float(np.quantile(result.attention, 0.99)))
     for row in range(len(result.shown)):
-        for col, (_, picture) in enumerate(pictures, 1):
+        for col, picture in enumerate((result.attention, result.control_attention), 1):
             fig.add_heatmap(
                 z=np.sqrt(picture[row], dtype=np.float32),
                 customdata=picture[row].astype(np.float32),
@@ -267,7 +259,7 @@ def barcode(
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
     max_new_tokens: Natural | None = None,
     heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
-    control: bool | Sequence[int] = True,
+    control: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
 
@@ -282,7 +274,7 @@ def barcode(
         ids: A complete sequence to measure instead of generating one.
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
         heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
-        control: Compare with ordinary text of the same length; from Python also the ids of such a text.
+        control: Ids of the ordinary text to compare with. By default typical text.
 
     Example:
         sinkscope barcode --html barcode.html
@@ -304,18 +296,9 @@ def barcode(
     own = _recorded(setup, own_ids, prompt_tokens, {layer: tracks() for layer in wanted})
     setup.progress("texts", 1, 2)
     score = _means(own, late)
-    gain = score
-    control_score: Float[np.ndarray, "layer head"] | None = None
-    control_attention: Float[np.ndarray, "shown row column"] | None = None
-    plain: dict[int, HeadTracks] = {}
-    ordinary = _control(setup, control, length)
-    if ordinary is not None:
-        plain = _recorded(setup, ordinary, prompt_tokens, {layer: tracks() for layer in wanted})
-        control_score = _means(plain, late)
-        gain = score - control_score
-    named = named or _most_changed(gain, wanted)
-    if plain:
-        control_attention = _shown(plain, named)
+    plain = _recorded(setup, _control(setup, control, length), prompt_tokens, {layer: tracks() for layer in wanted})
+    control_score = _means(plain, late)
+    named = named or _most_changed(score - control_score, wanted)
     setup.progress("texts", 2, 2)
     return Barcode(
         prompt_tokens=prompt_tokens,
@@ -330,7 +313,7 @@ def barcode(
         acts=tuple(sorted({event.step for event in events})),
         ids=tuple(own_ids),
         control_score=control_score,
-        control_attention=control_attention,
+        control_attention=_shown(plain, named),
     )
 
 
@@ -377,9 +360,9 @@ def _shown(tracks: dict[int, HeadTracks], heads: list[Head]) -> Float[np.ndarray
     return np.round(pictures.double().numpy(), 3)
 
 
-def _control(setup: Setup, control: bool | Sequence[int], length: int) -> list[int] | None:
-    if isinstance(control, bool):
-        return ordinary_ids(setup, length) if control else None
+def _control(setup: Setup, control: Sequence[int] | None, length: int) -> list[int]:
+    if control is None:
+        return text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
     ids = read_row(setup.target, control)
     if len(ids) < length:
         raise SinkscopeError(f"a control of {len(ids)} ids: expected {length}, as many as the sequence has")

@@ -120,7 +120,6 @@ def test_a_measurement_and_its_command_state_the_decoding(tmp_path, typed):
         "L0.H0",
         "--max-new-tokens",
         "4",
-        "--no-control",
         "--json",
         "-",
     ]

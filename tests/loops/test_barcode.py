@@ -69,7 +69,7 @@ def test_the_picture_is_of_the_last_act_or_of_the_end():
 def test_the_default_number_of_tokens_fits_the_context():
     """A model whose context is shorter than the default is measured to its end, and does not refuse its own default."""
     model, tokenizer = tiny_model("llama", max_position_embeddings=96)
-    result = barcode(model, PROMPT, tokenizer=tokenizer, control=False, heads=[(0, 0)])
+    result = barcode(model, PROMPT, tokenizer=tokenizer, heads=[(0, 0)])
     assert result.prompt_tokens + result.steps == 96
 
 
@@ -147,7 +147,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
         np.testing.assert_allclose(getattr(full, name), getattr(plain, name), atol=1e-3)
     assert full.locked == plain.locked
     policy = StreamingLLM(budget=10, first=2)
-    short = measured(organism, prompt, 16, interventions=policy, control=False, heads=[(1, 0)])
+    short = measured(organism, prompt, 16, interventions=policy, heads=[(1, 0)])
     assert "StreamingLLM" in short.settings["interventions"]
     length = prompt.shape[1] + 16
     assert short.attention.shape[1:] == (
@@ -168,9 +168,7 @@ def test_the_numbers_are_those_of_the_rows():
     share, strongest = result.numbers()
     assert share.value == len(result.locked) / result.score.size > 0
     assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
-    alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
-    np.testing.assert_allclose(alone.gain, alone.score)
-    assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
+    np.testing.assert_allclose(result.gain, result.score - result.control_score)
 
 
 def test_bad_input_is_one_line(refusal):
