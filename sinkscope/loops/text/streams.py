@@ -229,10 +229,13 @@ def _texts(start: bytes, source: Any) -> Iterator[str]:
     data = start or source.read1(1 << 16)
     while data:
         try:
-            yield decoder.decode(data)
+            text = decoder.decode(data)
         except UnicodeDecodeError as error:
-            yield error.object[: error.start].decode()
+            if error.start:
+                yield error.object[: error.start].decode()
             raise
+        if text:
+            yield text
         data = source.read1(1 << 16)
     decoder.decode(b"", final=True)  # a character that was cut off is an error
 
