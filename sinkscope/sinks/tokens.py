@@ -46,13 +46,8 @@ def single_token(tokenizer: Any, string: str) -> int:
         if len(ids) == 1 and ids[0] != unknown:
             return int(ids[0])
         pieces = pieces or ids
-    remedy = "give a string that is one token"
-    if not pieces:
-        raise SinkscopeError(f"{string!r} is no token; {remedy}")
-    if len(pieces) == 1:
-        raise SinkscopeError(f"{string!r} is unknown to the tokenizer; {remedy}")
-    parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
-    raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); {remedy}")
+    parts = [tokenizer.decode([token]) for token in pieces]
+    raise SinkscopeError(f"{string!r} is not one known token here, but {parts}; give a string that is one token")
 
 
 def pick_tokens(setup: Setup, strings: Sequence[str] | None = None, count: int = WORDS) -> list[int]:

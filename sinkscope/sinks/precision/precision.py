@@ -16,7 +16,7 @@ from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens
+from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.held_out import Length, Pieces, held_out
@@ -25,7 +25,6 @@ from sinkscope.sinks.precision.exact import (
     FIRST,
     NEURONS,
     PLACES,
-    PROJECTIONS,
     Rounded,
     Texts,
     beside_layers,
@@ -150,8 +149,7 @@ class Precision(Result):
             return self.neurons
         if one.kept == PLACES or one.kept == FIRST:
             return (Tokens(one.kept),)
-        kind: ComponentKind = "mlp" if one.kept == PROJECTIONS else "layer"
-        return tuple(Component(kind, layer) for layer in layers)
+        return tuple(Component("layer", layer) for layer in layers)
 
     def facts(self) -> list[str]:
         """The costs, and where the sink is."""
@@ -188,8 +186,8 @@ def precision(
 
     Activations, or keys and values, are rounded as `Quantize` does it, and the next tokens of held-out text are
     compared with those of the exact model. What stays exact is compared with random ones of the same size: tokens,
-    neurons of the same layers, down projections, layers. The first tokens are as many as a text has places of the sink.
-    Rounded numbers are stored as before, so no memory is saved here.
+    neurons of the same layers, layers. The first tokens are as many as a text has places of the sink. Rounded numbers
+    are stored as before, so no memory is saved here.
 
     Args:
         schemes: What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).
@@ -224,7 +222,7 @@ def precision(
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
         compared[COSTLIEST] = "layers", beside_layers(setup, costliest[name])
         for what, (field, values) in compared.items():
-            if ACTIVATIONS in scheme or what not in (NEURONS, PROJECTIONS):
+            if ACTIVATIONS in scheme or what != NEURONS:
                 read = [texts.rounded(**scheme, **{field: value}) for value in values]
                 rounded.append(kept_of(name, what, cost, read))
     return Precision(
