@@ -216,14 +216,11 @@ class Overlapped:
 
 
 def play(server: Slots | Overlapped, rng: Random, requests: list[Request], *, preempt: bool = False):
-    """Let requests come, go, and come back at random, until all of them are over."""
+    """Let requests come and go at random, until all of them are over."""
     waiting, running = list(requests), []
     while waiting or running:
         left = [request for request in running if request.over()]
         running = [request for request in running if request not in left]
-        back = [rng.choice(running)] if preempt and running and rng.random() < 0.15 else []
-        running = [request for request in running if request not in back]
         new = [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, 4 - len(running))))]
-        waiting = [*back, *waiting]
-        server.step(rng, left + back, new)
+        server.step(rng, left, new)
         running += new

@@ -87,19 +87,19 @@ def requests(rng: Random, actions: list[str]) -> list[kit.Request]:
     return made
 
 
-def check(server, rng: Random, actions: list[str], *, drafts: bool = False, preempt: bool = False):
+def check(server, rng: Random, actions: list[str], *, drafts: bool = False):
     asked = requests(rng, actions)
     with mock.patch.object(loop_row, "Monitor", Fussy):
-        kit.play(server, rng, asked, preempt=preempt)
+        kit.play(server, rng, asked)
     for request in asked:
         assert (request.output, request.edited) == alone(request, drafts=drafts)
 
 
 @given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
 def test_in_vllm_each_request_is_watched_as_if_alone(seed, actions, drafts):
-    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
+    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts."""
     server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
-    check(server, Random(seed), actions, drafts=True, preempt=not drafts)
+    check(server, Random(seed), actions, drafts=True)
 
 
 @pytest.mark.parametrize("how", [{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}], ids=str)
@@ -138,7 +138,7 @@ def test_tokens_that_the_server_takes_back_are_not_counted():
 def test_what_the_server_forbids_stays_forbidden():
     """A grammar, or min_tokens, has taken the end token away: nothing is changed until it is back."""
     row = LoopRow(ServingSettings(), 2)
-    with mock.patch.object(row, "_due", [0]):
+    with mock.patch.object(row, "_due", True):
         masked = torch.tensor([1.0, 0.5, -torch.inf])
         row.edit(masked, 5)
     assert masked.tolist() == [1.0, 0.5, -torch.inf]

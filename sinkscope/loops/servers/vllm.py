@@ -78,8 +78,8 @@ class VllmLoops:
         slots: list[int] = ctx.idx_mapping_np.tolist()
         rows = [self._rows.get(slot) for slot in slots]
         for slot, row in zip(slots, rows, strict=True):
-            if row is not None and row.mark < 0:
-                self._begin(slot, row)
+            if row is not None and row.mark < 0:  # what it wrote before it came here is not watched
+                row.mark = int(self._states.prefill_len.np[slot])
         watched = [row for row in rows if row is not None]
         if watched:
             self._send(ctx.idx_mapping.long(), rows)
@@ -94,15 +94,6 @@ class VllmLoops:
             if slot in self._rows:
                 self._rows[slot].edit(logits[place], position)
         return logits
-
-    def _begin(self, slot: int, row: LoopRow) -> None:
-        """Read what a request has generated before it came here."""
-        prompt = int(self._states.prompt_len.np[slot])
-        row.mark = int(self._states.prefill_len.np[slot])
-        output: list[int] = []
-        if row.mark > prompt:
-            output = self._states.all_token_ids.gpu[slot, prompt : row.mark].tolist()
-        row.replay(output, prompt)
 
     def _send(self, slots: Tensor, rows: list[LoopRow | None]) -> None:
         """Begin to copy each request's length and its latest tokens to the host."""

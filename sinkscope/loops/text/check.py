@@ -102,13 +102,6 @@ class LoopCheck(Result):
             return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."
 
-    def details(self) -> list[str]:
-        """What the repetitions cost."""
-        wasted = sum(record.wasted or 0 for record in self.records)
-        if not wasted or len(self.records) == 1:  # of one record the conclusion says it
-            return []
-        return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
-
     def closing(self) -> list[str]:
         """The conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
