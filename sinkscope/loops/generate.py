@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.files.records import Natural, Wording
+from sinkscope.files.records import Natural
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -33,11 +33,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
-COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
-Temperature = Annotated[
-    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
-    Wording(f"0, which is greedy, or a number from {COLDEST}"),
-]
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)

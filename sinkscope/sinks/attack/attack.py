@@ -28,7 +28,7 @@ from sinkscope.sinks.attack.attempts import (
     drawn_sources,
     make_pools,
 )
-from sinkscope.sinks.attack.clusters import FIRES, TokenClusters, find_clusters
+from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
@@ -163,11 +163,8 @@ def _instead(setup: Setup, made: MadeSpike | None, clusters: TokenClusters | Non
         return without_spike(setup, "there are no sink neurons to attack")
     if not made.spike.place.is_first:
         return f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
-    if clusters is None:
-        return "No single neuron makes the sink, so there are no clusters to attack with."
-    if not clusters.heads:
-        share = (clusters.background >= FIRES).mean()
-        return f"No single head of layer 0 is enough to mark a token; {share:.1%} have their mark without these heads."
+    if clusters is None or not clusters.heads:
+        return "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
     return None
 
 

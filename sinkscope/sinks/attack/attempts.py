@@ -28,7 +28,7 @@ from sinkscope.sinks.tokens import TokenRows
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
 SEQUENCES_AT_ONCE = 64  # sequences per pass
-NONE, LISTING, SECOND, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "second value", "patch", "random neurons")
+NONE, LISTING, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "patch", "random neurons")
 SOURCES = ("cluster", "random", "repeated")
 WHERE = {"BOS": "after BOS", "no BOS": "without BOS"}
 PATCHED = 16  # sequences of each kind that are run under patches
@@ -44,14 +44,13 @@ def attack_patches(setup: Setup) -> Patches:
     patches: Patches = {NONE: None}
     patch = chosen_patch(setup, None) if setup.target.resident else None
     if patch is not None:
-        whole = SinkPatch(sites=patch.sites)
         listing = SinkPatch(sites=patch.sites, site="up")
         try:
             with listing.on(setup.target):
                 pass
         except UnsupportedError:
-            listing = whole
-        patches |= {LISTING: listing, SECOND: whole, PATCH: patch, RANDOM: random_patch(setup, patch)}
+            listing = SinkPatch(sites=patch.sites)
+        patches |= {LISTING: listing, PATCH: patch, RANDOM: random_patch(setup, patch)}
     return patches
 
 
@@ -61,8 +60,8 @@ class Attempt:
 
     Attributes:
         patch: "none"; "Listing 1": the paper's patch as printed, which holds the up factor of the sink neurons at its
-            value at the second token, even if this is a sink; "second value": the same with the whole neuron instead of
-            one factor; "patch": that of `patch_make`; "random neurons": as many others, held as by "patch".
+            value at the second token, even if this is a sink; "patch": that of `patch_make`; "random neurons": as many
+            others, held as by "patch".
         context: What stands before: "BOS" or "no BOS".
         length: Tokens per sequence.
         source: How the sequences were made.
@@ -182,7 +181,7 @@ class Attempts:
         claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
-            intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
+            intact, listing, patched, control = (shares[:PATCHED] for shares in cluster)
             edits = ("Listing 1", "held as in Listing 1", listing), ("the patch", "patched", patched)
             for name, edit, left in edits:
                 held = replace(outcome, kind=f"spikes under {name}")
