@@ -71,7 +71,7 @@ def barcode(model: Any, tokenizer: Any) -> list[Any]:
     """Attention is in thousandths there, of which the last one may be rounded otherwise."""
     found = ss.barcode(model, ids=IDS[0].tolist() * 3, tokenizer=tokenizer)
     pictures = found.attention / 200, found.control_attention / 200
-    return [found.score, found.mass, found.control_score, found.shown, *pictures]
+    return [found.score, found.control_score, found.shown, *pictures]
 
 
 def generate(model: Any, tokenizer: Any, **settings: Any) -> list[Any]:
