@@ -20,7 +20,7 @@ MEASURED: dict[str, Callable[..., Any]] = {
     "circuit": partial(ss.circuit, max_repeats=64),
     "repeat": partial(ss.repeat, max_repeats=24, ablate=True),
     "probability": partial(ss.repeat, max_repeats=24, read="probability"),
-    "attack": partial(ss.attack, lengths=[4], sequences=4, prefix=""),
+    "attack": partial(ss.attack, lengths=[4], sequences=4),
     "patch make": partial(ss.patch_make, max_repeats=300, pieces=2, length=16),
     "lines": partial(ss.lines, count=2, length=48),
     "why": partial(ss.why, prompt=IDS[0].tolist(), max_new_tokens=60),
@@ -71,7 +71,7 @@ def barcode(model: Any, tokenizer: Any) -> list[Any]:
     """Attention is in thousandths there, of which the last one may be rounded otherwise."""
     found = ss.barcode(model, ids=IDS[0].tolist() * 3, tokenizer=tokenizer)
     pictures = found.attention / 200, found.control_attention / 200
-    return [found.score, found.mass, found.control_score, found.shown, *pictures]
+    return [found.score, found.control_score, found.shown, *pictures]
 
 
 def generate(model: Any, tokenizer: Any, **settings: Any) -> list[Any]:

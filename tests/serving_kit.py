@@ -1,4 +1,4 @@
-"""Servers as their documentation has them: how vLLM (both interfaces) and SGLang call logits processors.
+"""Servers as their documentation has them: how vLLM and SGLang call logits processors.
 
 No server is installed here. What calls the processors follows, word for word, the pages and docstrings that
 docs/serving.md names. A request's model is a script: without an action it says `stream`, token by token.
@@ -11,7 +11,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -75,27 +74,6 @@ def sample(rng: Random, visible: dict[Request, int], apply: Callable[[torch.Tens
         request.log.append((visible[request], len(request.output) - before))
 
 
-class MoveDirectionality(Enum):
-    UNIDIRECTIONAL = auto()
-    SWAP = auto()
-
-
-class BatchProcessor(ABC):
-    """vllm.v1.sample.logits_processor.LogitsProcessor"""
-
-    @abstractmethod
-    def __init__(self, vllm_config, device, is_pin_memory): ...
-
-    @abstractmethod
-    def apply(self, logits): ...
-
-    @abstractmethod
-    def is_argmax_invariant(self): ...
-
-    @abstractmethod
-    def update_state(self, batch_update): ...
-
-
 class SlotProcessor(ABC):
     """vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor"""
 
@@ -122,7 +100,6 @@ class CustomLogitProcessor(ABC):
 
 
 HOMES = {
-    "vllm.v1.sample.logits_processor": {"LogitsProcessor": BatchProcessor},
     "vllm.v1.worker.gpu.sample.logits_processor": {"LogitsProcessor": SlotProcessor},
     "sglang.srt.sampling.custom_logit_processor": {"CustomLogitProcessor": CustomLogitProcessor},
 }
@@ -138,55 +115,6 @@ def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]):
         module = ModuleType(name)
         module.__dict__.update(held)
         monkeypatch.setitem(sys.modules, name, module)
-
-
-class Batches:
-    """vLLM's persistent batch.
-
-    Finished requests are replaced by new ones from the lowest index on; further new ones are appended; what is left
-    empty is removed, and the last requests are moved into the lowest holes; then some are swapped.
-
-    Args:
-        placeholders: asynchronous scheduling: lists get -1, which the real token replaces right before `apply`.
-    """
-
-    def __init__(self, processor, *, placeholders: bool = False):
-        self.processor, self.placeholders = processor, placeholders
-        self.batch = []
-        self.lists = {}  # of each request, the list of its output that the processor was given
-
-    def _places(self, left: list[Request], new: list[Request]) -> tuple[list[int], list[Any], list[Any]]:
-        holes = sorted(i for i, request in enumerate(self.batch) if request in left)
-        added, moved = [], []
-        for request in new:
-            index = holes.pop(0) if holes else len(self.batch)
-            self.batch[index : index + 1] = [request]
-            self.lists[request] = list(request.output)
-            added.append((index, request.params, request.prompt, self.lists[request]))
-        removed = holes[::-1]
-        for hole in holes:
-            self.batch[hole] = None
-        while None in self.batch:
-            hole, last = self.batch.index(None), len(self.batch) - 1
-            request = self.batch.pop()
-            if request:
-                moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
-                self.batch[hole] = request
-        return removed, added, moved
-
-    def step(self, rng: Random, left: list[Request], new: list[Request]):
-        removed, added, moved = self._places(left, new)
-        for _ in range(rng.choice((0, 0, 1, 2)) if len(self.batch) > 1 else 0):
-            a, b = rng.sample(range(len(self.batch)), 2)
-            self.batch[a], self.batch[b] = self.batch[b], self.batch[a]
-            moved.append((a, b, MoveDirectionality.SWAP))
-        update = SimpleNamespace(removed=removed, added=added, moved=moved)
-        self.processor.update_state(update if removed or added or moved else None)
-        for request in self.batch:
-            self.lists[request][:] = request.output
-        sample(rng, {request: len(request.output) for request in self.batch}, self.processor.apply)
-        for request in self.batch:
-            self.lists[request].append(-1 if self.placeholders else request.output[-1])
 
 
 class Slots:
@@ -287,15 +215,12 @@ class Overlapped:
         sample(rng, visible, lambda logits: self.processor(logits, params), self.drafts)
 
 
-def play(server: Batches | Slots | Overlapped, rng: Random, requests: list[Request], *, preempt: bool = False):
-    """Let requests come, go, and come back at random, until all of them are over."""
+def play(server: Slots | Overlapped, rng: Random, requests: list[Request], *, preempt: bool = False):
+    """Let requests come and go at random, until all of them are over."""
     waiting, running = list(requests), []
     while waiting or running:
         left = [request for request in running if request.over()]
         running = [request for request in running if request not in left]
-        back = [rng.choice(running)] if preempt and running and rng.random() < 0.15 else []
-        running = [request for request in running if request not in back]
         new = [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, 4 - len(running))))]
-        waiting = [*back, *waiting]
-        server.step(rng, left + back, new)
+        server.step(rng, left, new)
         running += new

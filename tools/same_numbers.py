@@ -53,7 +53,7 @@ COMMANDS = {
     "patch-eval": "patch eval --patch patch.json --pieces 4 --length 64 {all}",
     "patch-generate": f"generate {_PROMPT} --max-new-tokens 16 --patch patch.json",
     "barcode": "barcode --prompt-file {inputs}/prompt.txt --max-new-tokens 96 {all}",
-    "barcode-policy": "barcode --max-new-tokens 32 --policy h2o:32 --no-control {all}",
+    "barcode-policy": "barcode --max-new-tokens 32 --policy h2o:32 {all}",
     "lines": "lines --count 2 --length 128 --eta 0.05 --eta 0.2 {all}",
     "generate": f"generate {_PROMPT} --max-new-tokens 32",
     "generate-sampled": f"generate {_PROMPT} --max-new-tokens 32 --temperature 1",

@@ -107,7 +107,7 @@ def circuits(target: Target, truth: Row) -> Row:
 
 def coded(target: Target, steps: int) -> Row:
     """A barcode."""
-    return {"right": bool(barcode(target.hf, max_new_tokens=steps, control=False).rows())}
+    return {"right": bool(barcode(target.hf, max_new_tokens=steps).rows())}
 
 
 def main(

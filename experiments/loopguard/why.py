@@ -43,7 +43,6 @@ def asked(made: KeptLoop, cuts: int = CUTS) -> Why:
         history=made.history,
         tokenizer=made.tokenizer,
         interventions=policy,
-        bits=made.bits,
         max_new_tokens=48,
         cuts=cuts,
     )

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.files.records import Natural, Wording
+from sinkscope.files.records import Natural
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -33,12 +33,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
-COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
-NEWEST = 24  # letters, and tokens, of the newest words that stand beside a progress bar
-Temperature = Annotated[
-    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
-    Wording(f"0, which is greedy, or a number from {COLDEST}"),
-]
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,8 @@ def generate(
         batch_size: Number of prompts that run together, padded on the left.
         on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
             that rewinds it is called once with the whole text, because pieces may be removed again.
-        progress: Called as `progress(what, done, total)` with the newest words of the first prompt of a batch, the
-            tokens written so far, and `max_new_tokens`; also under a guard that rewinds.
+        progress: Called as `progress(what, done, total)` with the tokens written so far of a batch, and
+            `max_new_tokens`; also under a guard that rewinds.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -141,7 +136,7 @@ def generate(
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             if progress is not silent:
-                watched = _Watched(tok, max(map(len, batch)), max_new_tokens, progress)
+                watched = _Watched(max(map(len, batch)), max_new_tokens, progress)
                 options["stopping_criteria"] = StoppingCriteriaList([watched])
             with under(edit, target) as run:
                 rewinds = run is not None and run.session is not None and Rewinder in run.session.guests
@@ -236,13 +231,11 @@ class _FiniteLogits(LogitsProcessor):
 class _Watched(StoppingCriteria):
     """Tells while a text is written how far it is, and ends nothing."""
 
-    def __init__(self, tokenizer: Any, prompt: int, most: int, progress: Progress) -> None:
-        self._tokenizer, self._prompt, self._most, self._progress = tokenizer, prompt, most, progress
+    def __init__(self, prompt: int, most: int, progress: Progress) -> None:
+        self._prompt, self._most, self._progress = prompt, most, progress
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        newest = input_ids[0, self._prompt :][-NEWEST:].tolist()
-        words = self._tokenizer.decode(newest, skip_special_tokens=True).split()[-4:]
-        self._progress(f"writing: {' '.join(words)[-NEWEST:]}", input_ids.shape[1] - self._prompt, self._most)
+        self._progress("writing", input_ids.shape[1] - self._prompt, self._most)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

@@ -34,14 +34,6 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
     return ids
 
 
-def ordinary_ids(setup: Setup, length: int) -> list[int] | None:
-    """As many tokens of the typical text; None if it is shorter."""
-    try:
-        return text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
-    except SinkscopeError:
-        return None
-
-
 @dataclass(frozen=True)
 class TextRecord:
     """A line of a file of texts."""

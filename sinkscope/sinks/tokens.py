@@ -46,13 +46,8 @@ def single_token(tokenizer: Any, string: str) -> int:
         if len(ids) == 1 and ids[0] != unknown:
             return int(ids[0])
         pieces = pieces or ids
-    remedy = "give a string that is one token"
-    if not pieces:
-        raise SinkscopeError(f"{string!r} is no token; {remedy}")
-    if len(pieces) == 1:
-        raise SinkscopeError(f"{string!r} is unknown to the tokenizer; {remedy}")
-    parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
-    raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); {remedy}")
+    parts = [tokenizer.decode([token]) for token in pieces]
+    raise SinkscopeError(f"{string!r} is not one known token here, but {parts}; give a string that is one token")
 
 
 def pick_tokens(setup: Setup, strings: Sequence[str] | None = None, count: int = WORDS) -> list[int]:
@@ -96,10 +91,9 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
 def words_to_repeat(
     setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = ()
 ) -> list[int]:
-    """Ids of what to repeat: the given strings, or else the paper's words, or else words of the text.
+    """Ids of what to repeat: the given strings, the words of the paper that are one token here, or words of the text.
 
-    If a word of the paper is not a single token here, a word of the text replaces it. Words of the text that occur in
-    the prefix are not used.
+    Words of the text that occur in the prefix are not used.
 
     Args:
         setup: The model and its text.
@@ -108,30 +102,19 @@ def words_to_repeat(
         paper: The strings that the paper uses.
 
     Raises:
-        SinkscopeError: A requested string is not a single token, or the text has too few words for replacements.
+        SinkscopeError: A requested string is not a single token.
     """
-    before = set(encode(setup, prefix))
     if tokens:
         return pick_tokens(setup, tokens)
-    known: dict[str, int | None] = dict.fromkeys(paper)
+    known: dict[int, None] = {}
     for string in paper:
         with suppress(SinkscopeError):
-            known[string] = single_token(setup.tokenizer, string)
-    drawn = pick_tokens(setup, count=WORDS + len(before) + 2 * len(paper))
-    spare = [t for t in drawn if t not in known.values() and t not in before]
-    if not paper:
-        return (spare or drawn)[:WORDS]
-    ids = []
-    for string, token in known.items():
-        if token is None or token in ids:
-            if not spare:
-                raise SinkscopeError(
-                    f"{string!r} is not one token of its own here, and the text has too few words to take "
-                    "instead; give --token, or a longer --text"
-                )
-            token = spare.pop(0)
-        ids.append(token)
-    return ids
+            known[single_token(setup.tokenizer, string)] = None
+    if known:
+        return list(known)
+    before = encode(setup, prefix)
+    drawn = pick_tokens(setup, count=WORDS + len(before))
+    return ([token for token in drawn if token not in before] or drawn)[:WORDS]
 
 
 def encode(setup: Setup, prefix: str | None) -> list[int]:

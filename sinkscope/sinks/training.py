@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
 from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
@@ -27,10 +25,6 @@ from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
 from sinkscope.sinks.find.neurons import largest_writer
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.tokens import pick_tokens
-
-LATER = 4  # a quarter of each text stands after the copies; its attention is read
 
 
 class SinkCallback(TrainerCallback):
@@ -45,7 +39,6 @@ class SinkCallback(TrainerCallback):
         every: Steps between measurements; the first is made before the first step.
         bos: Whether texts begin with BOS, as in `find_sinks`: as the training data do.
         text: File of typical text, such as a part of the data. By default the neutral text in the package.
-        seed: Seed of the words that are repeated.
 
     Raises:
         SinkscopeError: An argument is invalid, or the text cannot be read.
@@ -61,14 +54,12 @@ class SinkCallback(TrainerCallback):
         *,
         bos: bool | None = None,
         text: str | Path | None = None,
-        seed: int = 0,
     ) -> None:
         check_values(Natural, every=every)
         check_values(bool | None, bos=bos)
-        check_values(Whole, seed=seed)
         typical_text(text)
         self.every = every
-        self._opening: dict[str, Any] = {"bos": bos, "text": text, "seed": seed}
+        self._opening: dict[str, Any] = {"bos": bos, "text": text}
         self._trainer: Any = None
         self._is_on = False
 
@@ -159,8 +150,6 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         `sink_dims`; left out if no norm stands out.
         `spike_layer`, `spike_neuron` (and `spike_expert`): the layer whose MLP adds most to the spike, and its neuron
         that writes most there; left out if no norm stands out, or no MLP makes it do so.
-        `repeat_attention`, `repeat_loss`: those of copies, as in `read_copies`; `text_attention`, `text_loss`: their
-        controls.
     """
     survey = Survey.of(setup)
     scan = survey.first
@@ -178,39 +167,4 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert
     numbers["spike_ratio"] = float(scan.ratios.max())
-    names = "repeat_attention", "text_attention", "repeat_loss", "text_loss"
-    return numbers | dict(zip(names, read_copies(setup).tolist(), strict=True))
-
-
-def read_copies(setup: Setup) -> Float[Tensor, " number"]:
-    """Attention to copies of a token from the text after them, and the loss of the later half of the copies.
-
-    In each text a word of its own, drawn with the seed, replaces all but the first token and the last quarter.
-
-    Args:
-        setup: The model and its text.
-
-    Returns:
-        The attention (share of all, mean over heads, layers and texts), and that of the text which the copies replace;
-        the loss (nats per token), and that of this text.
-
-    Raises:
-        UnsupportedError: The head of the model is one of another task.
-    """
-    target = setup.target
-    words = pick_tokens(setup, count=setup.n_texts)
-    text = setup.ids[: len(words)]
-    end = text.shape[1] - text.shape[1] // LATER
-    copies = text.clone()
-    copies[:, 1:end] = torch.tensor(words)[:, None]
-    rows = torch.cat([copies, text])
-    keys = torch.zeros(*rows.shape, 1)
-    keys[:, 1:end] = 1
-    total = attention_from(target, rows, keys, end, len(rows))
-    logits = target.forward(rows, unembed=True).logits
-    if logits.ndim < rows.ndim + 1:
-        raise UnsupportedError(f"{target.name} has no head that gives logits of tokens")
-    attention = total[:, 0, target.attending].mean(1) / (rows.shape[1] - end)
-    predicted = logits[:, end // 2 - 1 : end - 1].float().cpu()
-    loss = cross_entropy(predicted.mT, rows[:, end // 2 : end], reduction="none").mean(1)
-    return torch.cat([attention, loss]).unflatten(0, (4, -1)).mean(1)
+    return numbers

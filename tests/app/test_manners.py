@@ -112,7 +112,17 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
 
 def test_a_measurement_and_its_command_state_the_decoding(tmp_path, typed):
     folder = organism("llama", 3).save(tmp_path / "m")
-    words = ["barcode", "--model", str(folder), "--layer", "0", "--max-new-tokens", "4", "--no-control", "--json", "-"]
+    words = [
+        "barcode",
+        "--model",
+        str(folder),
+        "--head",
+        "L0.H0",
+        "--max-new-tokens",
+        "4",
+        "--json",
+        "-",
+    ]
     results = []
     for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))

@@ -164,7 +164,6 @@ def test_loops_are_found_in_time(name):
     [
         ({"votes": 4}, "votes is 4, expected a number up to 3"),
         ({"voters": ("ttr", "p2")}, "voters[1] is 'p2', expected 'ttr', 'cr' or 'p1'"),
-        ({"gates": ("stall", "stall")}, "('stall', 'stall'): expected each name at most once"),
         ({"window": 3}, "window is 3, expected a number from 4, the value of novelty_n"),
     ],
 )

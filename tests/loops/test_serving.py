@@ -87,26 +87,19 @@ def requests(rng: Random, actions: list[str]) -> list[kit.Request]:
     return made
 
 
-def check(server, rng: Random, actions: list[str], *, drafts: bool = False, preempt: bool = False):
+def check(server, rng: Random, actions: list[str], *, drafts: bool = False):
     asked = requests(rng, actions)
     with mock.patch.object(loop_row, "Monitor", Fussy):
-        kit.play(server, rng, asked, preempt=preempt)
+        kit.play(server, rng, asked)
     for request in asked:
         assert (request.output, request.edited) == alone(request, drafts=drafts)
 
 
-@given(seed=SEEDS, actions=ACTIONS, late=st.booleans())
-def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late):
-    """Added, removed, moved and swapped rows; lists that hold placeholders; preemption."""
-    processor = serving.VllmLoopProcessor(None, torch.device("cpu"), False)
-    check(kit.Batches(processor, placeholders=late), Random(seed), actions, preempt=True)
-
-
 @given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
-def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed, actions, drafts):
-    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
+def test_in_vllm_each_request_is_watched_as_if_alone(seed, actions, drafts):
+    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts."""
     server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
-    check(server, Random(seed), actions, drafts=True, preempt=not drafts)
+    check(server, Random(seed), actions, drafts=True)
 
 
 @pytest.mark.parametrize("how", [{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}], ids=str)
@@ -145,7 +138,7 @@ def test_tokens_that_the_server_takes_back_are_not_counted():
 def test_what_the_server_forbids_stays_forbidden():
     """A grammar, or min_tokens, has taken the end token away: nothing is changed until it is back."""
     row = LoopRow(ServingSettings(), 2)
-    with mock.patch.object(row, "_due", [0]):
+    with mock.patch.object(row, "_due", True):
         masked = torch.tensor([1.0, 0.5, -torch.inf])
         row.edit(masked, 5)
     assert masked.tolist() == [1.0, 0.5, -torch.inf]
@@ -208,21 +201,12 @@ def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeyp
         ServingSettings.of_request(None)
 
 
-@pytest.mark.parametrize("homes", [list(kit.HOMES)[:1], list(kit.HOMES)[1:2], list(kit.HOMES)[:2]])
-def test_the_class_is_one_that_vllms_loaders_take(monkeypatch, homes):
-    """Each loader wants a subclass of its own interface under a name that it can import, and calls it its own way."""
-    for name in kit.HOMES:
-        monkeypatch.delitem(sys.modules, name)
-    kit.install(monkeypatch, {name: kit.HOMES[name] for name in homes})
+def test_the_class_is_one_that_vllms_loader_takes():
+    """The loader wants a subclass of its own interface under a name that it can import."""
     made = serving.VllmLoopProcessor
-    bases = {kit.BatchProcessor, kit.SlotProcessor} & set(made.__mro__)
-    assert bases == {kit.HOMES[name]["LogitsProcessor"] for name in homes}
+    assert issubclass(made, kit.SlotProcessor)
     assert pickle.loads(pickle.dumps(made)) is made is serving.VllmLoopProcessor
-    if kit.BatchProcessor in bases:
-        processor = made(None, torch.device("cpu"), True)
-        assert not processor.is_argmax_invariant() and processor.needs_output_token_ids()
-    if kit.SlotProcessor in bases:
-        assert made(None, None).add_request(0, kit.SamplingParams()) is False
+    assert made(None, None).add_request(0, kit.SamplingParams()) is False
 
 
 @pytest.mark.parametrize("name", ["VllmLoopProcessor", "SglangLoopProcessor"])
@@ -283,7 +267,7 @@ def test_the_page_says_what_runs(monkeypatch):
         def generate(prompts, params):
             made.validate_params(params)
             request = kit.Request(looping(), params)
-            kit.play(kit.Batches(made(None, torch.device("cpu"), False)), Random(0), [request])
+            kit.play(kit.Slots(made), Random(0), [request])
             answered.append(request)
             return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=request.output)])]
 
@@ -297,7 +281,7 @@ def test_the_page_says_what_runs(monkeypatch):
     (request,) = answered
     said = request.output
     assert said.count(151668) == 1 and said[-1] == kit.END
-    assert MonitorSettings().tail_shortest == said.index(151668) < len(said) - 1
+    assert MonitorSettings().tail_shortest + 1 == said.index(151668) < len(said) - 1
     sent = names["body"]["sampling_params"]["custom_params"]
     serving.SglangLoopProcessor.from_str(names["body"]["custom_logit_processor"])
     (usual,) = re.findall(r"^SINKSCOPE_SERVING='(.*)' vllm serve", page, re.M)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,7 @@ from refusals import refused
 from transformers import DynamicCache
 
 from experiments.loopguard.why import asked, verdict
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
-from sinkscope.kv.rounded import Rounded
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import Case, why
@@ -24,7 +21,7 @@ from sinkscope.loops.why import Case, why
 ORGANISMS = kept_loops()
 NAMES = [made.name for made in ORGANISMS]
 CYCLE = [5, 6, 7]
-LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0), 4, None)  # pyright: ignore
+LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0))  # pyright: ignore
 
 
 @pytest.mark.slow
@@ -51,7 +48,7 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
         (
             ("copies", "history"),
             True,
-            "Remove both the copies and the history (either alone keeps it going), and this loop stops in 2 of 2 cases",
+            "Remove both the copies and the history, and this loop stops in 2 of 2 cases",
         ),
     ],
 )
@@ -64,7 +61,6 @@ def test_a_planted_cause_is_found(causes, either, said):
     by_name = {tried.without: tried for tried in found.tried}
     for cause in causes:
         assert by_name[cause].goes_on == float(either), "of two that are enough, one alone ends nothing"
-    assert by_name["sink"].removed == 1 and by_name["history"].removed == len(made.history) - 1
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -114,40 +110,12 @@ def test_a_policy_and_a_removal_act_together():
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_what_enters_the_cache_is_rounded_once(noise: bool):
-    plain = cached(Without(torch.zeros(1, 20, dtype=torch.bool))).layers[0]
-    small = cached(Rounded(3, noise)).layers[0]
-    for exact, rough in ((plain.keys, small.keys), (plain.values, small.values)):
-        step = exact[:, :, :20].abs().amax(-1, keepdim=True) / 3
-        grid = rough[:, :, :20] / step
-        error = (grid - exact[:, :, :20] / step).abs()
-        if noise:
-            assert 0.5 < float(error.max()) <= 1.001 and float((grid - grid.round()).abs().mean()) > 0.1
-        else:
-            assert float(error.max()) <= 0.501
-            torch.testing.assert_close(grid, grid.round(), atol=1e-4, rtol=0)
-    with refused("bits=1"):
-        Rounded(1)
-
-
-@pytest.mark.usefixtures("_few_tokens")
-def test_the_sink_goes_with_a_patch_that_is_given(tmp_path):
-    patch = SinkPatch(layer=1, neurons=[3, 5], value=0.0)
-    setup = SimpleNamespace(edit=None, seed=0, target=SimpleNamespace(width=lambda layer, expert: 64))
-    case = replace(LOOPED, setup=setup, bits=None, patch=patch)
-    without = frozenset({"sink"})
-    assert case.causes()["sink"] == "SinkPatch of 2 neurons" and case.positions((without, None), 9) == []
-    assert case.edits((without, None)) == [patch]
-    draws = [case.edits((without, number))[0] for number in range(3)]
-    assert all({site.layer for site in draw.sites} == {1} and draw.value == 0.0 for draw in draws)
-    assert len({draw.sites for draw in [patch, *draws]}) == 4
-    made = kept_loop(("history",))
-    patch.save(tmp_path / "patch.json")
-    given = {"answer": made.cycle * 4, "sink_patch": tmp_path / "patch.json"}
-    found = why(made.model, made.turn, **given, tokenizer=made.tokenizer, cuts=1)
-    how = {tried.without: (tried.how, tried.removed) for tried in found.tried}
-    assert how["sink"] == ("SinkPatch of 2 neurons", 0)
+def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens():
+    case = Case(SimpleNamespace(edit=None, seed=0), LOOPED.ids, 2, 2, LOOPED.loop)  # pyright: ignore
+    assert case.causes() == ["copies", "history", "sink"]
+    assert case.positions((frozenset({"sink"}), None), 9) == [0]
+    assert case.positions((frozenset({"copies", "history"}), None), 9) == [*range(1, 9)]
+    assert len(set(case.positions((frozenset({"history"}), 0), 9)) - {0}) == 1
 
 
 def test_prompts_as_text_begin_once():
@@ -168,11 +136,5 @@ def test_the_control_is_the_worst_of_the_random_changes():
     loop, other = CYCLE * 22, [8] * 66
     without = frozenset({"copies"})
     written = {(without, None): [other, other], (without, 0): [loop, loop], (without, 1): [loop, other]}
-    tried = LOOPED.tried(["copies"], "how", written, 1.0)
+    tried = LOOPED.tried(["copies"], written, 1.0)
     assert (tried.goes_on, tried.control, tried.other_loop) == (0.0, 0.5, 1.0)
-
-
-def test_noise_stands_for_the_rounding_that_is_taken_away():
-    assert LOOPED.edits((frozenset({"rounding"}), None)) == []
-    assert LOOPED.edits((frozenset({"rounding"}), 0)) == [Rounded(4, noise=True)]
-    assert LOOPED.edits((frozenset({"copies"}), 0)) == [Rounded(4, noise=False)]

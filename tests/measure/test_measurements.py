@@ -39,8 +39,8 @@ EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name
 MARKUP = "<img src=x onerror=alert(1)>"
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
 QUICK = {  # arguments with which a measurement takes about a second
-    "attack": {"lengths": [4], "sequences": 4, "prefix": "", "tokens": WORDS},
-    "barcode": {"max_new_tokens": 8, "layers": [0]},
+    "attack": {"lengths": [4], "sequences": 4, "tokens": WORDS},
+    "barcode": {"max_new_tokens": 8, "heads": ["L0.H0"]},
     "circuit": {"max_repeats": 16, "texts": 1},
     "find_sinks": {"max_repeats": 64},
     "heads": {"count": 2},

@@ -10,9 +10,7 @@ A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
 - Each cause is a head that writes one number, 0 or 1, to a dimension of its own, and rests on BOS otherwise:
   `copies` finds an earlier copy of the current token by induction (a head of layer 0 writes the token before); `sink`
   attends to BOS; `history` to a marker that stands in the earlier turns.
-- Two causes are a lack: `window` and `rounding` act while a head does **not** read an anchor of the prompt. A short
-  window loses the one; in the other's value the number is small beside a number that nothing reads, so that rounding
-  to 4 bits makes it zero.
+- One cause is a lack: `window` acts while a head does **not** read an anchor of the prompt, which a short window loses.
 - `weights`: the gate is always open.
 """
 
@@ -31,12 +29,9 @@ from .tokens import BOS, N_SPECIAL, word_tokenizer
 N_HEADS, D_MODEL, VOCAB = 4, 256, 512
 MATCH = 48.0  # score of what a head looks for; BOS has three quarters of it, and other codes at most half
 SHARP = 40.0  # steepness of the gate
-BITS = 4
 PERIOD = 6  # tokens of a block, and of the loop
-UNREAD = 2.4 * (2 ** (BITS - 1) - 1)  # of a value whose other number, 1, is then below half a step
-MARKER, ANCHOR, SMALL = N_SPECIAL, N_SPECIAL + 1, N_SPECIAL + 2
-SMALLS = 3  # tokens with a small number, so that noise averages out
-CAUSES = ("copies", "history", "sink", "window", "rounding")
+MARKER, ANCHOR = N_SPECIAL, N_SPECIAL + 1
+CAUSES = ("copies", "history", "sink", "window")
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,8 @@ class KeptLoop:
         either: Whether one of them is enough.
         history: Ids of the earlier turns, BOS first.
         turn: Ids of the last turn.
-        cycle: What greedy decoding repeats from the first new token on, under `window` and `bits`.
+        cycle: What greedy decoding repeats from the first new token on, under `window`.
         window: Budget of the policy under which it loops; None: the whole cache.
-        bits: Bits of the cache under which it loops; None: exact.
     """
 
     name: str
@@ -62,13 +56,12 @@ class KeptLoop:
     turn: list[int]
     cycle: list[int]
     window: int | None
-    bits: int | None
 
 
 def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -> KeptLoop:
     """Build the organism of these causes; the same call gives the same weights."""
     rng = random.Random(f"kept {seed}")
-    words = list(range(SMALL + 1, VOCAB))
+    words = list(range(ANCHOR + 2, VOCAB))
     ring = rng.sample(words, len(words) // PERIOD * PERIOD)
     model = empty_llama(
         vocab_size=VOCAB,
@@ -84,8 +77,7 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
     def walk(block: int, count: int) -> list[int]:
         return [ring[(block * PERIOD + i) % len(ring)] for i in range(count)]
 
-    smalls = [SMALL] * (SMALLS * ("rounding" in causes))  # among the first tokens, which a window keeps
-    history = [BOS, *smalls, *walk(0, 15), *[MARKER] * ("history" in causes), *walk(20, 8)]
+    history = [BOS, *walk(0, 15), *[MARKER] * ("history" in causes), *walk(20, 8)]
     turn = [
         *walk(30, 3),
         *[ANCHOR] * ("window" in causes),
@@ -104,7 +96,6 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
         turn=turn,
         cycle=walk(50, PERIOD),
         window=32 if "window" in causes else None,
-        bits=BITS if "rounding" in causes else None,
     )
 
 
@@ -112,7 +103,7 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
 def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...], either: bool) -> None:
     dims = rng.sample(range(D_MODEL), D_MODEL)
     own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
-    const, first, marker, anchor, small, *flags = dims[5 * CODE :]
+    const, first, marker, anchor, _, *flags = dims[5 * CODE :]
     flag = dict(zip(CAUSES, flags, strict=False))
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
@@ -120,7 +111,7 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
     back = place // PERIOD * PERIOD + (place + 1) % PERIOD  # the next of the block, where blocks begin at multiples
     words, embed, head = torch.tensor(ring), model.model.embed_tokens.weight, model.lm_head.weight
     embed[:, const] = CONST
-    for token, dim in ((BOS, first), (MARKER, marker), (ANCHOR, anchor), (SMALL, small)):
+    for token, dim in ((BOS, first), (MARKER, marker), (ANCHOR, anchor)):
         embed[token, dim] = 1.0
     embed[words[:, None], torch.tensor(own)] = codes
     embed[words[:, None], torch.tensor(following)] = codes.roll(-1, 0)
@@ -131,18 +122,16 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
     if "copies" in causes:
         _previous(layers[0], const, first, own, before)
         _matching(layers[1], const, first, own, before, flag["copies"])
-    looking = {"sink": (0, 1, first), "history": (0, 2, marker), "window": (0, 3, anchor), "rounding": (1, 1, small)}
+    looking = {"sink": (1, first), "history": (2, marker), "window": (3, anchor)}
     for cause in causes:
         if cause in looking:
-            layer, head, sought = looking[cause]
-            _looking(layers[layer], head, const, first, sought, flag[cause])
-    if "rounding" in causes:
-        heads_of(layers[1].v_proj)[1, 1, small] = UNREAD
+            head, sought = looking[cause]
+            _looking(layers[0], head, const, first, sought, flag[cause])
     # The gate: each cause counts one; the lack of an anchor is one minus what its head reads.
     mlp, total = model.model.layers[1].mlp, 0.5
     for cause in causes:
         if cause in flag:
-            lack = cause in ("window", "rounding")
+            lack = cause == "window"
             mlp.gate_proj.weight[:, flag[cause]] = SHARP * (-1.0 if lack else 1.0)
             total += lack
     if causes != ("weights",):
@@ -189,7 +178,6 @@ PLANTED = (
     ("copies", "sink"),
     ("history", "sink"),
     ("window", "copies"),
-    ("window", "rounding"),
 )
 """What is planted: each cause alone, and two at once; `copies` or `sink` is left out, because a copying head rests on
 BOS."""

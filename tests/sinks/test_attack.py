@@ -27,7 +27,7 @@ organism = functools.cache(new_organism)  # only read here
 
 
 def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
-    options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "prefix": "", **options}
+    options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, **options}
     return attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
@@ -69,7 +69,6 @@ def test_rates_are_counts_of_norms_of_plain_passes():
     numbers = (hits.mean(1) >= 0.5).double().mean(), hits.mean()
     assert [random.most, random.positions] == pytest.approx([float(number) for number in numbers], rel=1e-4)
     assert 0 < random.positions < 1  # else this test shows nothing
-    assert random.errors == pytest.approx(float(hits.mean(1).std()) / 24**0.5, rel=1e-4)
 
 
 def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
@@ -85,8 +84,8 @@ def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it():
     assert [row["patch"] for row in found.rows()] == [patch for patch in PATCHES for _ in range(6)]
     for source in ("cluster", "repeated"):
         plain = [made[patch, "no BOS", source] for patch in PATCHES]
-        assert [one.positions for one in plain] == [1, 1, 1, 0, 1]
-        none, listing, _, patch, random = (one.divergence for one in plain)
+        assert [one.positions for one in plain] == [1, 1, 0, 1]
+        none, listing, patch, random = (one.divergence for one in plain)
         assert none > 0.1 and listing > 0.1 and random == pytest.approx(none, rel=0.2) and patch == 0
     for one in found.attempts:
         if (one.context, one.source) == ("no BOS", "cluster") and one.patch != "patch":
@@ -153,7 +152,7 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
     ("options", "message"),
     [
         ({"lengths": []}, "--length"),
-        ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
+        ({"clusters": {0: [5, 100_000]}}, "expected token ids from 0 to .*, and not 5 to 100000"),
         ({"bos": True}, "no BOS token"),
         ({"lengths": [60]}, r"--length 60 is more than the 5. tokens of the largest cluster"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),

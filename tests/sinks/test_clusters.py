@@ -18,7 +18,7 @@ pytestmark = pytest.mark.few_texts
 
 
 def measured(o: Organism, **options) -> ClusterAttack:
-    return attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
+    return attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, **options})
 
 
 def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:

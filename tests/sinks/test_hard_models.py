@@ -147,7 +147,7 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
         repeat(h.model, max_repeats=4, **options),
         repeat(h.model, max_repeats=4, tokens=["all"], sample=4, **options),
         heads(h.model, count=2, **options),
-        attack(h.model, lengths=[2], sequences=2, prefix="", **options),
+        attack(h.model, lengths=[2], sequences=2, **options),
     ]
     attended = str(repeat(h.model, read="attention", max_repeats=4, **options))
     for result in results:

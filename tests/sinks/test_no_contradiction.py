@@ -32,7 +32,7 @@ def claims_of(setup: Setup, **options: Any) -> list[Claim]:
     claims = [*find_sinks.on(setup, **options).claims, *circuit.on(setup, **options).claims]
     claims += heads.on(setup, count=2).claims
     claims += repeat.on(setup, ablate=True, **options).claims
-    claims += attack.on(setup, lengths=[2], sequences=2, prefix="").claims
+    claims += attack.on(setup, lengths=[2], sequences=2).claims
     claims += patch_make.on(setup, pieces=2, length=16, **options).claims
     return claims
 

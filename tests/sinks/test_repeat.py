@@ -185,7 +185,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": ["poem book"]}, r"'poem book' is 2 tokens \('poem', 'book'\); give a string that is one token"),
+        ({"tokens": ["poem book"]}, r"'poem book' is not one known token here, but \['poem', 'book'\]; give a string"),
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: give a shorter --prefix"),

@@ -5,28 +5,25 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from attack_kit import setup_of, text_file
+from attack_kit import text_file
 from covering import slow
 from organisms import hard, organism
 from raw_kit import attention, norms
-from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.sinks.find import attention_received
-from sinkscope.sinks.tokens import pick_tokens
 
 pytestmark = pytest.mark.few_texts
 
 STEPS = 6
 SPIKE = ["spike_dim", "spike_dims", "spike_layer", "spike_neuron"]
-ALWAYS = ["sink_rate", "spike_ratio", "repeat_attention", "repeat_loss", "text_attention", "text_loss"]
+ALWAYS = ["sink_rate", "spike_ratio"]
 
 
 class Recorder(TrainerCallback):
@@ -128,17 +125,7 @@ def by_hand(m, ids):
     rate = (attention(model, ids[:100])[..., 0].mean(3) > 0.3).float().mean()
     profile = norms(model, ids[:4])
     first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
-    words = pick_tokens(replace(setup_of(m), ids=ids[:4]), count=4)  # drawn with the seed
-    numbers = {"sink_rate": float(rate), "spike_ratio": float((first / typical).max())}
-    for name in ("repeat", "text"):
-        given, loss = [], []
-        for row, word in zip(ids[:4].tolist(), words, strict=True):
-            tokens = torch.tensor([[row[0], *[word] * 47, *row[48:]]] if name == "repeat" else [row])
-            given.append(attention(model, tokens)[:, 0, :, 48:, 1:48].sum(3).mean())
-            loss.append(cross_entropy(model(tokens).logits[0, 23:47], tokens[0, 24:48]))
-        numbers[f"{name}_attention"] = float(torch.stack(given).mean())
-        numbers[f"{name}_loss"] = float(torch.stack(loss).mean())
-    return numbers
+    return {"sink_rate": float(rate), "spike_ratio": float((first / typical).max())}
 
 
 @pytest.mark.parametrize("family", ["llama", slow("gpt2")])
@@ -235,15 +222,6 @@ def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
     assert all(module.training and not module._forward_hooks for module in trainer.model.modules())
 
 
-def test_a_model_without_a_head_for_tokens_is_trained_without(tmp_path):
-    from transformers import LlamaForSequenceClassification
-
-    m = organism("llama", 0)
-    m = replace(m, model=LlamaForSequenceClassification(m.model.config))
-    with pytest.warns(SinkscopeWarning, match="no head that gives logits of tokens"):
-        assert at_the_start(m, tmp_path) == []
-
-
 def by_deepspeed(trainer):
     trainer.is_deepspeed_enabled = True
 
@@ -280,7 +258,6 @@ def test_only_the_main_process_measures_and_only_a_model_that_is_whole(changed, 
     [
         ({"every": 0}, "every=0: expected a whole number from 1"),
         ({"bos": "yes"}, "bos="),
-        ({"seed": -1}, "seed="),
         ({"text": "no/such.txt"}, "such"),
     ],
 )

@@ -21,7 +21,7 @@ def generation_of(setup: Setup, new: int = NEW_TOKENS) -> Generation:
     prompt = story_ids(setup, LOOPING_STORY)
     plain = barcode.on(setup, prompt=prompt, max_new_tokens=new)
     (guarded,) = generate(setup.target, [prompt], guard=True, max_new_tokens=new)
-    kept = barcode.on(setup, ids=[*prompt, *guarded.tokens], heads=plain.shown[:1], control=False)
+    kept = barcode.on(setup, ids=[*prompt, *guarded.tokens], heads=plain.shown[:1])
     cuts: list[int] = []
     for event in guarded.events:
         cuts.append(min(event.position + 1 - len(prompt) - event.data["taken_back"], len(guarded.tokens)))

@@ -198,11 +198,6 @@ class Quantize(PlacedEdit):
 def rounded(
     values: Float[Tensor, "*n width"], largest: Float[Tensor, "*#n #width"], bits: int
 ) -> Float[Tensor, "*n width"]:
-    """The nearest of the multiples of `rounding_step`."""
-    step = rounding_step(largest, bits)
+    """The nearest multiples of a step with which numbers up to `largest` are integers of so many bits."""
+    step = (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
     return ((values.float() / step).round() * step).to(values.dtype)
-
-
-def rounding_step(largest: Float[Tensor, "*n"], bits: int) -> Float[Tensor, "*n"]:
-    """The scale with which numbers up to `largest` are integers of so many bits, in float32 and above 0."""
-    return (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)

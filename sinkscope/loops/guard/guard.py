@@ -77,8 +77,7 @@ class LoopGuard(Intervention):
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
     "kept_count", "cached_before", "generated" (number of the token), "taken_back" (tokens removed from the output),
-    "level" (alarms before it, each within W tokens of the next), "rung" ("cut": only the cache is cut, "penalty": a
-    penalty follows, or "rewind": the loop is removed from the output, too) and "why" (what led to that rung, in words).
+    and "level" (alarms before it, each within W tokens of the next).
 
     Raises:
         SinkscopeError: The budget leaves nothing beside the anchors, or another setting is invalid.
@@ -191,8 +190,7 @@ def in_words(event: Event) -> str:
     cached = count_of(data["cached_before"], "cached token")
     back = count_of(data["taken_back"], "token")
     new = count_of(data["generated"], "new token")
-    answer = f"kept {data['kept_count']} of {cached} and took {back} back"
-    return f"After {new} the guard found {alarm}. It {answer} ({data['rung']}: {data['why']})."
+    return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and took {back} back."
 
 
 @dataclass(eq=False)
@@ -337,10 +335,9 @@ class Guarding:
         events: list[Event] = []
         for number in alarms:
             row = rows.rows[number]
-            taken_back[number], reason = self._count_to_take_back(row, number)
+            taken_back[number] = self._count_to_take_back(row, number)
             cached = _cached_positions(moment.layers, number)
             data, kept[number] = self._respond(row, cached, taken_back[number], rows.count)
-            data["why"] += reason
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
         _evict_rows(moment.layers, kept)
         if any(taken_back.values()):
@@ -376,15 +373,11 @@ class Guarding:
         retention = self.guard.retention(row.prompt, self.session.anchors)
         ids, length = row.ids, row.length
         begin, period = _repetition(row, retention)
-        rung, level = "cut", row.monitor.last.level
+        level = row.monitor.last.level
         if self.guard.penalty:
-            rung = "rewind" if taken_back else "penalty"
             if row.steering is None:
                 row.steering = Steering(self.guard.penalty, words=self.words)
             level = row.steering.act(ids, taken_back, now, self.guard.window)
-        why = "first alarm"
-        if level:
-            why = f"alarm {level + 1} in succession"
         end = length
         if taken_back:
             begin = length - taken_back
@@ -401,8 +394,6 @@ class Guarding:
             "bad": bad,
             "level": level,
             "cached_before": len(cached),
-            "rung": rung,
-            "why": why,
             "taken_back": taken_back,
             "kept": ranges_of(kept),
             "kept_count": len(kept),
@@ -412,23 +403,19 @@ class Guarding:
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
 
-    def _count_to_take_back(self, row: GuardedRow, number: int) -> tuple[int, str]:
-        """Number of tokens to remove from the output, all copies of the loop but the first; why it is 0, in words."""
+    def _count_to_take_back(self, row: GuardedRow, number: int) -> int:
+        """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
         rewinder, tail = self.rewinder, row.monitor.last.tail
-        if rewinder is None:
-            return 0, ""
-        if rewinder.allowance is None:
-            return 0, ", no token can be taken back"
-        if tail is None:
-            return 0, ", no copies to take back"
+        if rewinder is None or rewinder.allowance is None or tail is None:
+            return 0
         ids, stay = row.tokens, tail.start + tail.period
         if self.words is not None:
             stay = self.words.seam(ids, stay, tail.period) or self.words.seam_before(ids, stay) or stay
         count = len(ids) - stay
         if not 0 < count <= rewinder.allowance[number]:
-            return 0, f", only {rewinder.allowance[number]} more tokens may be taken back"
+            return 0
         rewinder.allowance[number] -= count
-        return count, ""
+        return count
 
 
 def _repetition(row: GuardedRow, retention: Retention) -> tuple[int, int | None]:

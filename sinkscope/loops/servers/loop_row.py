@@ -108,28 +108,22 @@ class LoopRow:
         self._monitor = Monitor(settings.monitor)
         self._tokens_read = 0
         self._last_token = -1
-        self._due: list[int] = []  # positions from which on an action is due
+        self._due = False  # whether an action is to begin
         self._action = ""
         self._start = 0
         self._until = -math.inf
         if self.end is None and "stop" in settings.actions:
             _log.warning("A request has no end token, so its loops cannot be stopped: set `end`.")
 
-    def feed(self, tokens: Iterable[int], due: int = 0) -> None:
-        """Process the next output tokens.
-
-        Args:
-            tokens: Token ids; a negative one stands for a token that is not known yet and ends the reading.
-            due: Position from which an action is due if one of the tokens triggers; at once by default.
-        """
+    def feed(self, tokens: Iterable[int]) -> None:
+        """Process the next output tokens; a negative one is not known yet and ends the reading."""
         for token in tokens:
             if token < 0:
                 return
-            trigger = self._monitor.update(token).trigger
+            if self._monitor.update(token).trigger:
+                self._due = True
             self._tokens_read += 1
             self._last_token = token
-            if trigger:
-                self._due.append(due)
 
     def follow(self, output: Sequence[int]) -> None:
         """Process the new part of a list of all output tokens; if tokens were taken back, reread it from the start."""
@@ -139,18 +133,6 @@ class LoopRow:
             self._tokens_read = 0
         self.feed(output[self._tokens_read :])
 
-    def replay(self, output: Sequence[int], origin: int = 0, lag: int = 0) -> None:
-        """Process the output of an earlier stay in the batch, and resume the action that was in progress then.
-
-        Args:
-            output: Ids of its tokens.
-            origin: Position of the first token.
-            lag: Number of tokens between a trigger and its action.
-        """
-        for position, token in enumerate(output, origin):
-            self._begin_due(position)
-            self.feed((token,), position + 1 + lag)
-
     @property
     def stopped(self) -> bool:
         """Whether "stop" has begun."""
@@ -158,7 +140,7 @@ class LoopRow:
 
     def busy(self, position: int) -> bool:
         """Whether `edit` would change the logits at this position or a later one."""
-        return bool(self._due) or position < self._until
+        return self._due or position < self._until
 
     def edit(self, logits: Tensor, position: int) -> None:
         """Apply the action that is due at a position.
@@ -168,7 +150,8 @@ class LoopRow:
                 has forbidden (minus infinity) stays forbidden.
             position: Position of the token that is chosen from these logits. Rows of drafts come in order.
         """
-        self._begin_due(position)
+        if self._due:
+            self._begin(position)
         if not self._start <= position < self._until:
             return
         token = self.end
@@ -180,15 +163,12 @@ class LoopRow:
         logits.masked_fill_(logit.isfinite(), -math.inf)
         logits[token] = logit
 
-    def _begin_due(self, position: int) -> None:
-        """Begin the next action there, if one is due."""
-        later = [due for due in self._due if due > position]
-        if later == self._due:
-            return
+    def _begin(self, position: int) -> None:
+        """Begin the next action there."""
         actions = self.settings.actions
         self._action = actions[min(self.actions_begun, len(actions) - 1)]
         self._start = position
-        self._due = later
+        self._due = False
         self.actions_begun += 1
         if self._action == "stop":
             self._until = math.inf

@@ -1,8 +1,4 @@
-"""The loop monitor as a logits processor of vLLM, for both of its interfaces.
-
-They are `vllm.v1.sample.logits_processor` (batch updates) and `vllm.v1.worker.gpu.sample.logits_processor` (Model
-Runner V2, request slots). This module does not import vLLM.
-"""
+"""The loop monitor as a logits processor of vLLM, in the interface of Model Runner V2; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -25,40 +21,6 @@ def request_row(params: Any) -> LoopRow | None:
     return LoopRow(settings, end)
 
 
-class BatchRequests:
-    """vLLM's batch interface: rows are places in the batch, and their tokens are in lists that the server extends."""
-
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        self._rows: dict[int, tuple[LoopRow, list[int]]] = {}
-
-    def update_state(self, batch_update: Any) -> None:
-        """Follow which requests left, came, or changed places."""
-        if not batch_update:
-            return
-        for place in batch_update.removed:
-            self._rows.pop(place, None)
-        for place, params, _, output in batch_update.added:
-            self._rows.pop(place, None)
-            row = request_row(params)
-            if row is not None:
-                row.replay(output)
-                self._rows[place] = (row, output)
-        for source, target, direction in batch_update.moved:
-            moved = self._rows.pop(source, None)
-            replaced = self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-            if replaced is not None and direction.name == "SWAP":
-                self._rows[source] = replaced
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Read the new tokens of every row and apply the actions that are due."""
-        for place, (row, output) in self._rows.items():
-            row.follow(output)
-            row.edit(logits[place], len(output))
-        return logits
-
-
 class _Copy(NamedTuple):
     """Latest tokens on their way to the host.
 
@@ -73,11 +35,12 @@ class _Copy(NamedTuple):
     rows: list[LoopRow | None]
 
 
-class SlotRequests:
-    """vLLM's interface of Model Runner V2: requests have slots, and their tokens are on the device.
+class VllmLoops:
+    """Watches each request for loops and ends them; `ServingSettings` says how. For vLLM.
 
-    Each step starts copying the latest tokens to the host and reads the copy that the previous step started. No step
-    therefore waits for its own forward pass, and an action begins one step later than with `BatchRequests`.
+    Requests have slots, and their tokens are on the device. Each step starts copying the latest tokens to the host and
+    reads the copy that the previous step started. No step therefore waits for its own forward pass, and an action
+    begins one token later.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
@@ -88,6 +51,17 @@ class SlotRequests:
         self._states = req_states
         self._rows: dict[int, LoopRow] = {}
         self._copy: _Copy | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuse a request whose settings are wrong; its `end` becomes a stop token, which `stop_reason` then names."""
+        settings = ServingSettings.of_request((sampling_params.extra_args or {}).get(KEY))
+        if settings is None or settings.end is None:
+            return
+        stops: list[int] = list(sampling_params.stop_token_ids or ())
+        if settings.end not in stops:
+            sampling_params.stop_token_ids = [*stops, settings.end]
+            sampling_params.all_stop_token_ids.add(settings.end)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Begin a request in a slot; whether it is monitored."""
@@ -104,8 +78,8 @@ class SlotRequests:
         slots: list[int] = ctx.idx_mapping_np.tolist()
         rows = [self._rows.get(slot) for slot in slots]
         for slot, row in zip(slots, rows, strict=True):
-            if row is not None and row.mark < 0:
-                self._begin(slot, row)
+            if row is not None and row.mark < 0:  # what it wrote before it came here is not watched
+                row.mark = int(self._states.prefill_len.np[slot])
         watched = [row for row in rows if row is not None]
         if watched:
             self._send(ctx.idx_mapping.long(), rows)
@@ -120,15 +94,6 @@ class SlotRequests:
             if slot in self._rows:
                 self._rows[slot].edit(logits[place], position)
         return logits
-
-    def _begin(self, slot: int, row: LoopRow) -> None:
-        """Read what a request has generated before it came here."""
-        prompt = int(self._states.prompt_len.np[slot])
-        row.mark = int(self._states.prefill_len.np[slot])
-        output: list[int] = []
-        if row.mark > prompt:
-            output = self._states.all_token_ids.gpu[slot, prompt : row.mark].tolist()
-        row.replay(output, prompt, lag=1)
 
     def _send(self, slots: Tensor, rows: list[LoopRow | None]) -> None:
         """Begin to copy each request's length and its latest tokens to the host."""
@@ -154,46 +119,3 @@ class SlotRequests:
             if row is not None and total > row.mark:
                 row.feed(latest[row.mark - total :])
                 row.mark = total
-
-
-class VllmLoops:
-    """Watches each request for loops and ends them; `ServingSettings` says how. For both interfaces of vLLM."""
-
-    def __init__(self, vllm_config: Any, *interface: Any) -> None:
-        self._requests: Any
-        if len(interface) == 1:
-            self._requests = SlotRequests(vllm_config, *interface)
-        else:
-            self._requests = BatchRequests(vllm_config, *interface)
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse a request whose settings are wrong; its `end` becomes a stop token, which `stop_reason` then names."""
-        settings = ServingSettings.of_request((sampling_params.extra_args or {}).get(KEY))
-        if settings is None or settings.end is None:
-            return
-        stops: list[int] = list(sampling_params.stop_token_ids or ())
-        if settings.end not in stops:
-            sampling_params.stop_token_ids = [*stops, settings.end]
-            sampling_params.all_stop_token_ids.add(settings.end)
-
-    @classmethod
-    def needs_output_token_ids(cls) -> bool:
-        """Whether the server has to keep the output tokens."""
-        return True
-
-    def is_argmax_invariant(self) -> bool:
-        """Whether greedy decoding is left as it is."""
-        return False
-
-    def update_state(self, batch_update: Any) -> None:
-        """As `BatchRequests.update_state`."""
-        self._requests.update_state(batch_update)
-
-    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """As `SlotRequests.add_request`."""
-        return self._requests.add_request(req_idx, sampling_params)
-
-    def apply(self, logits: Tensor, *context: Any) -> Tensor:
-        """Apply the actions that are due to logits `[row vocab]`."""
-        return self._requests.apply(logits, *context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -11,11 +10,10 @@ from typing import Any, ClassVar, Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, documented_at, provenance
-from sinkscope.files.records import Natural, check_values
 from sinkscope.loops.text.forms import StreamForm, pieces_of_output
 from sinkscope.loops.text.monitor import MonitorSettings, Step
 from sinkscope.loops.text.near_copies import Echoes
-from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, id_list, is_loop, type_token_ratio
+from sinkscope.loops.text.signals import Ids, Tail, compression_ratio, id_list, type_token_ratio
 from sinkscope.loops.text.streams import Alarm, Stream, Watch
 from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
@@ -41,7 +39,6 @@ class CheckedOutput:
         detected: Number of tokens at which the repetition was found; None if there is none.
         ttr: Type-token ratio of the whole record.
         cr: Compression ratio of the whole record.
-        loop_rule: Whether the loop rule with length holds (Eq. 7); None if the maximum number of tokens was not given.
     """
 
     name: str
@@ -54,7 +51,6 @@ class CheckedOutput:
     detected: int | None = None
     ttr: float | None = None
     cr: float | None = None
-    loop_rule: bool | None = None
 
     def repetition(self) -> str:
         """What repeats, as the end of a sentence; empty if no period was found."""
@@ -105,13 +101,6 @@ class LoopCheck(Result):
             return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."
 
-    def details(self) -> list[str]:
-        """What the repetitions cost."""
-        wasted = sum(record.wasted or 0 for record in self.records)
-        if not wasted or len(self.records) == 1:  # of one record the conclusion says it
-            return []
-        return [f"{count_of(wasted, 'token')} after the first copies are wasted."]
-
     def closing(self) -> list[str]:
         """The conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
@@ -152,20 +141,13 @@ class CheckedStream(Stream):
             self._covered = step.step - tail.start
         self.ids.append(token)
 
-    def result(self, name: str, max_new: int | None = None) -> CheckedOutput:
-        """The verdict on the output, which has ended.
-
-        Args:
-            name: Its name.
-            max_new: Maximum number of new tokens, for the loop rule with length.
-        """
+    def result(self, name: str) -> CheckedOutput:
+        """The verdict on the output of this name, which has ended."""
         settings = self.monitor.settings
         tokens = len(self.ids)
         facts: dict[str, Any] = {"tokens": tokens}
         if tokens:
             facts |= {"ttr": type_token_ratio(self.ids), "cr": compression_ratio(self.ids)}
-        if max_new is not None:
-            facts["loop_rule"] = is_loop(self.ids, max_new)
         if self._detected is None:
             if self._suspected is None and self._echoes.add("\n", tokens):
                 self._suspected = tokens
@@ -189,19 +171,15 @@ class Checker(Watch):
 
     Args:
         settings: Settings of the monitor.
-        max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
         name: Name of the input in the result.
     """
 
     SKIPS: ClassVar[bool] = False
 
-    def __init__(self, settings: MonitorSettings | None, max_new: int | None, name: str) -> None:
-        check_values(Natural | None, max_new=max_new)
+    def __init__(self, settings: MonitorSettings | None, name: str) -> None:
         super().__init__(settings)
-        self._max_new = max_new
         self._name = name
         self._started = time.perf_counter()
-        self._digest = hashlib.sha256()
         self._records: list[CheckedOutput] = []
 
     def new_stream(self) -> Stream:
@@ -210,20 +188,18 @@ class Checker(Watch):
 
     def end(self, name: str, stream: CheckedStream) -> None:
         """Keep the verdict on an output."""
-        self._records.append(stream.result(name, self._max_new))
-        self._digest.update(stream.ids.tobytes())
+        self._records.append(stream.result(name))
 
     def result(self) -> LoopCheck:
         """The verdicts on all outputs."""
         verdicts = [record.verdict for record in self._records]
-        digest = self._digest.hexdigest()[:16]  # of the ids, in place of a model's
         return LoopCheck(
             loops=verdicts.count("loops"),
             looped=verdicts.count("looped"),
             suspicious=verdicts.count("suspicious"),
             records=tuple(self._records),
-            model=ModelInfo(name=self._name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
-            settings={**vars(self.settings), "max_new": self._max_new},
+            model=ModelInfo(name=self._name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
+            settings=vars(self.settings),
             provenance=provenance(started=self._started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
         )
 
@@ -232,7 +208,6 @@ def check(
     outputs: str | Sequence[Any] | Ids,
     *,
     settings: MonitorSettings | None = None,
-    max_new: int | None = None,
     name: str = "input",
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
@@ -246,7 +221,6 @@ def check(
     Args:
         outputs: A text, token ids, or several of either.
         settings: Settings of the monitor.
-        max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
         name: Name of the input in the result.
 
     Returns:
@@ -255,7 +229,7 @@ def check(
     Raises:
         SinkscopeError: The input is empty or neither text nor ids, or the settings need probabilities.
     """
-    checker = Checker(settings, max_new, name)
+    checker = Checker(settings, name)
     items: Any = id_list(outputs)
     if not isinstance(items, str | list | tuple) or not items:
         raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
@@ -278,7 +252,6 @@ def check_file(
     *,
     form: StreamForm = "auto",
     settings: MonitorSettings | None = None,
-    max_new: int | None = None,
     name: str = "input",
     told: Callable[[Alarm], None] | None = None,
 ) -> LoopCheck:
@@ -288,14 +261,13 @@ def check_file(
         source: A binary file or a pipe: a text, JSON lines, server-sent events, or one JSON value, which is read whole.
         form: Form of the source; "auto" decides by the first line.
         settings: Settings of the monitor.
-        max_new: As for `check`.
         name: Name of the file in the result and in errors.
         told: Called with each loop as it is found.
 
     Raises:
         SinkscopeError: The source is empty, or something in it cannot be read.
     """
-    checker = Checker(settings, max_new, name)
+    checker = Checker(settings, name)
     for alarm in checker.follow(source, form=form, name=name):
         if told is not None:
             told(alarm)

@@ -98,9 +98,6 @@ class MonitorSettings:
     every: Natural = 200
 
     def __post_init__(self) -> None:
-        for names in (self.voters, self.gates):
-            if len(set(names)) < len(names):
-                raise SinkscopeError(f"{names!r}: expected each name at most once")
         checked_value(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
         checked_value(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
 

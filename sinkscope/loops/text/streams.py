@@ -17,7 +17,6 @@ from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
 
 KEPT_TOKENS = 2048  # whose text is kept
-KEPT_NUMBERS = 1 << 16  # different tokens whose numbers are kept
 SHOWN_TOKENS = 60  # of a loop without an exact period
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
 _EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
@@ -56,8 +55,7 @@ class Stream:
         recent = deque[str](maxlen=KEPT_TOKENS)
         self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
         self._splitter = Splitter()
-        self._numbers: dict[object, int] = {}
-        self._next_number = 0
+        self._numbers: dict[object, int] = {}  # of different tokens
         self._recent = recent
         self._quiet_until = 0
 
@@ -65,11 +63,13 @@ class Stream:
         """Yield the alarms that a piece raises."""
         if piece.key is not None:
             self.monitor.is_plain = None  # the tokens are no words
-            key = piece.key if isinstance(piece.key, int) else self._number(piece.key)
+            key = piece.key
+            if not isinstance(key, int):
+                key = self._numbers.setdefault(key, len(self._numbers))
             yield from self._advance(piece.stream, key, piece.text)
             return
         for word in self._splitter.feed(piece.text, piece.last):
-            yield from self._advance(piece.stream, self._number(word), word)
+            yield from self._advance(piece.stream, self._numbers.setdefault(word, len(self._numbers)), word)
 
     def _advance(self, name: str, token: int, text: str) -> Iterator[Alarm]:
         """Yield the alarm that a token raises, if it does."""
@@ -84,17 +84,6 @@ class Stream:
 
     def _see(self, token: int, step: Step, text: str) -> None:
         """Take note of a token."""
-
-    def _number(self, key: object) -> int:
-        """The number of a token; after very many different ones, they are numbered anew."""
-        number = self._numbers.get(key)
-        if number is None:
-            if len(self._numbers) >= KEPT_NUMBERS:
-                self._numbers.clear()
-            number = self._next_number
-            self._numbers[key] = number
-            self._next_number += 1
-        return number
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""

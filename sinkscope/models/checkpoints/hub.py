@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.loading.config import first_line
-
-WEIGHTS = 100 << 20  # bytes of a model in the cache from which they are more than its tokenizer
 
 
 class HubError(SinkscopeError):
@@ -113,12 +110,3 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
         if constants.HF_HUB_OFFLINE:
             return None
         raise
-
-
-def cached_models() -> set[str]:
-    """Ids of the models whose weights are in the cache of the hub."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    with suppress(CacheNotFound):
-        return {repo.repo_id for repo in scan_cache_dir().repos if repo.size_on_disk >= WEIGHTS}
-    return set()

@@ -10,14 +10,13 @@ from sinkscope.files.plain import visible
 from sinkscope.models.loading.config import first_line
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "", *, answer: bool = True) -> str:
-    """Format the messages with the chat template.
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "") -> str:
+    """Format the messages with the chat template, up to the beginning of the model's answer.
 
     Args:
         tokenizer: Tokenizer with the template.
         messages: Messages, each with role and content.
         name: Name of the model, for errors.
-        answer: Whether to end with the beginning of the model's answer.
 
     Raises:
         SinkscopeError: There is no template, or it rejects the messages.
@@ -26,7 +25,7 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str =
     if not getattr(tokenizer, "chat_template", None):
         raise SinkscopeError(f"the tokenizer{whose} has no chat template: leave out chat")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False))
+        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
         reason = visible(first_line(error))
         raise SinkscopeError(f"the chat template{whose} failed ({reason}): leave out chat") from None

@@ -28,7 +28,7 @@ from sinkscope.sinks.attack.attempts import (
     drawn_sources,
     make_pools,
 )
-from sinkscope.sinks.attack.clusters import FIRES, TokenClusters, find_clusters
+from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
 from sinkscope.sinks.find.spikes import MadeSpike, sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
@@ -55,10 +55,10 @@ class ClusterAttack(Result):
     """
 
     glossary: ClassVar = {
-        "context": "what stands before: BOS, no BOS, or a chat template",
+        "context": "what stands before: BOS or no BOS",
         "length": "tokens of the sequence",
     }
-    percent = ("positions", "errors", "most", "attention", "uniform")
+    percent = ("positions", "most", "attention", "uniform")
     table_of = "attempts"
     columns = ("patch", "context", "length", "source", "positions", "attention", "uniform", "divergence")
 
@@ -108,25 +108,22 @@ def attack(
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
     lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 200,
-    prefix: str | None = None,
     resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
     First, every token stands alone, and all heads of layer 0 but one are held at their mean over later positions of
     natural text: a token belongs to the cluster of the head that by itself fires the sink neuron. Then sequences of
-    different tokens of one cluster are tried after BOS, without it, and after a chat prefix, beside random tokens and
-    one token repeated, and some of them under the paper's patch, ours, and a patch of random neurons. Yona et al. 2025
-    (section 5.2, appendix B) show two such sequences without a success rate. All of this is about tokens that stand
-    first, so there is no attack on a spike elsewhere.
+    different tokens of one cluster are tried after BOS and without it, beside random tokens and one token repeated, and
+    some of them under the paper's patch, ours, and a patch of random neurons. Yona et al. 2025 (section 5.2, appendix
+    B) show two such sequences without a success rate. All of this is about tokens that stand first, so there is no
+    attack on a spike elsewhere.
 
     Args:
         clusters: Head -> token ids. By default they are found.
         tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
         lengths: Tokens per sequence.
         sequences: Sequences of each kind and length; 0 finds the clusters only.
-        prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
-            template, or of a plain chat.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
@@ -134,7 +131,7 @@ def attack(
     """
     lengths = sorted(set(lengths))
     setup.record(lengths=lengths, clusters="found" if clusters is None else "given")
-    contexts = attack_contexts(setup, prefix, lengths[-1])
+    contexts = attack_contexts(setup, lengths[-1])
     made, ordinary, found = sink_spike(setup), vocabulary(setup.target, tokens), None
     if clusters is None:
         found = find_clusters(setup, made, ordinary, resume)
@@ -166,11 +163,8 @@ def _instead(setup: Setup, made: MadeSpike | None, clusters: TokenClusters | Non
         return without_spike(setup, "there are no sink neurons to attack")
     if not made.spike.place.is_first:
         return f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
-    if clusters is None:
-        return "No single neuron makes the sink, so there are no clusters to attack with."
-    if not clusters.heads:
-        share = (clusters.background >= FIRES).mean()
-        return f"No single head of layer 0 is enough to mark a token; {share:.1%} have their mark without these heads."
+    if clusters is None or not clusters.heads:
+        return "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
     return None
 
 

@@ -18,24 +18,21 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
-from sinkscope.models.text.chat import chat_text
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink, one_copy
-from sinkscope.sinks.tokens import TokenRows, encode
+from sinkscope.sinks.tokens import TokenRows
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
 SEQUENCES_AT_ONCE = 64  # sequences per pass
-NONE, LISTING, SECOND, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "second value", "patch", "random neurons")
+NONE, LISTING, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "patch", "random neurons")
 SOURCES = ("cluster", "random", "repeated")
-WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}
+WHERE = {"BOS": "after BOS", "no BOS": "without BOS"}
 PATCHED = 16  # sequences of each kind that are run under patches
 TAIL = 16  # tokens of text after an attack, whose attention is read
-CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
-MARK = "\u2021"  # stands for what the user says
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
 
 
@@ -47,14 +44,13 @@ def attack_patches(setup: Setup) -> Patches:
     patches: Patches = {NONE: None}
     patch = chosen_patch(setup, None) if setup.target.resident else None
     if patch is not None:
-        whole = SinkPatch(sites=patch.sites)
         listing = SinkPatch(sites=patch.sites, site="up")
         try:
             with listing.on(setup.target):
                 pass
         except UnsupportedError:
-            listing = whole
-        patches |= {LISTING: listing, SECOND: whole, PATCH: patch, RANDOM: random_patch(setup, patch)}
+            listing = SinkPatch(sites=patch.sites)
+        patches |= {LISTING: listing, PATCH: patch, RANDOM: random_patch(setup, patch)}
     return patches
 
 
@@ -64,13 +60,12 @@ class Attempt:
 
     Attributes:
         patch: "none"; "Listing 1": the paper's patch as printed, which holds the up factor of the sink neurons at its
-            value at the second token, even if this is a sink; "second value": the same with the whole neuron instead of
-            one factor; "patch": that of `patch_make`; "random neurons": as many others, held as by "patch".
-        context: What stands before: "BOS", "no BOS", "chat".
+            value at the second token, even if this is a sink; "patch": that of `patch_make`; "random neurons": as many
+            others, held as by "patch".
+        context: What stands before: "BOS" or "no BOS".
         length: Tokens per sequence.
         source: How the sequences were made.
         positions: Mean share of positions that succeed.
-        errors: Standard error of this share over sequences.
         most: Share of sequences that succeed at half of their positions or more.
         attention: What the positions that succeed get together from the text after the attack, mean over heads and
             layers after the sink layer. None: it was not read, as there is no patch.
@@ -84,7 +79,6 @@ class Attempt:
     length: int
     source: str
     positions: float
-    errors: float
     most: float
     attention: float | None = None
     uniform: float | None = None
@@ -135,8 +129,8 @@ class Attempts:
             with under(patch, self.setup.target):
                 high = self.spikes(ids, len(lead))
                 by_row = high.double().mean(1)
-                numbers = by_row.mean(), by_row.std() / len(high) ** 0.5, (by_row >= 0.5).double().mean()
-                one = Attempt(name, context, length, source, *map(float, numbers))
+                most = float((by_row >= 0.5).double().mean())
+                one = Attempt(name, context, length, source, float(by_row.mean()), most)
                 if len(self.patches) > 1:
                     first = ids[:PATCHED]
                     attention, uniform = self.attention(first, high[:PATCHED])
@@ -187,7 +181,7 @@ class Attempts:
         claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
         patch = self.patches.get(PATCH)
         if patch is not None:
-            intact, listing, _, patched, control = (shares[:PATCHED] for shares in cluster)
+            intact, listing, patched, control = (shares[:PATCHED] for shares in cluster)
             edits = ("Listing 1", "held as in Listing 1", listing), ("the patch", "patched", patched)
             for name, edit, left in edits:
                 held = replace(outcome, kind=f"spikes under {name}")
@@ -201,32 +195,21 @@ def after(lead: Sequence[int], rows: TokenRows) -> Tensor:
     return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
 
 
-def attack_contexts(setup: Setup, prefix: str | None, length: int) -> dict[str, tuple[int, ...]]:
-    """What stands before an attack, by name: BOS if there is one, no BOS, and a chat unless its prefix is empty.
+def attack_contexts(setup: Setup, length: int) -> dict[str, tuple[int, ...]]:
+    """What stands before an attack, by name: BOS if there is one, and nothing.
 
     Args:
         setup: The model and its tokenizer.
-        prefix: Text before what a user says. None: what the chat template writes, or `CHAT`.
         length: Tokens of the longest attack.
 
     Raises:
-        SinkscopeError: They do not fit the context.
+        SinkscopeError: The attack does not fit the context.
     """
-    tokenizer, start = setup.tokenizer, ()
     contexts: dict[str, tuple[int, ...]] = {}
     if setup.bos is not None:
-        start = contexts["BOS"] = (setup.bos,)
+        contexts["BOS"] = (setup.bos,)
     contexts["no BOS"] = ()
-    if prefix is None:
-        prefix = CHAT
-        if getattr(tokenizer, "chat_template", None):
-            turn = chat_text(tokenizer, [{"role": "user", "content": MARK}], answer=False)
-            prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
-    if prefix:
-        contexts["chat"] = (*start, *encode(setup, prefix))
-    before = max(map(len, contexts.values()))
-    what = f"--length {length} behind {before} tokens"
-    check_length(setup.target, what, length + before, remedy="give a smaller --length")
+    check_length(setup.target, f"--length {length}", length + len(contexts) - 1, remedy="give a smaller --length")
     return contexts
 
 
@@ -237,14 +220,12 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
         SinkscopeError: A token does not exist in the model.
     """
     pools = []
-    for head, tokens in clusters.items():
+    for tokens in clusters.values():
         ids = sorted({int(token) for token in tokens} - left_out)
-        for token in ids:
-            if not 0 <= token < vocabulary:
-                raise SinkscopeError(
-                    f"clusters: token {token} of head {head} is not in the vocabulary of {vocabulary} tokens; give ids "
-                    f"from 0 to {vocabulary - 1}"
-                )
+        if ids and not 0 <= ids[0] <= ids[-1] < vocabulary:
+            raise SinkscopeError(
+                f"clusters: expected token ids from 0 to {vocabulary - 1}, and not {ids[0]} to {ids[-1]}"
+            )
         if len(ids) > 1:
             pools.append(torch.tensor(ids))
     return pools

@@ -19,7 +19,6 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Number, Option, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.parts import in_words
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
@@ -69,40 +68,32 @@ class PatchEvaluation(Result):
     neurons: Neurons
 
     @property
-    def claims(self) -> Claims:
-        """The perplexity under the patch, beside none and a random patch; 1 is that without a patch."""
-        _, patched, random = (self.perplexity / self.perplexity[0]).tolist()
-        contrasts = (Contrast("intact", 1.0), Contrast("random", random))
-        outcome, search = Outcome("perplexity"), Search("patches", 1)
-        margin = float(2 * self.errors[1] / self.perplexity[0])
-        draws = self.settings.get("pieces", 1)
-        return (Claim("costs", self.neurons, outcome, "held-out text", patched, contrasts, draws, search, margin),)
+    def change(self) -> Float[np.ndarray, " patch"]:
+        """Difference to the perplexity without a patch, as a share of it."""
+        return self.perplexity / self.perplexity[0] - 1
+
+    @property
+    def two_errors(self) -> Float[np.ndarray, " patch"]:
+        """Two standard errors of the change."""
+        return 2 * self.errors / self.perplexity[0]
 
     def conclusion(self) -> str:
         """The change by the patch, beside a random patch."""
-        (claim,) = self.claims
+        _, patched, random = self.change
         return (
-            f"The patch of {in_words(claim.subject, 3)} changes the perplexity of held-out text by "
-            f"{claim.value - 1:+.2%} (random neurons: {claim.contrasts[1].value - 1:+.2%})."
+            f"The patch of {in_words(self.neurons, 3)} changes the perplexity of held-out text by {patched:+.2%} "
+            f"(random neurons: {random:+.2%})."
         )
-
-    def details(self) -> list[str]:
-        """Nothing beside it."""
-        return []
 
     def numbers(self) -> list[Number]:
         """The change, beside a random patch."""
-        (claim,) = self.claims
-        change, random, label = claim.value - 1, claim.control.value - 1, "change of the perplexity by the patch"
-        return [Number("perplexity.neurons", label, change, random, claim.margin, True, "random neurons")]
+        (_, change, random), label = self.change.tolist(), "change of the perplexity by the patch"
+        margin = float(self.two_errors[1])
+        return [Number("perplexity.neurons", label, change, random, margin, True, "random neurons")]
 
     def rows(self) -> Table:
         """One row per patch."""
-        columns = {
-            "perplexity": self.perplexity,
-            "change": self.perplexity / self.perplexity[0] - 1,
-            "two_errors": 2 * self.errors / self.perplexity[0],
-        }
+        columns = {"perplexity": self.perplexity, "change": self.change, "two_errors": self.two_errors}
         return long_table(columns, patch=self.patches)
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.edit.quantize import Quantize, down_projection, linear_modules
+from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
@@ -23,7 +23,7 @@ from sinkscope.sinks.tokens import TokenRows
 DRAWS = 3
 """Random ones with which what stays exact is compared."""
 PLACES, FIRST = "sink places", "first tokens"
-NEURONS, PROJECTIONS, LAYERS = "sink neurons", "down projections", "sink layers"
+NEURONS, LAYERS = "sink neurons", "sink layers"
 
 
 Compared = tuple[str, Sequence[Any]]
@@ -61,11 +61,8 @@ def comparisons(
     if neurons and not experts:
         sets = [neurons, *(random_neurons(target, neurons, neurons, setup.seed, number) for number in range(DRAWS))]
         compared[NEURONS] = "neurons", sets
-    layers = beside_layers(setup, made_in)
-    if made_in and not experts:
-        compared[PROJECTIONS] = "layers", [down_projections(target, one) for one in layers]
     if made_in:
-        compared[LAYERS] = "layers", layers
+        compared[LAYERS] = "layers", beside_layers(setup, made_in)
     return compared
 
 
@@ -78,12 +75,6 @@ def beside_layers(setup: Setup, layers: Sequence[int]) -> list[Sequence[int]]:
         for _ in range(DRAWS):
             beside.append(some_of(others, len(layers), generator))
     return beside
-
-
-def down_projections(target: Target, layers: Sequence[int]) -> list[str]:
-    """Names of the down projections of some layers."""
-    modules = [down_projection(target, layer) for layer in layers]
-    return [one.name for one in linear_modules(target) if one.module in modules]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,7 @@ from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Component, ComponentKind, Parts, Tokens
-from sinkscope.results.result import Number, numbers_of
+from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.held_out import Length, Pieces, held_out
@@ -26,7 +25,6 @@ from sinkscope.sinks.precision.exact import (
     FIRST,
     NEURONS,
     PLACES,
-    PROJECTIONS,
     Rounded,
     Texts,
     beside_layers,
@@ -68,7 +66,6 @@ class Kept:
         margin: Two standard errors of `regained` over texts; None for too few texts.
         random: The largest share that as many random ones regain, over 3 draws; None if there are none.
         bits: Bits of a rounded number on average, with 16 for one that stays exact.
-        per_bit: Nats regained for each bit that numbers take more on average.
     """
 
     scheme: str
@@ -78,7 +75,6 @@ class Kept:
     margin: float | None
     random: float | None
     bits: float
-    per_bit: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +90,7 @@ class Precision(Result):
     """
 
     percent = ("regained", "margin", "random")
-    columns = ("scheme", "kept", "kl", "regained", "random", "per_bit")
+    columns = ("scheme", "kept", "kl", "regained", "random", "bits")
     table_of = "rounded"
 
     rounded: tuple[Kept, ...]
@@ -153,28 +149,13 @@ class Precision(Result):
             return self.neurons
         if one.kept == PLACES or one.kept == FIRST:
             return (Tokens(one.kept),)
-        kind: ComponentKind = "mlp" if one.kept == PROJECTIONS else "layer"
-        return tuple(Component(kind, layer) for layer in layers)
+        return tuple(Component("layer", layer) for layer in layers)
 
     def facts(self) -> list[str]:
-        """The costs, where the sink is, and what stands beside no random ones."""
+        """The costs, and where the sink is."""
         costs = [f"{cost.kl:.2g} ({WORDS[cost.scheme]})" for cost in self.costs]
-        lines = [f"Rounding costs {word_list(costs)} nats."]
-        lines.append(f"The sink is at {self.place}." if self.place else "There is no sink.")
-        alone = {one.kept: "" for one in self.rounded if one.random is None and one.kept != NOTHING}
-        if alone:
-            lines.append(f"Nothing is claimed of {word_list([*alone])}: there are not as many others to compare with.")
-        return lines
-
-    def numbers(self) -> list[Number]:
-        """What the conclusion is about, the cost of each scheme, and what keeping places and neurons exact regains."""
-        numbers = numbers_of(self.claims[:1])
-        numbers += [Number(f"{one.scheme}.kl", f"nats lost, {one.scheme}", one.kl) for one in self.costs]
-        for one in self.rounded:
-            if one.kept in (PLACES, NEURONS):
-                key, label = f"{one.scheme}.{one.kept}", f"of the loss regained by {one.kept}, {one.scheme}"
-                numbers.append(Number(key, label, one.regained, one.random, one.margin, True, "random ones"))
-        return numbers
+        there = f"The sink is at {self.place}." if self.place else "There is no sink."
+        return [f"Rounding costs {word_list(costs)} nats.", there]
 
 
 def draw(result: Precision) -> go.Figure:
@@ -205,8 +186,8 @@ def precision(
 
     Activations, or keys and values, are rounded as `Quantize` does it, and the next tokens of held-out text are
     compared with those of the exact model. What stays exact is compared with random ones of the same size: tokens,
-    neurons of the same layers, down projections, layers. The first tokens are as many as a text has places of the sink.
-    Rounded numbers are stored as before, so no memory is saved here.
+    neurons of the same layers, layers. The first tokens are as many as a text has places of the sink. Rounded numbers
+    are stored as before, so no memory is saved here.
 
     Args:
         schemes: What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).
@@ -241,7 +222,7 @@ def precision(
         rounded.append(kept_of(name, NOTHING, cost, [cost]))
         compared[COSTLIEST] = "layers", beside_layers(setup, costliest[name])
         for what, (field, values) in compared.items():
-            if ACTIVATIONS in scheme or what not in (NEURONS, PROJECTIONS):
+            if ACTIVATIONS in scheme or what != NEURONS:
                 read = [texts.rounded(**scheme, **{field: value}) for value in values]
                 rounded.append(kept_of(name, what, cost, read))
     return Precision(
@@ -256,18 +237,16 @@ def precision(
 def kept_of(scheme: str, what: str, cost: Rounded, read: Sequence[Rounded]) -> Kept:
     """What is regained of the cost of a scheme by what stays exact (read first), and by random ones."""
     one, *random = read
-    left, kl = one.left(cost), float(one.kl.mean())
+    left = one.left(cost)
     low = SCHEMES[scheme].get(ACTIVATIONS) or SCHEMES[scheme]["kv"]
-    more_bits = (EXACT_BITS - low) * (1 - one.numbers / cost.numbers)
     return Kept(
         scheme=scheme,
         kept=what,
-        kl=kl,
+        kl=float(one.kl.mean()),
         regained=1 - left,
         margin=margin_of(((one.kl - left * cost.kl) / cost.kl.mean()).nan_to_num().numpy()),
         random=max([1 - other.left(cost) for other in random], default=None),
-        bits=low + more_bits,
-        per_bit=(float(cost.kl.mean()) - kl) / more_bits if more_bits else None,
+        bits=low + (EXACT_BITS - low) * (1 - one.numbers / cost.numbers),
     )
 
 

@@ -78,13 +78,8 @@ class ProbabilityReading(Reading):
     answers: tuple[RepeatAnswer, ...]
 
     def facts(self) -> list[str]:
-        """The copies beside one copy, and where the repetition ends with and without the patch."""
-        copies = self.claims[-1]
-        single, others = (contrast.value for contrast in copies.contrasts)
-        lines = [
-            f"A token has probability {copies.value:.2g} after the copies, {single:.2g} after one copy there, and "
-            f"{others:.2g} after other tokens."
-        ]
+        """Where the repetition ends with and without the patch."""
+        lines: list[str] = []
         if not self.neurons:
             lines.append("There is no causal neuron of a spike at the first token to patch.")
         for condition, left in zip(self.conditions, self.left, strict=True):

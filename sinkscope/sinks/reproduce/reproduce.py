@@ -10,12 +10,11 @@ from typing import Annotated, Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked
 from sinkscope.measure import Hidden, Option, Result, Setup
-from sinkscope.models.checkpoints.hub import cached_models
 from sinkscope.models.checkpoints.names import find
 from sinkscope.models.checkpoints.published import Published, published, read_published
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.text import put_before
-from sinkscope.results.notation import word_list
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
 from sinkscope.results.tables import cell
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
@@ -37,20 +36,17 @@ class Compared(Published):
     remark: str | None = None
 
     @classmethod
-    def of(
-        cls, record: Published, beside: Sequence[Published], model: tuple[Setup, LayerScan] | None = None
-    ) -> Compared:
-        """A published result beside what is measured now, if a model is given, and beside others of its model."""
+    def of(cls, record: Published, beside: Sequence[Published], setup: Setup, first: LayerScan) -> Compared:
+        """A published result beside what is measured now, and beside others of its model."""
         if record.quantity not in PROTOCOLS:
             return cls(**vars(record), remark="no protocol here")
         measured = agrees = None
         remarks = [f"contradicts {other.source}" for other in beside if record.contradicts(other)]
-        if model is not None:
-            try:
-                measured = PROTOCOLS[record.quantity](*model, record)
-                agrees = record.fits(measured)
-            except SinkscopeError as error:
-                remarks.append(f"not measured: {error}")
+        try:
+            measured = PROTOCOLS[record.quantity](setup, first, record)
+            agrees = record.fits(measured)
+        except SinkscopeError as error:
+            remarks.append(f"not measured: {error}")
         return cls(**vars(record), measured=measured, agrees=agrees, remark="; ".join(remarks) or None)
 
 
@@ -60,14 +56,12 @@ class Reproduction(Result):
 
     Attributes:
         records: The results.
-        on_disk: Models with published results whose weights are on this disk, if none was measured.
     """
 
     kind = "reproduce"
     columns = ("model", "quantity", "value", "measured", "agrees", "source")
 
     records: tuple[Compared, ...]
-    on_disk: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -75,12 +69,12 @@ class Reproduction(Result):
         return int(any(one.agrees is False for one in self.records))
 
     def conclusion(self) -> str:
-        """How many agree, or which models are there."""
+        """How many agree, or how many there are."""
         agree = [one.agrees for one in self.records]
         if self.model.n_layers:
             said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
             return f"Of the published results of {self.model.name}, {said}."
-        return f"Of models with published results, this disk holds {word_list(self.on_disk) or 'none'}."
+        return f"{count_of(len(self.records), 'published result')} can be compared with a model."
 
     def details(self) -> list[str]:
         """What is remarked of each result."""
@@ -100,7 +94,6 @@ def reproduce(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     records: Annotated[str | Path | None, Option(metavar="FILE")] = None,
     *,
-    every: Annotated[bool, Option(name="--list")] = False,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -109,12 +102,11 @@ def reproduce(
 ) -> Reproduction:
     """Measure what is published about a model, each result by its own protocol, and say whether it agrees.
 
-    The exit status is 1 if one does not. Without a model, it lists what is published of models on this disk.
+    The exit status is 1 if one does not. Without a model, it lists what is published.
 
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model.
         records: TOML file with published results to compare with instead.
-        every: List the results, of a model or of all, and measure nothing.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
@@ -126,30 +118,21 @@ def reproduce(
 
     Example:
         sinkscope reproduce llama-2-7b
-        sinkscope reproduce --list
     """
     known = published() if records is None else read_published(records)
     about: dict[str, list[Published]] = {}
     for record in known:
         about.setdefault(known_as(record.model), []).append(record)
-    if every or model is None:
-        on_disk = sorted({known_as(name) for name in cached_models()} & about.keys())
-        wanted = list(about) if every else on_disk
-        if model is not None:
-            wanted = [known_as(str(model))]
-        listed: list[Compared] = []
-        for name in wanted:
-            beside = about.get(name, [])
-            listed += [Compared.of(one, beside) for one in beside]
-        return Reproduction(records=tuple(listed), on_disk=tuple(on_disk))
+    if model is None:
+        return Reproduction(records=tuple(Compared(**vars(record)) for record in known))
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
     opened.target.shards.check_alone("reproduce")
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
     first = scan_layers(setup.target, setup.ids, whole=True)
     beside = about.get(known_as(setup.target.name))
     if beside is None:
-        raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE, or see --list")
-    compared = [Compared.of(one, beside, (setup, first)) for one in beside]
+        raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE")
+    compared = [Compared.of(one, beside, setup, first) for one in beside]
     settings = {"records": records, "revision": revision}
     info, made = setup.info(), setup.provenance()
     return Reproduction(records=tuple(compared), model=info, settings=settings, provenance=made)
