@@ -40,8 +40,8 @@ def check_servable(target: Target) -> None:
     """
     if target.kind == "bridge":
         raise UnsupportedError(
-            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: load "
-            "the model with backend='hf'"
+            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: give "
+            "the plain Hugging Face model"
         )
     if not cache_layers(target):
         raise UnsupportedError(

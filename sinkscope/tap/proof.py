@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ def attention_errors(target: Target) -> tuple[float, float]:
         UnsupportedError: They cannot be compared; the message says why.
     """
     sums, errors = [0.0], [0.0]
-    adapter, is_bridge = target.adapter, target.kind == "bridge"
+    adapter = target.adapter
     layers = target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
     values, weights, heads = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
@@ -70,18 +70,16 @@ def attention_errors(target: Target) -> tuple[float, float]:
             hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
-        tap = nullcontext() if is_bridge else listening(target, keep_values)
-        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+        with listening(target, keep_values), attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
             target.forward(ids, upto=layers[-1])
-        if not is_bridge:
-            with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
-                target.forward(ids, upto=layers[-1])
+        with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
+            target.forward(ids, upto=layers[-1])
     for layer in layers:
         if layer not in chunks:
             raise UnsupportedError(f"no attention was recomputed in layer {layer}")
         rows = torch.cat(chunks[layer], 2)
-        own = weights.get(layer, rows)
-        if not is_bridge and rows.shape[1] != target.n_heads:
+        own = weights[layer]
+        if rows.shape[1] != target.n_heads:
             raise UnsupportedError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
         if rows.shape != own.shape:
             raise UnsupportedError(

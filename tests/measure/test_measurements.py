@@ -15,6 +15,7 @@ import pytest
 import stranger
 import torch
 from conclusion_kit import check_size
+from intervention_kit import loaded
 from organisms import organism
 from refusals import refused
 from same_kit import differences
@@ -71,7 +72,7 @@ def measured(tmp_path_factory):
 def bundled(backend: str | None):
     if backend is None:
         return None
-    return load(backend=backend)
+    return loaded(backend)
 
 
 @EVERY
@@ -139,7 +140,7 @@ for one in ALL:
 @pytest.mark.parametrize(("command", "backend"), BACKENDS)
 def test_every_kind_of_model_gives_the_same(command, backend, measured):
     if backend == "bridge" and command.name in PLAIN_ONLY:
-        with pytest.raises(UnsupportedError, match="hf"):  # what can be done instead
+        with pytest.raises(UnsupportedError, match="plain Hugging Face"):  # what can be done instead
             measured(command, backend)
         return
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
@@ -213,7 +214,7 @@ def test_a_layer_that_the_model_lacks_is_refused():
 
 def test_attention_under_a_policy_is_that_of_the_kept_cache():
     """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
-    plain = Setup.open(load(backend="hf", layers=3), texts=1)
+    plain = Setup.open(load(layers=3), texts=1)
 
     def rows(edit):
         return {row.layer: row.probs for row in replace(plain, edit=edit).attention(last=20, layers=[0, 2])}

@@ -69,7 +69,6 @@ SPLITS = {
 DOORS: dict[str, Callable] = {
     "find_sinks": lambda model, tokenizer: ss.find_sinks(model, tokenizer=tokenizer),
     "edit": lambda model, _: ss.Ablate(layer=1, neurons=[3]).on(model),
-    "load as another": lambda model, tokenizer: ss.load(model, backend="nnsight", tokenizer=tokenizer),
 }
 
 

@@ -148,9 +148,7 @@ def trace(
 def _not_reached(target: Target, name: str) -> UnsupportedError:
     reason = "its module did not run in this pass; leave it out of sites"
     if target.kind == "bridge":
-        reason = (
-            "a bridge replaces modules that fuse several projections; trace the plain Hugging Face model (backend='hf')"
-        )
+        reason = "a bridge replaces modules that fuse several projections; trace the plain Hugging Face model inside it"
     return UnsupportedError(f"site {name!r} was never reached on this {target.kind} model: {reason}")
 
 

@@ -1,22 +1,16 @@
-"""The kinds of model objects: the plain module inside one, and one wrapped around a plain module."""
+"""The kinds of model objects, and the plain module inside one."""
 
 from __future__ import annotations
 
-import copy
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.call_cache import bridge_hooks
-from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.parts import Kind
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import Target
 
-_LIBRARIES = {"bridge": ("TransformerLens", "transformer-lens"), "nnsight": ("nnsight", "nnsight")}
-"""What wraps a model, and its package."""
 _SPLITTING = {
     "FSDPModule": "FSDP2",
     "FullyShardedDataParallel": "FSDP",
@@ -115,63 +109,3 @@ def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
         f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
         "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
     )
-
-
-def wrap(hf: Any, tokenizer: Any, backend: Kind) -> Any:
-    """Wrap `hf` as the requested kind of object. Bridge and nnsight change `hf` in place, so do not use it elsewhere.
-
-    The tokenizer is copied first, because both set padding and special tokens on theirs. TransformerLens and nnsight
-    are imported here.
-
-    Raises:
-        UnsupportedError: TransformerLens or nnsight is not installed, or cannot wrap this architecture.
-        SinkscopeError: There is no tokenizer.
-    """
-    if backend == "hf":
-        return hf
-    if tokenizer is None:
-        raise SinkscopeError(
-            f"backend={backend!r} needs a tokenizer and the model came without one; give tokenizer=..., or use "
-            'backend="hf"'
-        )
-    library, package = _LIBRARIES[backend]
-    tokenizer = copy.deepcopy(tokenizer)
-    try:
-        if backend == "bridge":
-            return _bridge(hf, tokenizer)
-        return import_module("nnsight").TransformersModel(hf, tokenizer=tokenizer, task="text-generation")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
-            'backend="hf"'
-        ) from None
-    except Exception as error:
-        raise UnsupportedError(
-            f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can'
-        ) from error
-
-
-def _bridge(hf: Any, tokenizer: Any) -> Any:
-    cls: Any = import_module("transformer_lens.model_bridge").TransformerBridge
-    config = hf.config
-    if config.model_type == "falcon" and config.new_decoder_architecture:
-        raise ValueError("its fused query, key and value are interleaved by group")
-    if getattr(config, "vision_config", None) is not None:
-        try:
-            import_module("torchvision")
-        except Exception:  # a broken one counts as missing for TransformerLens, too
-            # Booting would run `pip install torchvision`, which may replace torch in the user's environment.
-            raise ValueError("it needs torchvision for models with images: pip install torchvision") from None
-    if not config.architectures:
-        config.architectures = [type(hf).__name__]
-    # The bridge makes a second tokenizer from the path of this one, which may be on a hub, unless it is told that
-    # this one adds BOS; whether it really does is found out by encoding a text.
-    tokenizer.init_kwargs.setdefault("name_or_path", "")
-    tokenizer.init_kwargs["add_bos_token"] = True
-    name = getattr(config, "_name_or_path", "")
-    if "/" not in name:  # it may be an alias of TransformerLens, which warns of those
-        name = type(hf).__name__
-    bridge = cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
-    for module, _, fn in bridge_hooks(bridge):
-        module.register_forward_pre_hook(fn, with_kwargs=True)
-    return bridge

@@ -112,15 +112,9 @@ def _refusal(target: Target, problem: str) -> UnsupportedError:
     """The error for an adapter that the probe refuses; it is forgotten."""
     adapter = target.adapter
     _KNOWN.pop(_key(target.hf), None)
-    if row_of(adapter.model_type) is None and target.kind == "hf":
-        return UnsupportedError(
-            f"model type {adapter.model_type!r} has no row, and the one that its names propose is refused: {problem}; "
-            f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
-        )
-    other = "" if target.kind == "hf" else 'try backend="hf", or '
     return UnsupportedError(
-        f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
-        f"{other}report it with the model's name; probe=False loads it all the same"
+        f"the row of model type {adapter.model_type!r}, as its names propose it or as it was registered, is refused: "
+        f"{problem}; change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
     )
 
 

@@ -14,8 +14,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import PATHS
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
-from sinkscope.models.passes.positions import check_positions
-from sinkscope.models.passes.short import begins_at, reaches_logits
+from sinkscope.models.passes.short import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.proof import attention_errors
@@ -70,10 +69,6 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
             middle, last = target.n_layers // 2, target.n_layers - 1
             if middle and target.adapter.from_any_layer and not begins_at(target, middle, last):
                 raise UnsupportedError(f"a pass that begins at layer {middle} does not end as the whole pass does")
-            if not reaches_logits(target):
-                raise UnsupportedError("what the last layer gives does not change the logits")
-            if target.kind != "hf":  # a plain model was checked where it was opened
-                check_positions(target)
         else:
             _measure_edits(report, target, first_of_kinds(target))
         report.row_sum_error, report.attention_error = attention_errors(target)
