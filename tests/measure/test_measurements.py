@@ -16,8 +16,6 @@ import stranger
 import torch
 from conclusion_kit import check_size
 from intervention_kit import loaded
-from organisms import organism
-from refusals import refused
 from same_kit import differences
 from torch.testing import assert_close
 
@@ -146,22 +144,6 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
     near = LOOSER.get(command.name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
-
-
-@pytest.fixture(scope="module")
-def wordy(tmp_path_factory):
-    """A model whose tokenizer knows few words."""
-    return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
-
-
-@EVERY
-def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
-    """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
-    word = "Straßenbahn" if ALL.index(command) % 2 else "dog"
-    (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
-    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if command.name == "patch_eval" else {}
-    with refused("the one token '.*--text"):
-        command.load()(wordy, text=tmp_path / "alike.txt", **patch)
 
 
 @EVERY
