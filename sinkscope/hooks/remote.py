@@ -18,7 +18,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.placed import PlacedEdit
 from sinkscope.hooks.edit.positions import Tracker
-from sinkscope.hooks.trace.run import Trace
 from sinkscope.hooks.trace.sites import Pattern, Site, resolve
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.inputs import Ids, read_inputs
@@ -54,7 +53,7 @@ class Remote:
         *,
         attention_mask: Any = None,
         bos: bool | None = None,
-    ) -> Trace:
+    ) -> dict[str, Tensor]:
         """Run the model once on the server, edited, and return each site's tensor `[batch pos ...]` on the CPU.
 
         Args:
@@ -82,7 +81,7 @@ class Remote:
             if site.name in ("ln_final", "logits"):  # the block has taken them out of what the model returns
                 site = replace(site, cut=first_tensor)
             found[site.name] = site.shown(given[stop], rows.ids.shape)
-        return Trace(found)
+        return found
 
     def _edits(self, edit: Intervention | None, ids: Ids, mask: Ids | None) -> dict[_Stop, list[Any]]:
         """The columns and new values of each edit, by where it acts."""

@@ -9,7 +9,7 @@ from organisms import MODEL_TYPES
 from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope.models.checkpoints.names import models, published_for, resolve, sink_layers
+from sinkscope.models.checkpoints.names import models, published_for, resolve
 from sinkscope.models.loading.config import reads_images
 
 
@@ -42,10 +42,6 @@ def decodes_text(model_type: str) -> bool:
 )
 def test_published_by_every_spelling(spelling):
     assert "L1.N10411" in next(record for record in published_for(spelling) if record.quantity == "neurons").value
-
-
-def test_layers_are_those_that_papers_report():
-    assert (sink_layers("llama-2-7b"), sink_layers("gpt2")) == ([1], [])
 
 
 def test_of_another_model_nothing_is_published():

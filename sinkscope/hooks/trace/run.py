@@ -50,16 +50,6 @@ REDUCERS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
 """By name: called with the tensor, and with which of its positions hold tokens."""
 
 
-class Trace(dict[str, Tensor]):
-    """What `trace` returns: the tensor of each site, by its name, in the order of the forward pass."""
-
-    def __repr__(self) -> str:
-        lines: list[str] = []
-        for name, tensor in self.items():
-            lines.append(f"  {name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
-        return "\n".join([f"Trace of {len(self)} sites", *lines])
-
-
 @checks_arguments
 def trace(
     model: object,
@@ -71,7 +61,7 @@ def trace(
     batch_size: Natural | None = None,
     tokenizer: Any = None,
     bos: bool | None = None,
-) -> Trace:
+) -> dict[str, Tensor]:
     """Run the model once and return each site's reduced tensor, on the CPU.
 
     Args:
@@ -94,7 +84,7 @@ def trace(
         bos: Whether texts begin with BOS. By default the tokenizer decides.
 
     Returns:
-        The tensor of each site by its name; the first dimension is the batch.
+        The tensor of each site by its name, in the order of the forward pass; the first dimension is the batch.
 
     The pass ends after the deepest site. The model is left unchanged.
 
@@ -126,7 +116,7 @@ def trace(
             # Rows of attention come in chunks of queries; every other site has one chunk.
             own = chunks[site.name]
             batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
-    return Trace({name: torch.cat(tensors) for name, tensors in batches.items()})
+    return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
 def _not_reached(target: Target, name: str) -> UnsupportedError:

@@ -10,7 +10,6 @@ from importlib import resources
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.published import Published, published
-from sinkscope.results.notation import read_neuron
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -90,14 +89,3 @@ def published_for(name_or_id: str) -> list[Published]:
     if entry is None:
         return []
     return [record for record in published() if record.model == entry.name]
-
-
-def sink_layers(name_or_id: str) -> list[int]:
-    """The layers that make a model's sink, as papers report them; the arguments are those of `published_for`."""
-    layers: set[int] = set()
-    for record in published_for(name_or_id):
-        if record.quantity == "layers":
-            layers.update(record.value)
-        elif record.quantity == "neurons":
-            layers.update(read_neuron(neuron)[0] for neuron in record.value)
-    return sorted(layers)

@@ -11,12 +11,8 @@ from sinkscope.models.modules.parts import Kind
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import Target
 
-_SPLITTING = {
-    "FSDPModule": "FSDP2",
-    "FullyShardedDataParallel": "FSDP",
-    "PipelineIdentityLayer": "pipeline parallelism",
-}
-"""Classes of modules that are there only if a model is split."""
+_SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
+"""Classes of modules that are there only if a model is split in a way that is not served."""
 _STYLES = (
     *("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"),
     *("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts"),
@@ -35,44 +31,31 @@ def unwrap(model: object, *, loads: bool = True) -> tuple[nn.Module, Kind]:
         UnsupportedError: The model is split over processes.
     """
     hf, kind = _inside(model, loads)
-    split = _split_by(hf)
-    if split is None and kind != "hf" and split_weight(hf) is not None:
-        split = f"tensor parallelism inside a {type(model).__name__} (a plain Hugging Face model is served)"
-    if split is not None:
+    if not _is_served(hf, kind):
         raise UnsupportedError(
-            f"this {type(hf).__name__} is split over processes by {split}, which is not served: load it in one process "
-            "(device_map= spreads it over devices), or let transformers split it by tensor parallelism alone"
+            f"this {type(model).__name__} is split over processes in a way that is not served (FSDP, a pipeline, "
+            "experts, DTensors of one's own, transformers before 5.19): load it in one process (device_map= spreads it "
+            "over devices), or let transformers split a plain model by tensor parallelism alone"
         )
     return hf, kind
 
 
-def _split_by(hf: nn.Module) -> str | None:
-    """By what a model is split over processes; None if it is whole, or split in a way that is served."""
+def _is_served(hf: Any, kind: Kind) -> bool:
+    """Whether a model is whole, or a plain one that transformers has split by tensor parallelism alone."""
     for module in hf.modules():
         for cls in type(module).__mro__:
             if cls.__name__ in _SPLITTING:
-                return _SPLITTING[cls.__name__]
-    found = split_weight(hf)
-    if found is not None:
-        return _split_otherwise(hf, getattr(hf.config, "distributed_config", None), found[0])
-    if (getattr(hf, "tp_size", None) or 1) > 1:
-        return "tensor parallelism of transformers before 5.19, which does not say who holds what"
-    return None
-
-
-def _split_otherwise(hf: Any, settings: Any, name: str) -> str | None:
-    """What about the split of a model is not served, if one of its weights is split."""
-    if settings is None:
-        return f"something else than transformers ({name} is a DTensor)"
-    if settings.dp_size > 1:
-        return "FSDP2"
-    if settings.ep_size > 1:
-        return "expert parallelism"
+                return False
+    if split_weight(hf) is None:
+        return (getattr(hf, "tp_size", None) or 1) == 1
+    settings = getattr(hf.config, "distributed_config", None)
+    if kind != "hf" or settings is None or settings.dp_size > 1 or settings.ep_size > 1:
+        return False
     for part, style in hf.tp_plan.items():
         is_linear = style == "packed_colwise" and "experts" not in part
         if style not in _STYLES or is_linear:
-            return f"tensor parallelism in the style {style!r} ({part})"
-    return None
+            return False
+    return True
 
 
 def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
