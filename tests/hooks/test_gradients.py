@@ -96,10 +96,3 @@ def test_checkpointed_layers_are_refused(what):
         model(IDS)
     with what.on(model.eval()):
         model(IDS)
-
-
-def test_a_checkpoint_around_the_whole_model_is_refused():
-    model = tiny_model("llama")[0]
-    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
-    with EDITS["patch"].on(model), pytest.raises(UnsupportedError, match="runs with gradient checkpointing"):
-        checkpoint(lambda inputs: model(inputs_embeds=inputs).logits, embeds, use_reentrant=True)

@@ -20,7 +20,7 @@ from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
-from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing, without_continuous_batching
+from sinkscope.tap.internals import in_backward, is_checkpointing, without_continuous_batching
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,9 +178,6 @@ class Run:
         sentences = [part.summary(self) for part in self.parts]
         return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
 
-    def __repr__(self) -> str:
-        return f"<Run on {self.target.name}: {self.summary()}>"
-
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         with self._lock:
@@ -210,12 +207,10 @@ class Run:
         call = self.tracker.begin(
             given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
         )
-        # A checkpoint keeps no cache, and the search for it takes long, so a generated token is spared it.
-        if is_checkpointing(self.target.layers[0]) or (call.past == 0 and in_checkpoint()):
+        if is_checkpointing(self.target.layers[0]):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
-                "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
-                "torch.utils.checkpoint out"
+                "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
         self.call = call
 

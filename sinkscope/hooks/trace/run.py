@@ -54,7 +54,7 @@ REDUCERS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
 def trace(
     model: object,
     tokens: Any,
-    sites: Pattern | Sequence[Pattern],
+    sites: Pattern | Sequence[Pattern] = (),
     reduce: str | Reducer = "raw",
     *,
     attention_mask: Any = None,
