@@ -163,7 +163,7 @@ STREAMING = StreamingLLM(budget=9)
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
-        ("alibi", Full(), "recomputed attention differs from the model's own"),
+        ("alibi", Full(), "adds ALiBi to its masks"),
         ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*plain Hugging Face"),
     ],
 )

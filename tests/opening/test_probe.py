@@ -76,7 +76,6 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
         ("axk1", {}, {"post_mlp_norm": None}, "."),
         ("llama4_text", {}, {"mlp": "feed_forward.shared_expert"}, "."),
         ("gemma4_text", {}, {"adds": True}, "."),
-        ("glm_moe_dsa", {}, {"from_any_layer": True}, "."),
     ],
     ids=str,
 )

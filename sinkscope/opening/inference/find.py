@@ -41,6 +41,8 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     key, row = _key(hf), row_of(hf.config.model_type)
     if key in _KNOWN:
         return _KNOWN[key]
+    if getattr(hf.config, "alibi", False):
+        raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
     if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
