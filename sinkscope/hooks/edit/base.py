@@ -266,7 +266,7 @@ def _refuse_remote(*_: Any) -> None:
     """Stands in a model of nnsight where it makes what sends a trace."""
     raise UnsupportedError(
         "a remote trace leaves this intervention behind, because its hooks are on this machine: trace without "
-        "remote=, or send it with sinkscope.remote(model).trace(tokens, sites, edit)"
+        "remote=, or write the edit in the trace (docs/other_libraries.md)"
     )
 
 

@@ -21,16 +21,16 @@ _STYLES = (
 """Styles of tensor parallelism after which a hook sees the columns of a process, or the whole."""
 
 
-def unwrap(model: object, *, loads: bool = True) -> tuple[nn.Module, Kind]:
+def unwrap(model: object) -> tuple[nn.Module, Kind]:
     """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
-    Weights of a model of nnsight that was made by name are loaded, if it `loads`.
+    Weights of a model of nnsight that was made by name are loaded.
 
     Raises:
         SinkscopeError: `model` is none of the three kinds.
         UnsupportedError: The model is split over processes.
     """
-    hf, kind = _inside(model, loads)
+    hf, kind = _inside(model)
     if not _is_served(hf, kind):
         raise UnsupportedError(
             f"this {type(model).__name__} is split over processes in a way that is not served (FSDP, a pipeline, "
@@ -58,14 +58,14 @@ def _is_served(hf: Any, kind: Kind) -> bool:
     return True
 
 
-def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
+def _inside(model: object) -> tuple[nn.Module, Kind]:
     if isinstance(model, Target):
         return model.hf, model.kind
     inside = getattr(model, "_orig_mod", None)  # of a compiled model
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inside = model.module
     if isinstance(inside, nn.Module):
-        return _inside(inside, loads)
+        return _inside(inside)
     original = getattr(model, "original_model", None)
     if isinstance(original, nn.Module):
         return original, "bridge"
@@ -77,11 +77,11 @@ def _inside(model: object, loads: bool) -> tuple[nn.Module, Kind]:
                 "measure the model without it, or an adapter in the weights, such as LoRA"
             )
         wrapper: Any = model
-        return _inside(wrapper.get_base_model(), loads)
+        return _inside(wrapper.get_base_model())
     packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
     if "nnsight" in packages:
         load_weights: Any = getattr(model, "dispatch", None)
-        if loads and callable(load_weights):
+        if callable(load_weights):
             load_weights()  # one made by name has none before its first trace; this does nothing afterwards
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
