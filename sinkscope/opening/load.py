@@ -53,7 +53,7 @@ def load(
             inside this package.
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.
-        dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
+        dtype: torch dtype or its name ("float32", "bfloat16", ...). None uses the checkpoint's.
         device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU; under
             torchrun, transformers splits the model over the processes by tensor parallelism.
         device_map: Passed on to transformers instead of `device`.

@@ -80,7 +80,7 @@ def test_tokenizer_without_bos_stays_without(backend, tmp_path):
 
 def test_dtype_and_names_of_dtypes():
     folder = checkpoint("llama")
-    for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
+    for name in ("bfloat16", "torch.bfloat16", torch.bfloat16):
         assert load(folder, dtype=name).dtype == torch.bfloat16
     assert load(folder).dtype == load(folder, dtype="auto").dtype == torch.float32
 
@@ -153,7 +153,7 @@ def test_overflow_to_infinity_is_found(tmp_path):
         model.model.norm.weight[0] = 1e6
     model.save_pretrained(tmp_path)
     with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
-        load(tmp_path, layers=1, dtype="fp16")
+        load(tmp_path, layers=1, dtype="float16")
     load(tmp_path, layers=1)
 
 

@@ -55,13 +55,13 @@ def test_base_name_of_a_hub_id_resolves():
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("lama-2-7b", "llama-2-7b (meta-llama/Llama-2-7b-hf)"),
-        ("llama2-7b", "llama-2-7b (meta-llama/Llama-2-7b-hf)"),
-        ("qwen3-235b", "qwen3-235b-a22b (Qwen/Qwen3-235B-A22B)"),
+        ("lama-2-7b", "llama-2-7b"),
+        ("llama2-7b", "llama-2-7b"),
+        ("qwen3-235b", "qwen3-235b-a22b"),
     ],
 )
-def test_unknown_name_suggests_the_nearest_with_its_hub_id(typed, meant):
-    with refused(rf"unknown model '{typed}': did you mean {re.escape(meant)}[? ]"):
+def test_unknown_name_suggests_the_nearest(typed, meant):
+    with refused(rf"unknown model '{typed}': did you mean .*{meant}[? ]"):
         resolve(typed)
 
 

@@ -12,10 +12,6 @@ from sinkscope.models.loading.config import first_line
 WEIGHTS = 100 << 20  # bytes of a model in the cache from which they are more than its tokenizer
 
 
-class HubError(SinkscopeError):
-    """A file of the hub cannot be had here."""
-
-
 def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
     """Download one file of a model's hub repo, or find it in the cache.
 
@@ -42,7 +38,7 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
 
 
 def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
-    """What went wrong, and what to do; it is no `HubError` if the repo or its revision does not exist."""
+    """What went wrong, and what to do."""
     from huggingface_hub import constants, errors
 
     hub, login = constants.ENDPOINT, "log in with `hf auth login`"
@@ -51,15 +47,15 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Si
     if isinstance(error, errors.GatedRepoError):
         message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        return SinkscopeError(f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}")
+        message = f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}"
     elif isinstance(error, errors.RevisionNotFoundError):
-        return SinkscopeError(f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository")
+        message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
     elif isinstance(error, errors.LocalEntryNotFoundError):
         message = (
             f"{name} of {repo} is not in the cache and {hub} cannot be reached: check the connection and "
             "HF_HUB_OFFLINE, or give a folder that holds the checkpoint"
         )
-    return HubError(message)
+    return SinkscopeError(message)
 
 
 def hub_folder(repo: str, revision: str | None) -> Path:
@@ -83,12 +79,6 @@ def hub_folder(repo: str, revision: str | None) -> Path:
     if optional_file(repo, ADAPTER_CONFIG, folder.name) is not None:
         raise refuse_adapter(repo)
     return folder
-
-
-def hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
-    """Download a weight file that an index names."""
-    absent = SinkscopeError(f"{repo} lacks {shard}, named in its {index}; try another revision")
-    return hub_file(repo, shard, commit, absent=absent)
 
 
 def optional_file(repo: str, name: str, commit: str) -> Path | None:
