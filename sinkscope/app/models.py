@@ -77,8 +77,8 @@ def _check(name: str, progress: Progress) -> None:
         origin = "written"
     show(f"Adapter, {origin}: {shown_row(target.adapter)}")
     show(
-        f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e}, "
-        f"their sums by {report.row_sum_error:.1e} (allowed {report.tolerance:.0e})"
+        f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e} "
+        f"(allowed {report.tolerance:.0e})"
     )
     if report.problem is not None:
         show(f"Problem: {report.problem}")

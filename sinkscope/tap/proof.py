@@ -37,16 +37,13 @@ _REACHES = {  # in configurations and modules: how far, or to how many keys, a l
 _BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
 
 
-def attention_errors(target: Target) -> tuple[float, float]:
-    """Compare recomputed attention rows of the first layers with a sum of one, and with the model's own weights.
-
-    Returns:
-        The largest distance of a row's sum from 1 (0 if learned sinks take a share), and of rows from the model's own.
+def attention_error(target: Target) -> float:
+    """The largest distance of recomputed attention rows of the first layers from the model's own weights.
 
     Raises:
         UnsupportedError: They cannot be compared; the message says why.
     """
-    sums, errors = [0.0], [0.0]
+    errors = [0.0]
     adapter = target.adapter
     layers = target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
@@ -92,9 +89,8 @@ def attention_errors(target: Target) -> tuple[float, float]:
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
             rows = rows / rows.sum(-1, keepdim=True)
             own = own / own.sum(-1, keepdim=True)
-        sums.append(float((rows.sum(-1) - 1).abs().max()))
         errors.append(float((rows - own).abs().max()))
-    return float(torch.tensor(sums).max()), float(torch.tensor(errors).max())  # NaN if one is
+    return float(torch.tensor(errors).max())  # NaN if one is
 
 
 @contextmanager

@@ -30,7 +30,7 @@ SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 def test_sound_models_pass_and_numbers_are_small(seed, model_type):
     report = probe(target_of(tiny_model(model_type, seed=seed)[0]))
     assert report.problem is None
-    assert max(report.edit_error, report.attention_error, report.row_sum_error) < 1e-5
+    assert max(report.edit_error, report.attention_error) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
             for name in ("llama", "gpt2", "qwen3", "gemma3_text", "olmo2")
         ),
         ("gpt_oss", lambda real, a, k: real(*a, **{**k, "sinks": None}), "differs from the model's own"),
-        ("llama", lambda real, a, k: 0.99 * real(*a, **k), "do not sum to one"),
+        ("llama", lambda real, a, k: 0.99 * real(*a, **k), "differs from the model's own"),
         ("llama", lambda real, a, k: real(a[0], a[1].flip(1), *a[2:], **k), "."),  # keys of the wrong group
         ("llama", lambda real, a, k: real(*a, **k).flip(2), "."),  # rows out of order
     ],

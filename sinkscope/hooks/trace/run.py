@@ -112,18 +112,14 @@ def trace(
         _run(target, ids, mask, wanted, partial(_keep, chunks, reduce, real))
         for site in wanted:
             if site.name not in chunks:
-                raise _not_reached(target, site.name)
+                raise UnsupportedError(
+                    f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run "
+                    "(a bridge replaces those that fuse several projections); leave it out of sites"
+                )
             # Rows of attention come in chunks of queries; every other site has one chunk.
             own = chunks[site.name]
             batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
     return {name: torch.cat(tensors) for name, tensors in batches.items()}
-
-
-def _not_reached(target: Target, name: str) -> UnsupportedError:
-    reason = "its module did not run in this pass; leave it out of sites"
-    if target.kind == "bridge":
-        reason = "a bridge replaces modules that fuse several projections; trace the plain Hugging Face model inside it"
-    return UnsupportedError(f"site {name!r} was never reached on this {target.kind} model: {reason}")
 
 
 def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, name: str, tensor: Tensor) -> None:

@@ -12,6 +12,10 @@ from sinkscope.models.loading.config import first_line
 WEIGHTS = 100 << 20  # bytes of a model in the cache from which they are more than its tokenizer
 
 
+class HubError(SinkscopeError):
+    """A file of the hub cannot be had here."""
+
+
 def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
     """Download one file of a model's hub repo, or find it in the cache.
 
@@ -38,7 +42,7 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
 
 
 def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
-    """What went wrong, and what to do."""
+    """What went wrong, and what to do; it is no `HubError` if the repo or its revision does not exist."""
     from huggingface_hub import constants, errors
 
     hub, login = constants.ENDPOINT, "log in with `hf auth login`"
@@ -47,15 +51,15 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Si
     if isinstance(error, errors.GatedRepoError):
         message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        message = f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}"
+        return SinkscopeError(f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}")
     elif isinstance(error, errors.RevisionNotFoundError):
-        message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
+        return SinkscopeError(f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository")
     elif isinstance(error, errors.LocalEntryNotFoundError):
         message = (
             f"{name} of {repo} is not in the cache and {hub} cannot be reached: check the connection and "
             "HF_HUB_OFFLINE, or give a folder that holds the checkpoint"
         )
-    return SinkscopeError(message)
+    return HubError(message)
 
 
 def hub_folder(repo: str, revision: str | None) -> Path:

@@ -16,7 +16,7 @@ from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
-from sinkscope.tap.proof import attention_errors
+from sinkscope.tap.proof import attention_error
 
 
 @dataclass
@@ -29,7 +29,6 @@ class ProbeReport:
             experts give, is zero.
         edit_error: Distance between what an edited neuron changed and what it must change according to the adapter: its
             own input to the down projection, and its column in the MLP's output.
-        row_sum_error: Distance of the recomputed attention rows' sums from 1 (0 if learned sinks take a share).
         attention_error: Largest distance between recomputed attention and the model's own.
         problem: What is wrong. None if nothing is.
         unproved: Why sites cannot be proved, by layer and the last part of their names.
@@ -38,7 +37,6 @@ class ProbeReport:
     tolerance: float
     layers: tuple[int, ...] = ()
     edit_error: float = 0.0
-    row_sum_error: float = 0.0
     attention_error: float = 0.0
     problem: str | None = None
     unproved: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
@@ -64,9 +62,7 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     try:
         _check_paths(target)
         _measure_edits(report, target, list(range(target.n_layers)) if every_layer else first_of_kinds(target))
-        report.row_sum_error, report.attention_error = attention_errors(target)
-        if not report.row_sum_error <= report.tolerance:
-            raise UnsupportedError(f"recomputed attention rows do not sum to one (off by {report.row_sum_error:.2g})")
+        report.attention_error = attention_error(target)
         if not report.attention_error <= report.tolerance:
             raise UnsupportedError(
                 f"recomputed attention differs from the model's own (by {report.attention_error:.2g})"
