@@ -143,7 +143,7 @@ def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
 
 def test_load_refuses_what_the_probe_finds(monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "llama", Adapter("llama", down="self_attn.o_proj"))
-    with pytest.raises(UnsupportedError, match=r"the row of model type 'llama', .* is refused: .*down='self_attn"):
+    with pytest.raises(UnsupportedError, match=r"model type 'llama' has a row, .* is refused: .*down='self_attn"):
         load(checkpoint("llama"))
     load(checkpoint("llama"), probe=False)
 
