@@ -14,7 +14,6 @@ from .hooks.edit.edits import Ablate as Ablate
 from .hooks.edit.quantize import Quantize as Quantize
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.edit.steer import Add as Add
-from .hooks.remote import remote as remote
 from .hooks.trace.run import trace as trace
 from .lines.lines import lines as lines
 from .lines.serve.conversation import Conversation as Conversation

@@ -13,13 +13,23 @@ from organisms.tiny import tiny_model
 from raw_kit import blocks, down, inputs_edited
 from torch import Tensor, nn
 
-from sinkscope.models.loading.backends import wrap
+from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
 
 
 def bridge_of(model, tokenizer):
-    """A bridge of a copy: booting changes the model in place."""
-    return wrap(copy.deepcopy(model), tokenizer, "bridge")
+    """A bridge of a copy: booting changes the model in place, and looks for a second tokenizer unless told of BOS."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    model, tokenizer = copy.deepcopy(model), copy.deepcopy(tokenizer)
+    model.config.architectures = model.config.architectures or [type(model).__name__]
+    tokenizer.init_kwargs.update(name_or_path="", add_bos_token=True)
+    name = type(model).__name__
+    bridge = TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=model.dtype)
+    for module, _, fn in bridge_hooks(bridge):
+        module.register_forward_pre_hook(fn, with_kwargs=True)
+    return bridge
 
 
 def nnsight_of(model, tokenizer):
@@ -29,6 +39,12 @@ def nnsight_of(model, tokenizer):
 
 
 KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}
+
+
+def loaded(kind: str, *where: Any, **settings: Any):
+    """A model that `load` reads, as one of the three kinds."""
+    model = load(*where, **settings)
+    return KINDS[kind](model, model.tokenizer)
 
 
 @torch.no_grad()

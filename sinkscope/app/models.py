@@ -6,7 +6,7 @@ from typing import Annotated
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.checkpoints.names import ModelEntry, models, sink_layers
+from sinkscope.models.checkpoints.names import ModelEntry, models
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import SCREEN, Grid, Table, strings
@@ -27,7 +27,7 @@ def print_models(
     every: Annotated[bool, Option(name="--all")] = False,
     progress: Hidden = None,
 ) -> None:
-    """List the short names of public models, and the layers in which papers found their sinks; or check one model.
+    """List the short names of public models, or check one model.
 
     Args:
         word: Show only models whose name or hub id contains this word.
@@ -51,14 +51,11 @@ def print_models(
         raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models --all` shows every name")
     rows: Table = []
     for entry in known:
-        sink = ", ".join(map(str, sink_layers(entry.name))) or "-"
-        rows.append({"name": entry.name, "sink": sink, "hub id": entry.hub_id})  # the longest last
-    rows.sort(key=lambda row: row["sink"] == "-")
-    with_sink = sum(row["sink"] != "-" for row in rows)
+        rows.append({"name": entry.name, "hub id": entry.hub_id})  # the longest last
     print(Grid(strings(rows)).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
-    show(f"\nConclusion: papers report the layers of the sink for {with_sink} of these {len(known)} models.")
+    show(f"\nConclusion: {len(known)} of {len(models())} short names are these.")
 
 
 def _check(name: str, progress: Progress) -> None:
@@ -80,8 +77,8 @@ def _check(name: str, progress: Progress) -> None:
         origin = "written"
     show(f"Adapter, {origin}: {shown_row(target.adapter)}")
     show(
-        f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e}, "
-        f"their sums by {report.row_sum_error:.1e} (allowed {report.tolerance:.0e})"
+        f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e} "
+        f"(allowed {report.tolerance:.0e})"
     )
     if report.problem is not None:
         show(f"Problem: {report.problem}")

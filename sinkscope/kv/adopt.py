@@ -7,7 +7,7 @@ from typing import Any, get_args
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.positions import Call, Columns
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.scope import cache_layers
@@ -66,11 +66,10 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
         columns: The tokens already in the cache.
 
     Raises:
-        UnsupportedError: The cache is of another kind, or belongs to another model.
+        UnsupportedError: The cache is of another kind.
     """
     layers: list[Any] = getattr(cache, "layers", None) or []
     if own_layers(cache):
-        _check_shape(layers, target)
         return
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
@@ -86,7 +85,6 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
                     f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
                     "start with an empty cache inside the `with`"
                 )
-        _check_shape(layers, target)
         token = COLUMNS.set(columns)
         try:
             for new, old in zip(ours, layers, strict=True):
@@ -134,17 +132,3 @@ def _empty_layers(target: Target) -> list[Any]:
     for number in cache_layers(target):
         layers[number] = CacheLayer(number)
     return layers
-
-
-def _check_shape(layers: list[Any], target: Target) -> None:
-    """Check that a filled cache has the model's shape."""
-    if target.adapter.k is None and target.adapter.fused_qkv is None:  # latent attention caches one head for all
-        return
-    shapes = {
-        layer.keys.shape[1] for layer in layers if type(layer) in (CacheLayer, DynamicLayer) and layer.is_initialized
-    }
-    if len(layers) != target.n_layers or not shapes <= {target.n_kv_heads}:
-        raise SinkscopeError(
-            f"the cache has {len(layers)} layers of {max(shapes, default=0)} kv heads and {target.name} has "
-            f"{target.n_layers} of {target.n_kv_heads}: it is the cache of another model; pass a new one"
-        )

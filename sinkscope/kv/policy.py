@@ -5,7 +5,6 @@ Scoring and choosing are separate, so a new score needs no code for choosing, an
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
 from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores
@@ -249,19 +248,13 @@ class Policy(Intervention):
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
-        lengths = moment.call.before
-        budgets = self.tokens(lengths)
+        budgets = self.tokens(moment.call.before)
         first: list[int] = []
         latest: list[int] = []
-        events: list[Event] = []
-        for row, budget in enumerate(budgets):
+        for budget in budgets:
             first_kept, latest_kept = self.always_kept(budget)
             first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
-            if (first_kept, latest_kept) != self.always_kept(sys.maxsize):
-                window = {"window": latest_kept or budget - first_kept}
-                events.append(Event(row, moment.call.step, int(lengths[row]) - 1, None, None, "window", window))
-        session.run.log(lambda: events)
         return RowBudgets(tuple(budgets), tuple(first), tuple(latest))
 
 

@@ -34,7 +34,7 @@ class SnapKV(Policy):
 
     Attributes:
         window: Length of the observation window in tokens; 64 in the paper's text, 32 in its LongBench runs. None means
-            64, or half of the budget of a row in which 64 do not fit; an event of kind "window" then says so.
+            64, or half of the budget of a row in which 64 do not fit.
         kernel: Width of the pooling; 5 in the paper's text, 7 in its LongBench runs.
         pooling: "avg", with zeros beyond the ends, or "max", as in the paper's LongBench runs.
 

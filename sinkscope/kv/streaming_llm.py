@@ -20,7 +20,7 @@ class StreamingLLM(Policy):
 
     Attributes:
         first: Number of attention sinks; four in the paper. A budget of no more tokens is half sinks and half latest
-            tokens; an event of kind "window" then says how many latest ones.
+            tokens.
 
     Example:
         >>> StreamingLLM(budget=1024).first

@@ -95,32 +95,31 @@ class Meter:
         rows = first.keys.shape[0]
         self.calls.append(HeldInCall(rows, first.seen, held, read, counts_read, rows * allocated))
 
-    def by_call(self) -> tuple[Float[Tensor, "call row"], Float[Tensor, "call row"]]:
+    def by_call(self, since: int = 0) -> tuple[Float[Tensor, "call row"], Float[Tensor, "call row"]]:
         """Tokens of each row after every call, and those that its queries could read: means over layers and heads."""
         layers = len(self._slot_bytes)
-        held = torch.stack([_by_row(call.tokens, call.rows) for call in self.calls])
-        read = torch.stack([_by_row(call.read, call.rows) for call in self.calls])
-        return held.float() / layers, read.float() / layers
+        held = torch.stack([_by_row(call.tokens, call.rows) for call in self.calls[since:]])
+        read = torch.stack([_by_row(call.read, call.rows) for call in self.calls[since:]])
+        return held / layers, read / layers
 
     def usage(self, kv_heads: int | None = None) -> Usage:
         """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
         calls, layers = self.calls, len(self._slot_bytes)
         rows = calls[-1].rows
         processes = 1 if kv_heads is None else kv_heads // self._heads
-        tokens = [_by_row(call.tokens, call.rows) for call in calls]
         # Since the number of rows last changed: nobody knows which became which.
         since = max((number for number, call in enumerate(calls, 1) if call.rows != rows), default=0)
-        held = tokens[since:]
-        read = [_by_row(call.read, rows) for call in calls[since:] if call.counts_read]
-        most = max(float(of_rows.sum()) for of_rows in tokens)
+        held, read = self.by_call(since)
+        steps = [call.counts_read for call in calls[since:]]
+        most = max(float(_by_row(call.tokens, call.rows).sum()) for call in calls)
         return Usage(
             calls=len(calls),
-            mean_tokens=_means(held, layers),
-            peak_tokens=(torch.stack(held).amax(0).float() / layers).tolist(),
+            mean_tokens=held.mean(0).tolist(),
+            peak_tokens=held.amax(0).tolist(),
             logical_bytes=round(most * sum(self._slot_bytes) / layers) * processes,
             physical_bytes=max(call.bytes for call in calls) * processes,
             read_tokens=max(call.seen for call in calls),
-            mean_read=_means(read, layers),
+            mean_read=read[steps].mean(0).tolist() if any(steps) else [],
             in_parts=self._in_parts,
         )
 
@@ -128,13 +127,6 @@ class Meter:
 def _by_row(tokens: Tensor | int, rows: int) -> Float[Tensor, " row"]:
     """Tokens of each row."""
     return torch.as_tensor(tokens).cpu().double().expand(rows)
-
-
-def _means(tokens: list[Float[Tensor, " row"]], layers: int) -> list[float]:
-    """Mean over calls and layers, for each row; empty if nothing was counted."""
-    if not tokens:
-        return []
-    return (torch.stack(tokens).sum(0).float() / layers / len(tokens)).tolist()
 
 
 def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:

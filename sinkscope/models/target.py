@@ -126,18 +126,13 @@ class Target(Parts):
         except Stop:
             return None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the model holds no weights, and nothing fetches them when they are needed."""
-        return next(self.embedding.parameters()).is_meta and not hasattr(self.embedding, "_hf_hook")
-
     def check_loaded(self) -> None:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
 
         Raises:
             UnsupportedError: The model holds no weights.
         """
-        if self.is_empty:
+        if next(self.embedding.parameters()).is_meta and not hasattr(self.embedding, "_hf_hook"):
             raise UnsupportedError(
                 f"{self.name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
                 "make it with dispatch=True (nnsight)"

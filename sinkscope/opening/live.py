@@ -12,16 +12,16 @@ from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 
 
-def target_of(model: object, tokenizer: Any = None, name: str | None = None, *, loads: bool = True) -> Target:
+def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> Target:
     """View `model` as a Target (a Target is returned unchanged). Names propose its adapter if it has no row.
 
-    Weights of a model of nnsight that was made by name are loaded, if it `loads`.
+    Weights of a model of nnsight that was made by name are loaded.
 
     Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
     """
     if isinstance(model, Target):
         return model
-    hf, kind = unwrap(model, loads=loads)
+    hf, kind = unwrap(model)
     config: Any = hf.config
     if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
         tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)

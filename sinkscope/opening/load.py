@@ -1,22 +1,21 @@
-"""`load`: turn a name, folder, file or live model into the requested kind of model object."""
+"""`load`: a model from a name, folder or file."""
 
 from __future__ import annotations
 
-import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.processes import world_size
 from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.weights import model_with_weights
-from sinkscope.models.loading.backends import unwrap, wrap
 from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
@@ -27,12 +26,10 @@ from sinkscope.models.loading.config import (
 )
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
-from sinkscope.models.modules.parts import Kind
 from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.shards import check_divides
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of, prove
-from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
 
@@ -40,7 +37,6 @@ from sinkscope.results.options import checks_arguments
 def load(
     x: Any = None,
     *,
-    backend: Kind | None = None,
     revision: str | None = None,
     layers: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -53,16 +49,13 @@ def load(
     """Load a model.
 
     Args:
-        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model.
-            None loads the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model is
-            returned unchanged.
-        backend: "hf" (plain Hugging Face, the default), "bridge" (TransformerBridge), or "nnsight". If given
-            explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
+        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the model
+            inside this package.
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.
-        dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
+        dtype: torch dtype or its name ("float32", "bfloat16", ...). None uses the checkpoint's.
         device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU; under
-            torchrun, transformers splits a plain model over the processes by tensor parallelism.
+            torchrun, transformers splits the model over the processes by tensor parallelism.
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
@@ -70,19 +63,20 @@ def load(
             (`sinkscope.opening.inference.probe`). Live models are not probed.
 
     Returns:
-        Hugging Face model, TransformerBridge or nnsight model, in eval mode. Its tokenizer is kept on the Hugging
-        Face module as `tokenizer`, its name as `sinkscope_name`.
+        Hugging Face model, in eval mode. Its tokenizer is kept on it as `tokenizer`, its name as `sinkscope_name`.
+        TransformerLens and nnsight wrap it (`docs/other_libraries.md`).
 
     Raises:
         SinkscopeError: The model cannot be loaded; one line says what is wrong and what to do.
-        UnsupportedError: The architecture has no adapter, or `backend` cannot wrap it.
+        UnsupportedError: The architecture has no adapter.
     """
     if not (x is None or isinstance(x, str | os.PathLike)):
-        options = {"revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map}
-        return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
+        raise SinkscopeError(
+            f"{type(x).__name__} is no name, folder or file: a model that is loaded already is used as it is"
+        )
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
-    is_split = world_size() > 1 and device_map is None and device is None and backend in (None, "hf")
+    is_split = world_size() > 1 and device_map is None and device is None
     options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
     if device_map is None and not is_split:
         place = parse_device(device)
@@ -93,13 +87,13 @@ def load(
         hf, origin = _plain(source, options, layers, tokenizer, is_split)
         check_vocabulary(hf.tokenizer, hf)
         check_finite(hf)
-        adapter_of(Target(hf, hf, "hf", DRAFT), proves=probe)  # before it is wrapped: proposed by plain modules
-        model = wrap(hf, hf.tokenizer, backend or "hf")
+        target = Target(hf, hf, "hf", DRAFT, name=source.name)
+        adapter = adapter_of(target, proves=probe)
         if probe:
-            prove(target_of(model))
+            prove(replace(target, adapter=adapter))
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
-    return model
+    return hf
 
 
 def _plain(
@@ -138,26 +132,3 @@ def _plant(hf: Any, file: Path) -> None:
         for name in weights.keys() & planted.keys():
             new = torch.from_numpy(planted[name]).to(weights[name])
             weights[name].copy_(new.where(~new.isnan(), weights[name]))
-
-
-def _live(model: Any, backend: Kind | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
-    hf, kind = unwrap(model)
-    backend = backend or kind
-    if backend == kind:
-        settings = {**settings, "tokenizer": tokenizer}
-    for name, value in settings.items():
-        if value is not None:
-            raise SinkscopeError(
-                f"{name}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
-                "out, or give the name of the model"
-            )
-    if backend == kind:
-        return model
-    if kind != "hf":
-        raise UnsupportedError(
-            f"a live {type(model).__name__} cannot become backend={backend!r}: it changed the Hugging Face model "
-            f"inside; load that again with sinkscope.load(name, backend={backend!r})"
-        )
-    if tokenizer is None:
-        tokenizer = getattr(model, "tokenizer", None)
-    return wrap(copy.deepcopy(hf).eval(), tokenizer, backend)

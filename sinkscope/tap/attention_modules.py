@@ -1,8 +1,9 @@
 """Attention that a module computes itself, seen as it is computed.
 
 Outside transformers' attention interface (Bloom, Falcon, GPT-J, MPT and others), a module multiplies queries by keys,
-adds what it adds, takes a softmax, and multiplies the rows by values. While such a module runs, a function mode of
-torch sees these calls. The scores are the module's own, so all that it does to them is in them.
+adds what it adds, takes a softmax, and multiplies the rows by values (all of them with eager attention, which is
+selected). While such a module runs, a function mode of torch sees these calls. The scores are the module's own, so all
+that it does to them is in them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -57,8 +57,6 @@ class _Reader(TorchFunctionMode):
         if name == "softmax" and self._factors is not None and result.shape[-2] == self.queries:
             self._scores = tensors[0]
             self._rows = result
-        if name == "scaled_dot_product_attention":
-            return self._fused(result, *args, **kwargs)
         return result
 
     def _product(self, result: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -69,47 +67,24 @@ class _Reader(TorchFunctionMode):
             return result
         if left.numel() != rows.numel() or left.shape[-1] != rows.shape[-1]:
             return result
-        query, key = self._factors
-        scores = self._by_head(scores)
-        self._factors = self._rows = self._scores = None
-        return self._replaced(result, query, key.mT, right, lambda part: scores[:, :, part])
-
-    def _fused(
-        self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        scale = options.get("scale") or query.shape[-1] ** -0.5
-
-        def scores(part: slice) -> Tensor:
-            made = query[:, :, part].float() @ key.mT.float() * scale
-            mask = attn_mask
-            if options.get("is_causal"):
-                mask = torch.ones(self.queries, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
-            if mask is None:
-                return made
-            if mask.dtype == torch.bool:
-                return made.masked_fill(~mask[:, :, part], torch.finfo(torch.float32).min)
-            return made + mask[:, :, part]
-
-        return self._replaced(result, query, key, value, scores)
-
-    def _replaced(self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Any) -> Tensor:
         self.attended += 1
-        query, key, value = self._by_head(query), self._by_head(key), self._by_head(value)
+        query, key = self._factors
+        self._factors = self._rows = self._scores = None
         output = self._by_head(result).transpose(1, 2)
         call = OwnAttention(
             self.module,
             self.layer,
-            query,
-            key,
-            value,
+            self._by_head(query),
+            self._by_head(key.mT),
+            self._by_head(right),
             mask=None,
             settings={},
             output=output,
-            scores=scores,
+            scores=self._by_head(scores),
             lacks_bias=self._lacks_bias,
         )
         if self._bias is not None:
-            call.bias = self._bias.reshape(-1, query.shape[1], self._bias.shape[-1])
+            call.bias = self._bias.reshape(-1, output.shape[2], self._bias.shape[-1])
         other = self.attend(call)
         if other is output:
             return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import checkpoint
 
 _BATCHING = "init_continuous_batching"
 
@@ -41,16 +39,6 @@ def sdpa_attention() -> Callable[..., Any]:
 def in_backward() -> bool:
     """Whether this thread is in a backward pass, in which checkpointed layers are computed again."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-
-
-def in_checkpoint() -> bool:
-    """Whether `torch.utils.checkpoint` called what runs now, and will compute it again in the backward pass."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def is_checkpointing(layer: nn.Module) -> bool:

@@ -106,4 +106,4 @@ def refuse_opaque(target: Target) -> None:
     if not target.adapter.attention_interface:
         raise UnsupportedError(f"{offered}, because its attention has a form of its own: give another model")
     if target.kind == "bridge":
-        raise UnsupportedError(f"{offered}: give a plain one (backend='hf')")
+        raise UnsupportedError(f"{offered}: give the plain Hugging Face model")

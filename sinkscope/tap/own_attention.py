@@ -23,12 +23,12 @@ class OwnAttention(Attention):
 
     Attributes:
         output: What the module computed.
-        scores: Function that gives the module's own scores of some queries, before the softmax.
+        scores: The module's own scores, before the softmax.
         lacks_bias: Whether the scores lack the bias, because the module was called with zeros in its place.
     """
 
     output: Float[Tensor, "batch query head d_value"] = field(kw_only=True)
-    scores: Callable[[slice], Float[Tensor, "batch head query key"]] = field(kw_only=True)
+    scores: Float[Tensor, "batch head query key"] = field(kw_only=True)
     lacks_bias: bool = field(kw_only=True)
 
     @property
@@ -43,12 +43,11 @@ class OwnAttention(Attention):
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
-        last = self.scores(slice(self.queries - 1, self.queries))
-        return last[:, :1] > self._hidden_below
+        return self.visible(slice(self.queries - 1, self.queries))
 
     def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
         """The keys that the module shows to some of the queries."""
-        return self.scores(part)[:, :1] > self._hidden_below
+        return self.scores[:, :1, part] > self._hidden_below
 
     @property
     def _hidden_below(self) -> float:
@@ -65,7 +64,7 @@ class OwnAttention(Attention):
     @cached_property
     def _fit(self) -> tuple[float, float]:
         """The factor between products and scores of the last query, and how far these are from it, relatively."""
-        scores = self.scores(slice(self.queries - 1, self.queries)).float()
+        scores = self.scores[:, :, -1:].float()
         seen = scores > self._hidden_below
         bias = self._key_bias()
         if bias is not None and not self.lacks_bias:
@@ -100,7 +99,7 @@ class OwnAttention(Attention):
         return super().row_function()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
-        scores = self.scores(part).float()
+        scores = self.scores[:, :, part].float()
         if self.lacks_bias:
             bias = self._key_bias()
             assert bias is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,17 +37,14 @@ _REACHES = {  # in configurations and modules: how far, or to how many keys, a l
 _BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
 
 
-def attention_errors(target: Target) -> tuple[float, float]:
-    """Compare recomputed attention rows of the first layers with a sum of one, and with the model's own weights.
-
-    Returns:
-        The largest distance of a row's sum from 1 (0 if learned sinks take a share), and of rows from the model's own.
+def attention_error(target: Target) -> float:
+    """The largest distance of recomputed attention rows of the first layers from the model's own weights.
 
     Raises:
         UnsupportedError: They cannot be compared; the message says why.
     """
-    sums, errors = [0.0], [0.0]
-    adapter, is_bridge = target.adapter, target.kind == "bridge"
+    errors = [0.0]
+    adapter = target.adapter
     layers = target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
     values, weights, heads = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
@@ -70,18 +67,16 @@ def attention_errors(target: Target) -> tuple[float, float]:
             hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
-        tap = nullcontext() if is_bridge else listening(target, keep_values)
-        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+        with listening(target, keep_values), attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
             target.forward(ids, upto=layers[-1])
-        if not is_bridge:
-            with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
-                target.forward(ids, upto=layers[-1])
+        with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
+            target.forward(ids, upto=layers[-1])
     for layer in layers:
         if layer not in chunks:
             raise UnsupportedError(f"no attention was recomputed in layer {layer}")
         rows = torch.cat(chunks[layer], 2)
-        own = weights.get(layer, rows)
-        if not is_bridge and rows.shape[1] != target.n_heads:
+        own = weights[layer]
+        if rows.shape[1] != target.n_heads:
             raise UnsupportedError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
         if rows.shape != own.shape:
             raise UnsupportedError(
@@ -94,9 +89,8 @@ def attention_errors(target: Target) -> tuple[float, float]:
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
             rows = rows / rows.sum(-1, keepdim=True)
             own = own / own.sum(-1, keepdim=True)
-        sums.append(float((rows.sum(-1) - 1).abs().max()))
         errors.append(float((rows - own).abs().max()))
-    return float(torch.tensor(sums).max()), float(torch.tensor(errors).max())  # NaN if one is
+    return float(torch.tensor(errors).max())  # NaN if one is
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from sinkscope.tap.internals import set_attention
 from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
 from sinkscope.tap.own_attention import OwnAttention
 from sinkscope.tap.rows import shown
-from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
+from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_attention, stock_name
 
 _LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
 _LOCK = threading.Lock()
@@ -52,7 +52,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     Attention outside transformers' interface is seen by hooks instead.
     """
     if not target.adapter.attention_interface:
-        with without_compiler(), _tapped_outside(target) as ids:
+        with without_compiler(), eager(target), _tapped_outside(target) as ids:
             yield ids
         return
     if NAME not in AttentionInterface():

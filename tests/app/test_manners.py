@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from intervention_kit import loaded
 from organisms import organism
 from organisms.tiny import tiny_model
 from refusals import refused
@@ -146,7 +147,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     patch.save(here)
     with warnings.catch_warnings():  # its own model, read or loaded in any way
         warnings.simplefilter("error", SinkscopeWarning)
-        for model in (ss.load(folder), ss.load(folder, backend="bridge"), AutoModelForCausalLM.from_pretrained(folder)):
+        for model in (ss.load(folder), loaded("bridge", folder), AutoModelForCausalLM.from_pretrained(folder)):
             with ss.SinkPatch.load(here).on(model):
                 pass
     model = ss.load(folder)

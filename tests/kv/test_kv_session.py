@@ -163,8 +163,8 @@ STREAMING = StreamingLLM(budget=9)
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
-        ("alibi", Full(), "recomputed attention differs from the model's own"),
-        ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*backend='hf'"),
+        ("alibi", Full(), "adds ALiBi to its masks"),
+        ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*plain Hugging Face"),
     ],
 )
 def test_what_cannot_be_entered(name, edit, said):

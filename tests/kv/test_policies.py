@@ -122,14 +122,11 @@ def test_too_small_a_fraction():
         run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, PROMPT)
 
 
-@pytest.mark.parametrize(("policy", "windows"), [(SnapKV(budget=0.5), [6, 4]), (StreamingLLM(budget=0.2), [2])])
-def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, windows, model):
+@pytest.mark.parametrize("policy", [SnapKV(budget=0.5), StreamingLLM(budget=0.2)], ids=str)
+def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, model):
     """Rows of a batch have windows of their own."""
     ids, mask = prompts(LENGTHS, 3)
-    with policy.on(model) as run:
-        model.generate(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], max_new_tokens=3)
     both, alone = (run_policy(policy, model, ids[n:, 7 * n :], mask[n:, 7 * n :], PROMPT - 7 * n)[0] for n in (0, 1))
     assert_close(both[1:], alone, atol=5e-5, rtol=0)
-    assert [event.data["window"] for event in run.events if event.kind == "window"] == windows
     assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14
     assert [StreamingLLM().always_kept(budget) for budget in (1, 4, 5)] == [(0, 0), (2, 0), (4, 0)]

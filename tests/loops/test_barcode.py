@@ -184,6 +184,6 @@ def test_bad_input_is_one_line(refusal):
         with refused(message):
             barcode(model, tokenizer=tokenizer, **options)
     falcon, words = tiny_model("falcon", new_decoder_architecture=False, alibi=True)
-    with refused("recomputed attention differs from the model's own"):
+    with refused("adds ALiBi to its masks"):
         barcode(falcon, PROMPT, tokenizer=words)
     assert "head 'five': expected a head such as L5.H3" in refusal("barcode --head five")

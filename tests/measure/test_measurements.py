@@ -15,8 +15,7 @@ import pytest
 import stranger
 import torch
 from conclusion_kit import check_size
-from organisms import organism
-from refusals import refused
+from intervention_kit import loaded
 from same_kit import differences
 from torch.testing import assert_close
 
@@ -71,7 +70,7 @@ def measured(tmp_path_factory):
 def bundled(backend: str | None):
     if backend is None:
         return None
-    return load(backend=backend)
+    return loaded(backend)
 
 
 @EVERY
@@ -139,28 +138,12 @@ for one in ALL:
 @pytest.mark.parametrize(("command", "backend"), BACKENDS)
 def test_every_kind_of_model_gives_the_same(command, backend, measured):
     if backend == "bridge" and command.name in PLAIN_ONLY:
-        with pytest.raises(UnsupportedError, match="hf"):  # what can be done instead
+        with pytest.raises(UnsupportedError, match="plain Hugging Face"):  # what can be done instead
             measured(command, backend)
         return
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
     near = LOOSER.get(command.name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
-
-
-@pytest.fixture(scope="module")
-def wordy(tmp_path_factory):
-    """A model whose tokenizer knows few words."""
-    return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
-
-
-@EVERY
-def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
-    """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
-    word = "Straßenbahn" if ALL.index(command) % 2 else "dog"
-    (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
-    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if command.name == "patch_eval" else {}
-    with refused("the one token '.*--text"):
-        command.load()(wordy, text=tmp_path / "alike.txt", **patch)
 
 
 @EVERY
@@ -213,7 +196,7 @@ def test_a_layer_that_the_model_lacks_is_refused():
 
 def test_attention_under_a_policy_is_that_of_the_kept_cache():
     """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
-    plain = Setup.open(load(backend="hf", layers=3), texts=1)
+    plain = Setup.open(load(layers=3), texts=1)
 
     def rows(edit):
         return {row.layer: row.probs for row in replace(plain, edit=edit).attention(last=20, layers=[0, 2])}

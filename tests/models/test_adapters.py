@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from itertools import product
 from typing import get_args
@@ -12,12 +10,11 @@ import pytest
 import torch
 from checkpoints import checkpoint, with_images
 from covering import covering, every_nth
-from intervention_kit import logits
+from intervention_kit import loaded, logits
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.modules.parts import Kind
 from sinkscope.models.target import Target
@@ -55,7 +52,7 @@ def outputs(target: Target) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("model_type", "backend"), PAIRS)
 def test_loads_from_a_folder(model_type, backend):
-    model = load(checkpoint(model_type), backend=backend, device="cpu")  # with the load-time probe
+    model = loaded(backend, checkpoint(model_type), device="cpu")  # with the load-time probe
     target = target_of(model)
     assert target.kind == backend
     assert (target.n_layers, target.d_model, target.n_heads) == (3, 32, 4)
@@ -75,19 +72,11 @@ def test_loads_from_a_folder(model_type, backend):
         assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("model_type", "backend"), sorted(UNSUPPORTED))
-def test_says_which_kind_can(model_type, backend):
-    with pytest.raises(
-        UnsupportedError, match=rf"TransformerLens cannot wrap this {model_type} model .*backend=\"hf\" can"
-    ):
-        load(checkpoint(model_type), backend=backend)
-
-
 def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    target = target_of(bridge := load(tmp_path, backend="bridge"))
+    target = target_of(bridge := loaded("bridge", tmp_path))
     assert target.n_kv_heads == 1
     assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
 
@@ -95,23 +84,11 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])
 def test_text_part_of_a_model_with_images(tmp_path, backend):
     model = with_images(tmp_path)
-    target = target_of(load(tmp_path, backend=backend, device="cpu"))
+    target = target_of(loaded(backend, tmp_path, device="cpu"))
     assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
     with torch.no_grad():
         assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
-    assert target_of(load(tmp_path, backend=backend, layers=2)).n_layers == 2
-
-
-def test_nothing_is_installed_behind_the_users_back(tmp_path, monkeypatch):
-    """TransformerLens runs `pip install torchvision` when it boots a model with images and there is none."""
-    with_images(tmp_path)
-    ran = []
-    for name in ("check_call", "run", "Popen"):
-        monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(UnsupportedError, match=r"pip install torchvision.*backend=\"hf\" can"):
-        load(tmp_path, backend="bridge")
-    assert ran == []
+    assert target_of(loaded(backend, tmp_path, layers=2)).n_layers == 2
 
 
 @pytest.mark.parametrize("model_type", [*every_nth(MODEL_TYPES, 8), *every_nth(HYBRIDS, 4)])

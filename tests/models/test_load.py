@@ -14,7 +14,7 @@ import torch
 from checkpoints import checkpoint, spoiled
 from gguf_file import write_gguf
 from hub_server import hub
-from intervention_kit import logits
+from intervention_kit import loaded, logits
 from organisms.tiny import tiny_model
 from organisms.tokens import word_tokenizer
 from refusals import refused
@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.models.modules.parts import Kind
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -35,79 +35,14 @@ IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 # -- what comes back -----------------------------------------------------------------------------------------------
 
 
-def test_default_is_the_plain_model_and_a_bridge_is_asked_for():
-    from transformer_lens.model_bridge import TransformerBridge
-
+def test_the_model_is_plain_and_its_tokenizer_is_that_of_a_bridge_around_it():
     assert type(ss.load(checkpoint("qwen2"))).__name__ == "Qwen2ForCausalLM"
-    bridge = ss.load(checkpoint("qwen2"), backend="bridge")
-    assert isinstance(bridge, TransformerBridge)
+    bridge = loaded("bridge", checkpoint("qwen2"))
     assert not bridge.training
     assert bridge.original_model.sinkscope_name == "qwen2"
     # The bridge makes itself a BOS of the EOS where there is none; measurements must not believe it.
     own = bridge.original_model.tokenizer
     assert own is target_of(bridge).tokenizer is not bridge.tokenizer
-
-
-def test_bridge_tokenizes_as_transformer_lens_does():
-    """Ours is handed over so that no second one is fetched; the ids must be those of a bridge booted by itself."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    folder = checkpoint("llama")
-    theirs = TransformerBridge.boot_transformers(str(folder), device="cpu")
-    ours = load(folder, backend="bridge")
-    for prepend in (True, False):
-        a, b = (m.to_tokens("poem book", prepend_bos=prepend) for m in (ours, theirs))
-        assert a.tolist() == b.tolist()
-    assert_close(logits(ours, IDS), logits(theirs, IDS), atol=1e-6, rtol=0)
-
-
-def test_live_objects_come_back_as_they_are():
-    model = tiny_model("llama")[0]
-    before = set(vars(model))
-    assert load(model) is load(model, backend="hf") is model
-    assert set(vars(model)) == before
-    for backend in ("bridge", "nnsight"):
-        live = load(checkpoint("llama"), backend=backend)
-        assert load(live) is load(live, backend=backend) is live
-
-
-@pytest.mark.parametrize("backend", ["bridge", "nnsight"])
-def test_a_live_model_is_wrapped_on_request_as_a_copy(backend):
-    model, tokenizer = tiny_model("llama")
-    expected, parts, padding = logits(model, IDS), [type(m) for m in model.modules()], tokenizer.padding_side
-    wrapped = load(model, backend=backend, tokenizer=tokenizer)
-    target = target_of(wrapped)
-    assert target.kind == backend
-    assert target.hf is not model
-    with torch.no_grad():
-        next(target.hf.parameters()).zero_()
-    assert [type(m) for m in model.modules()] == parts
-    assert model.config._attn_implementation == "sdpa"
-    assert tokenizer.padding_side == padding
-    assert torch.equal(logits(model, IDS), expected)
-
-
-def test_a_bridge_becomes_nothing_else():
-    bridge = load(checkpoint("llama"), backend="bridge")
-    with pytest.raises(UnsupportedError, match=r"cannot become backend=\'nnsight\'.*load\(name, backend=\'nnsight\'\)"):
-        load(bridge, backend="nnsight")
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"revision": "main"},
-        {"layers": 1},
-        {"dtype": "bf16"},
-        {"device": "cpu"},
-        {"device_map": "auto"},
-        {"quantization_config": {}},
-        {"tokenizer": object()},
-    ],
-)
-def test_settings_are_not_silently_ignored_on_live_models(setting):
-    with refused(words=[*setting, "LlamaForCausalLM"]):
-        load(tiny_model("llama")[0], **setting)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +63,9 @@ def test_settings_that_a_checkpoint_cannot_have(settings, says):
 
 
 def test_what_is_no_model():
-    with refused("int is not a model"):
-        load(3)
+    for model in (3, tiny_model("llama")[0]):
+        with refused(f"{type(model).__name__} is no name, folder or file"):
+            load(model)
     file = checkpoint("llama") / "model.safetensors"
     with refused(f"model.safetensors is not a model.*{file.parent}"):
         load(file)
@@ -139,27 +75,27 @@ def test_what_is_no_model():
 def test_tokenizer_without_bos_stays_without(backend, tmp_path):
     folder = spoiled(tmp_path / "m")
     word_tokenizer(96, bos=False).save_pretrained(folder)
-    assert target_of(load(folder, backend=backend)).tokenizer.bos_token is None
+    assert target_of(loaded(backend, folder)).tokenizer.bos_token is None
 
 
 def test_dtype_and_names_of_dtypes():
     folder = checkpoint("llama")
-    for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
+    for name in ("bfloat16", "torch.bfloat16", torch.bfloat16):
         assert load(folder, dtype=name).dtype == torch.bfloat16
     assert load(folder).dtype == load(folder, dtype="auto").dtype == torch.float32
 
 
 def test_soft_cap_is_computed_whatever_transformers_would_choose():
     """Some versions choose SDPA for Gemma 2, which drops the cap."""
-    for loaded in (load(checkpoint("gemma2")), open_stream(checkpoint("gemma2"))):
-        assert target_of(loaded).config._attn_implementation == "eager"
+    for model in (load(checkpoint("gemma2")), open_stream(checkpoint("gemma2"))):
+        assert target_of(model).config._attn_implementation == "eager"
 
 
 def test_dtype_of_the_checkpoint_is_kept(tmp_path):
     model, tokenizer = tiny_model("llama")
     model.half().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    bridge = load(tmp_path, backend="bridge")
+    bridge = loaded("bridge", tmp_path)
     assert bridge.original_model.dtype == bridge.cfg.dtype == torch.float16
 
 
@@ -167,8 +103,7 @@ def test_dtype_of_the_checkpoint_is_kept(tmp_path):
 def test_nothing_on_stdout_and_nothing_on_stderr(terminal, monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", terminal)
-    for backend in ("bridge", "hf", "nnsight"):
-        load(checkpoint("llama"), backend=backend, layers=2)
+    load(checkpoint("llama"), layers=2)
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
 
@@ -187,7 +122,7 @@ def gguf(tmp_path_factory):
 def test_gguf_computes_what_was_written(gguf):
     expected = logits(tiny_model("llama")[0], IDS)
     for backend in ("bridge", "hf"):
-        model = load(gguf, backend=backend)
+        model = loaded(backend, gguf)
         assert_close(logits(model, IDS), expected, atol=1e-5, rtol=0)
         target = target_of(model)
         assert target.name == "tiny.gguf"
@@ -218,7 +153,7 @@ def test_overflow_to_infinity_is_found(tmp_path):
         model.model.norm.weight[0] = 1e6
     model.save_pretrained(tmp_path)
     with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
-        load(tmp_path, layers=1, dtype="fp16")
+        load(tmp_path, layers=1, dtype="float16")
     load(tmp_path, layers=1)
 
 
@@ -260,9 +195,6 @@ def test_no_tokenizer(tmp_path):
     folder = spoiled(tmp_path / "m")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    for backend in ("bridge", "nnsight"):
-        with refused(r"needs a tokenizer.*tokenizer=.*backend=\"hf\""):
-            load(folder, backend=backend)
     assert target_of(load(folder)).tokenizer is None
     given = copy.deepcopy(tiny_model("llama")[1])
     assert target_of(load(folder, tokenizer=given)).tokenizer is given
@@ -279,16 +211,6 @@ def test_device_that_is_there(monkeypatch):
     assert str(parse_device("cuda:1")) == "cuda:1"
     with pytest.raises(SinkscopeError, match=r"'cuda:2' is not there; this machine has cpu, cuda:0, cuda:1"):
         parse_device("cuda:2")
-
-
-@pytest.mark.parametrize(("backend", "package"), [("bridge", "transformer_lens"), ("nnsight", "nnsight")])
-def test_package_not_installed(backend, package, monkeypatch):
-    for name in [n for n in sys.modules if n.split(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with refused(words=["pip install", 'backend="hf"']):
-        load(checkpoint("llama"), backend=backend)
-    load(checkpoint("llama"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from organisms import MODEL_TYPES
 from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope.models.checkpoints.names import models, published_for, resolve, sink_layers
+from sinkscope.models.checkpoints.names import models, published_for, resolve
 from sinkscope.models.loading.config import reads_images
 
 
@@ -44,10 +44,6 @@ def test_published_by_every_spelling(spelling):
     assert "L1.N10411" in next(record for record in published_for(spelling) if record.quantity == "neurons").value
 
 
-def test_layers_are_those_that_papers_report():
-    assert (sink_layers("llama-2-7b"), sink_layers("gpt2")) == ([1], [])
-
-
 def test_of_another_model_nothing_is_published():
     assert published_for("my-own-model") == []
 
@@ -59,13 +55,13 @@ def test_base_name_of_a_hub_id_resolves():
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("lama-2-7b", "llama-2-7b (meta-llama/Llama-2-7b-hf)"),
-        ("llama2-7b", "llama-2-7b (meta-llama/Llama-2-7b-hf)"),
-        ("qwen3-235b", "qwen3-235b-a22b (Qwen/Qwen3-235B-A22B)"),
+        ("lama-2-7b", "llama-2-7b"),
+        ("llama2-7b", "llama-2-7b"),
+        ("qwen3-235b", "qwen3-235b-a22b"),
     ],
 )
-def test_unknown_name_suggests_the_nearest_with_its_hub_id(typed, meant):
-    with refused(rf"unknown model '{typed}': did you mean {re.escape(meant)}[? ]"):
+def test_unknown_name_suggests_the_nearest(typed, meant):
+    with refused(rf"unknown model '{typed}': did you mean .*{meant}[? ]"):
         resolve(typed)
 
 

@@ -30,7 +30,7 @@ SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 def test_sound_models_pass_and_numbers_are_small(seed, model_type):
     report = probe(target_of(tiny_model(model_type, seed=seed)[0]))
     assert report.problem is None
-    assert max(report.edit_error, report.attention_error, report.row_sum_error) < 1e-5
+    assert max(report.edit_error, report.attention_error) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,6 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
         ("axk1", {}, {"post_mlp_norm": None}, "."),
         ("llama4_text", {}, {"mlp": "feed_forward.shared_expert"}, "."),
         ("gemma4_text", {}, {"adds": True}, "."),
-        ("glm_moe_dsa", {}, {"from_any_layer": True}, "."),
     ],
     ids=str,
 )
@@ -116,7 +115,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
             for name in ("llama", "gpt2", "qwen3", "gemma3_text", "olmo2")
         ),
         ("gpt_oss", lambda real, a, k: real(*a, **{**k, "sinks": None}), "differs from the model's own"),
-        ("llama", lambda real, a, k: 0.99 * real(*a, **k), "do not sum to one"),
+        ("llama", lambda real, a, k: 0.99 * real(*a, **k), "differs from the model's own"),
         ("llama", lambda real, a, k: real(a[0], a[1].flip(1), *a[2:], **k), "."),  # keys of the wrong group
         ("llama", lambda real, a, k: real(*a, **k).flip(2), "."),  # rows out of order
     ],
@@ -136,7 +135,7 @@ def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     def fail(*_args):
         raise RuntimeError("no kernel\nfor this")
 
-    handle = model.model.norm.register_forward_hook(fail)
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
     assert "a forward pass raised RuntimeError: no kernel" in (probe(target_of(model)).problem or "")
     handle.remove()
     assert count_hooks(model) == 0
@@ -144,18 +143,9 @@ def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
 
 def test_load_refuses_what_the_probe_finds(monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "llama", Adapter("llama", down="self_attn.o_proj"))
-    with pytest.raises(
-        UnsupportedError, match=r"the load-time probe of this llama model failed \(bridge\): .*backend=\"hf\""
-    ):
-        load(checkpoint("llama"), backend="bridge")
+    with pytest.raises(UnsupportedError, match=r"model type 'llama' has a row, .* is refused: .*down='self_attn"):
+        load(checkpoint("llama"))
     load(checkpoint("llama"), probe=False)
-
-
-def test_half_precision_olmo_on_a_bridge_is_refused_with_the_way_out():
-    """TransformerLens multiplies float32 attention with half-precision values there when nothing is cached."""
-    with pytest.raises(UnsupportedError, match=r"olmo model failed \(bridge\).*try backend=\"hf\""):
-        load(checkpoint("olmo"), dtype="bf16", backend="bridge")
-    load(checkpoint("olmo"), dtype="bf16")
 
 
 def test_zero_weights_are_no_false_alarm():
@@ -175,9 +165,3 @@ def test_a_huge_column_is_no_false_alarm():
     torch.nn.init.constant_(mlp.down_proj.weight[:, 0], 3e4)
     torch.nn.init.zeros_(mlp.up_proj.weight[0])
     assert probe(target_of(model)).problem is None
-
-
-def test_a_last_layer_that_reaches_no_logit_is_found():
-    model = tiny_model("llama")[0]
-    torch.nn.init.zeros_(model.lm_head.weight)
-    assert "does not change the logits" in (probe(target_of(model)).problem or "")

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from covering import every_nth
+from intervention_kit import KINDS
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 from transformers import DynamicCache
@@ -18,7 +19,6 @@ from sinkscope.kv.h2o import H2O
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.loading.backends import wrap
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
@@ -45,7 +45,7 @@ def test_what_a_row_does_not_say_is_found_by_passes(model_type, monkeypatch):
 def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
     plain = target_of(tiny_model(model_type)[0]).adapter
     monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
-    target = target_of(wrap(*tiny_model(model_type), kind))
+    target = target_of(KINDS[kind](*tiny_model(model_type)))
     assert target.kind == kind and target.adapter == plain
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.app.view.readings import Reading, heads_that_fit, norms_of, read_text, spikes_of
+from sinkscope.app.view.readings import Reading, heads_that_fit, norms_at, read_text, spikes_of
 from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import default_texts, ids_of
@@ -169,7 +169,7 @@ class Explorer:
         beside = ""
         if switch.control is not None:
             with switch.control.on(self.sink.setup.target):
-                control = norms_of(self.sink, text.ids, layer)[0]
+                control = norms_at(self.sink, text.ids, layer)
             beside = f" (random control: {control[position]:.4g})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"

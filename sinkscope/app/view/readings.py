@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from einops import rearrange
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.hooks.trace import Observer, attention_rows, trace
+from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
+from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.sinks.find.places import SPIKE_RATIO
 
@@ -54,29 +53,24 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
         rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 
-    last = LastLogits()
+    def keep(layer: int, output: object) -> None:
+        norms[layer] = norm_of(first_tensor(output)[0], without=sink.scan.shared_dims).cpu().numpy()
+
+    norms = np.zeros((sink.setup.n_layers, length), np.float32)
+    hooks = list[Hook]()
+    for number, layer in enumerate(target.layers):
+        hooks.append((layer, "post", on_output(partial(keep, number))))
     posts: dict[int, Float[Tensor, "pos neuron"]] = {}
     with under(edit, target):
-        with attention_rows(target, see):
-            norm = norms_of(sink, ids, observers=[last])
-        for layer in {site[0] for site in sink.neurons}:
-            posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+        with attention_rows(target, see), target.hooks(*hooks):
+            logits = target.forward(row, unembed=True).logits[0, -1].float().cpu()
+        for number in {site[0] for site in sink.neurons}:
+            posts[number] = view_layer(target, number, row, torch.ones_like(row, dtype=torch.bool)).post
     for number, (layer, *expert, neuron) in enumerate(sink.neurons):
         column = flat_number(target, layer, expert[0] if expert else None, neuron)
         activation[number] = posts[layer][:, column].cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return Reading(norm, rows, received, activation, likeliest(sink, last.logits))
-
-
-class LastLogits:
-    """Keeps the logits after the last token of one text, while other sites of the pass are read."""
-
-    sites: Sequence[str] = ("logits",)
-    logits: Float[Tensor, " vocab"]
-
-    def observe(self, site: str, tensor: Tensor, first_row: int) -> None:
-        """See the logits of the pass."""
-        self.logits = tensor[0, -1].float().cpu()
+    return Reading(norms, rows, received, activation, likeliest(sink, logits))
 
 
 def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
@@ -87,13 +81,10 @@ def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[s
     return tuple((decode([token]), round(probability, 4)) for token, probability in pairs)
 
 
-def norms_of(
-    sink: ModelSink, ids: list[int], layers: str | int = "*", observers: Sequence[Observer] = ()
-) -> Float[np.ndarray, "layer pos"]:
-    """Norms after these layers of a pass, which observers see, too."""
-    norm = partial(norm_of, without=sink.scan.shared_dims)
-    norms = trace(sink.setup.target, [ids], f"blocks.{layers}.hook_resid_post", norm, observers=observers)
-    return rearrange([*norms.values()], "layer 1 pos -> layer pos").numpy()
+def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
+    """Norms after a layer, in a pass that ends there."""
+    site, norm = f"blocks.{layer}.hook_resid_post", partial(norm_of, without=sink.scan.shared_dims)
+    return trace(sink.setup.target, [ids], site, norm)[site][0].numpy()
 
 
 def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:

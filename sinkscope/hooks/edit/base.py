@@ -20,7 +20,7 @@ from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
-from sinkscope.tap.internals import in_backward, in_checkpoint, is_checkpointing, without_continuous_batching
+from sinkscope.tap.internals import in_backward, is_checkpointing, without_continuous_batching
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,21 +80,14 @@ class EditedModules:
         Raises:
             UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
         """
-        name = self._target.name
-        for path in self._paths(self._kept - set(self._target.hf.modules())):
+        lost = self._idle | (self._kept - set(self._target.hf.modules()))
+        if lost:
+            path = min(self._names[module] for module in lost)
             raise UnsupportedError(
-                f"{path} of {name} was replaced inside the `with`, so that the edit there was lost: replace it (or "
-                "add an adapter) before the `with`"
+                f"{path} of {self._target.name} was replaced inside the `with`, or never ran while the model did, so "
+                "that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch off "
+                "what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
-        for path in self._paths(self._idle):
-            raise UnsupportedError(
-                f"{path} of {name} never ran while the model did, so that the edit there was lost: its work was done "
-                "in another way (a fused kernel, a captured graph, a skipped layer); switch that off, or edit another "
-                "layer"
-            )
-
-    def _paths(self, modules: set[nn.Module]) -> list[str]:
-        return sorted(self._names[module] for module in modules)
 
 
 class Run:
@@ -185,9 +178,6 @@ class Run:
         sentences = [part.summary(self) for part in self.parts]
         return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
 
-    def __repr__(self) -> str:
-        return f"<Run on {self.target.name}: {self.summary()}>"
-
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         with self._lock:
@@ -217,12 +207,10 @@ class Run:
         call = self.tracker.begin(
             given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
         )
-        # A checkpoint keeps no cache, and the search for it takes long, so a generated token is spared it.
-        if is_checkpointing(self.target.layers[0]) or (call.past == 0 and in_checkpoint()):
+        if is_checkpointing(self.target.layers[0]):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
-                "without the edits: call model.eval() or model.gradient_checkpointing_disable(), and leave "
-                "torch.utils.checkpoint out"
+                "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
         self.call = call
 
@@ -278,7 +266,7 @@ def _refuse_remote(*_: Any) -> None:
     """Stands in a model of nnsight where it makes what sends a trace."""
     raise UnsupportedError(
         "a remote trace leaves this intervention behind, because its hooks are on this machine: trace without "
-        "remote=, or send it with sinkscope.remote(model).trace(tokens, sites, edit)"
+        "remote=, or write the edit in the trace (docs/other_libraries.md)"
     )
 
 
@@ -322,7 +310,7 @@ class Intervention(ABC):
         return Composed((*self.parts, *other.parts))
 
     def on(self, model: object) -> AbstractContextManager[Run]:
-        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
+        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`; called again for every `with`.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
         `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
@@ -332,7 +320,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return _Once(self._entered(target_of(model)))
+        return self._entered(target_of(model))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -347,22 +335,6 @@ class Intervention(ABC):
             yield run
             if run.passes:
                 run.edited.check()
-
-
-class _Once(AbstractContextManager[Run]):
-    """A context manager that says so when it is entered a second time."""
-
-    def __init__(self, context: AbstractContextManager[Run]) -> None:
-        self._context, self._entered = context, False
-
-    def __enter__(self) -> Run:
-        if self._entered:
-            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self._entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)

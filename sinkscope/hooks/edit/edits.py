@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
-from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
+from sinkscope.hooks.edit.placed import PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
     NeuronGroup,
@@ -77,13 +79,12 @@ class NeuronEdit(PlacedEdit):
         """`sites`, typed: in whatever form they were given, they are stored as `Neuron`s."""
         return cast("tuple[Neuron, ...]", self.sites)
 
+    @abstractmethod
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
-        """The values that replace `values.old`: those of the formula, by default. None leaves them unchanged.
+        """The values that replace `values.old`. None leaves them unchanged.
 
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
-        formula = self.formula(values.of, values.index)
-        return None if formula is None else formula.applied(values)
 
     def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
         """The inputs of down projections, outputs of up projections, experts, and inputs of output projections."""
@@ -170,9 +171,22 @@ class Ablate(NeuronEdit):
     def _heads(self) -> Sequence[tuple[int, int]]:
         return cast("tuple[tuple[int, int], ...]", self.heads)
 
-    def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The number, or the mean of the row where there is one."""
-        chosen = chosen_positions(index, self.positions)
-        if self.value == "mean":
-            return Formula(chosen, 0.0, mean_of=index > 0)
-        return Formula(chosen, 0.0 if self.value == "zero" else float(self.value))
+        new: Any = self.value
+        if self.value == "zero":
+            new = 0.0
+        elif self.value == "mean":
+            new = self._mean(values)
+        chosen = chosen_positions(values.index, self.positions)
+        return torch.where(chosen[..., None], new, values.old)
+
+    def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+        """The mean of the first call that has one; before it nothing changes."""
+        old, there = values.old, (values.index > 0)[..., None]
+        exact = torch.promote_types(old.dtype, torch.float32)
+        mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
+        earlier = values.memory.get("mean", mean)
+        mean = torch.where(earlier.isnan(), mean, earlier)
+        values.memory["mean"] = mean.detach()  # for later calls
+        return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))

@@ -6,9 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -80,40 +79,6 @@ class Values:
         self.log(kind, where, {what: counts[:, None]}, site=site)
 
 
-class Formula(NamedTuple):
-    """New values at the chosen positions, as data that can be sent to another machine.
-
-    Attributes:
-        chosen: Where values are changed.
-        value: The new value, a number for each column or one for all.
-        adds: Whether it is added to the old one.
-        mean_of: Positions of the row whose mean is the new value instead, where the row has any.
-    """
-
-    chosen: Bool[Tensor, "batch pos"]
-    value: float | list[float] | Float[Tensor, "*d"]
-    adds: bool = False
-    mean_of: Bool[Tensor, "batch pos"] | None = None
-
-    def applied(self, values: Values) -> Float[Tensor, "batch pos *d"]:
-        """The new values of one call. A mean is that of the first call that has one; before it nothing changes."""
-        old, memory = values.old, values.memory
-        new: Any = self.value
-        if not isinstance(new, float):  # a number stays one, which needs no copy to the device
-            new = torch.as_tensor(new, dtype=old.dtype, device=old.device)
-        if self.mean_of is not None:
-            there = self.mean_of[..., None]
-            exact = torch.promote_types(old.dtype, torch.float32)
-            mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
-            earlier = memory.get("mean", mean)
-            mean = torch.where(earlier.isnan(), mean, earlier)
-            memory["mean"] = mean.detach()  # for later calls
-            new = torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
-        if self.adds:
-            new = old + new
-        return torch.where(self.chosen[..., None], new, old)
-
-
 class PlacedEdit(Intervention):
     """Gives new values to what passes some places."""
 
@@ -124,15 +89,6 @@ class PlacedEdit(Intervention):
     @abstractmethod
     def edited(self, values: Values) -> Float[Tensor, "batch pos *d"] | None:
         """The values that replace `values.old`; None leaves them unchanged."""
-
-    def formula(self, of: Any, index: Int[Tensor, "batch pos"]) -> Formula | None:
-        """The new values of one whole pass, if they follow from those of their place alone; None if they do not.
-
-        Args:
-            of: What the values are values of.
-            index: True position of each token in its row; -1 at padding.
-        """
-        return None
 
     def total(self, run: Run, what: str) -> int:
         """The sum of a number in the data of its events."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit
-from sinkscope.hooks.edit.placed import Formula, Values
-from sinkscope.hooks.edit.sites import NeuronGroup, SiteLike, Where, site_of
+from sinkscope.hooks.edit.placed import Values
+from sinkscope.hooks.edit.sites import SiteLike, Where, site_of
 from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
@@ -187,24 +187,17 @@ class SinkPatch(NeuronEdit):
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
         """The neutral value at every real position after the first."""
-        if self.value != "second":
-            return super().new_values(values)
-        return torch.where((values.index > 0)[..., None], self._second_value(values)[:, None], values.old)
+        neutral: Any = self.value
+        if self.value == "second":
+            neutral = self._second_value(values)[:, None]
+        elif self.value == "calibrated":
+            neutral = self._calibrated(values)
+        return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def formula(self, of: NeuronGroup, index: Int[Tensor, "batch pos"]) -> Formula | None:
-        """The neutral value; None for a second value that may have to be replaced by a calibrated one."""
-        later = index > 0
-        if self.value == "calibrated":
-            return Formula(later, self._calibrated(of))
-        if self.value != "second":
-            return Formula(later, float(self.value))
-        if self.calibrated:
-            return None
-        return Formula(later, 0.0, mean_of=index == 1)
-
-    def _calibrated(self, of: NeuronGroup) -> list[float]:
+    def _calibrated(self, values: Values) -> Float[Tensor, " neuron"]:
         """The calibrated value of each neuron; 0 where none is given."""
-        return [self.calibrated.get(site, 0.0) for site in of.sites]
+        numbers = [self.calibrated.get(site, 0.0) for site in values.of.sites]
+        return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row, or the calibrated one where that is not informative."""
@@ -212,7 +205,7 @@ class SinkPatch(NeuronEdit):
         sequence = call.sequence
         if sequence.settled and "value" in memory:  # nothing left to decide
             return memory["value"]
-        calibrated = torch.tensor(self._calibrated(values.of), device=old.device, dtype=old.dtype)
+        calibrated = self._calibrated(values)
         is_late = sequence.partial and call.past > 1
         when = index == 1
         if is_late:  # said at the first token of each row

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.edit.placed import Formula, PlacedEdit, Values
+from sinkscope.hooks.edit.placed import PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place
 from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
@@ -104,11 +103,8 @@ class Add(PlacedEdit):
 
     def edited(self, values: Values) -> Tensor:
         """The values with the vector added at the chosen positions."""
-        formula = self.formula(values.of, values.index)
-        last = values.index.masked_fill(~formula.chosen, -1).amax(1)
-        values.log_rows(self.KIND, values.of.site, "positions", formula.chosen.sum(1), last)
-        return formula.applied(values)
-
-    def formula(self, of: _Added, index: Int[Tensor, "batch pos"]) -> Formula:
-        """The vector beside the old value."""
-        return Formula(chosen_positions(index, self.positions), of.vector(index), adds=True)
+        old, index = values.old, values.index
+        chosen = chosen_positions(index, self.positions)
+        last = index.masked_fill(~chosen, -1).amax(1)
+        values.log_rows(self.KIND, values.of.site, "positions", chosen.sum(1), last)
+        return torch.where(chosen[..., None], old + values.of.vector(index).to(old), old)

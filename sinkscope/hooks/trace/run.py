@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,16 +25,6 @@ from sinkscope.tap.observers import attention_rows
 Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
 Mask = Bool[Tensor, "batch pos"]
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """Sees tensors as they pass and keeps whatever it needs."""
-
-    sites: Sequence[str]
-
-    def observe(self, site: str, tensor: Tensor, first_row: int) -> None:
-        """Called once per site and batch; `first_row` is the row of `tokens` at which the batch starts."""
 
 
 def _mean(tensor: Tensor, real: Mask) -> Tensor:
@@ -60,16 +50,6 @@ REDUCERS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
 """By name: called with the tensor, and with which of its positions hold tokens."""
 
 
-class Trace(dict[str, Tensor]):
-    """What `trace` returns: the tensor of each site, by its name, in the order of the forward pass."""
-
-    def __repr__(self) -> str:
-        lines: list[str] = []
-        for name, tensor in self.items():
-            lines.append(f"  {name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
-        return "\n".join([f"Trace of {len(self)} sites", *lines])
-
-
 @checks_arguments
 def trace(
     model: object,
@@ -77,12 +57,11 @@ def trace(
     sites: Pattern | Sequence[Pattern] = (),
     reduce: str | Reducer = "raw",
     *,
-    observers: Sequence[Observer] = (),
     attention_mask: Any = None,
     batch_size: Natural | None = None,
     tokenizer: Any = None,
     bos: bool | None = None,
-) -> Trace:
+) -> dict[str, Tensor]:
     """Run the model once and return each site's reduced tensor, on the CPU.
 
     Args:
@@ -99,14 +78,13 @@ def trace(
             function of one tensor. It runs inside the hook, so only its result is kept. Chunks of attention rows are
             reduced one by one and joined along the query dimension. At other sites "mean", "first" and "last"
             ignore padding; a function receives it with the rest.
-        observers: Objects with `sites` and `observe(site, tensor, first_row)`.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
         batch_size: Rows per forward pass. None runs all at once.
         tokenizer: Tokenizer for texts, if the model carries none.
         bos: Whether texts begin with BOS. By default the tokenizer decides.
 
     Returns:
-        The tensor of each site by its name; the first dimension is the batch.
+        The tensor of each site by its name, in the order of the forward pass; the first dimension is the batch.
 
     The pass ends after the deepest site. The model is left unchanged.
 
@@ -115,13 +93,12 @@ def trace(
         UnsupportedError: This architecture has no such site.
     """
     target = target_of(model, tokenizer)
-    if not sites and not observers:
+    if not sites:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
     if isinstance(reduce, str) and reduce not in REDUCERS:
         raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
     rows = read_inputs(target, tokens, attention_mask, bos=bos)
     wanted = resolve(target, sites)
-    watched = [(observer, resolve(target, observer.sites)) for observer in observers]
     batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
     step = batch_size or len(rows.ids)
     for start in range(0, len(rows.ids), step):
@@ -132,26 +109,17 @@ def trace(
             mask = rows.mask[start : start + step].to(target.device)
             real = mask.bool()
         chunks: dict[str, list[Tensor]] = {}
-        readers: list[_Reader] = [(site, partial(_keep, chunks, reduce, real, site.name)) for site in wanted]
-        for observer, its_sites in watched:
-            readers += [(site, partial(observer.observe, site.name, first_row=start)) for site in its_sites]
-        _run(target, ids, mask, readers)
+        _run(target, ids, mask, wanted, partial(_keep, chunks, reduce, real))
         for site in wanted:
             if site.name not in chunks:
-                raise _not_reached(target, site.name)
+                raise UnsupportedError(
+                    f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run "
+                    "(a bridge replaces those that fuse several projections); leave it out of sites"
+                )
             # Rows of attention come in chunks of queries; every other site has one chunk.
             own = chunks[site.name]
             batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
-    return Trace({name: torch.cat(tensors) for name, tensors in batches.items()})
-
-
-def _not_reached(target: Target, name: str) -> UnsupportedError:
-    reason = "its module did not run in this pass; leave it out of sites"
-    if target.kind == "bridge":
-        reason = (
-            "a bridge replaces modules that fuse several projections; trace the plain Hugging Face model (backend='hf')"
-        )
-    return UnsupportedError(f"site {name!r} was never reached on this {target.kind} model: {reason}")
+    return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
 def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, name: str, tensor: Tensor) -> None:
@@ -166,25 +134,27 @@ def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, na
     chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
 
 
-_Reader = tuple[Site, Callable[[Tensor], None]]
-"""A site, and the function that is called with its tensor."""
-
-
-def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, readers: list[_Reader]) -> None:
+def _run(
+    target: Target,
+    ids: Int[Tensor, "batch pos"],
+    mask: Tensor | None,
+    sites: list[Site],
+    keep: Callable[[str, Tensor], None],
+) -> None:
+    """Run the model to the deepest site; what passes each is kept by its name."""
     hooks: list[tuple[nn.Module, str, Any]] = []
-    of_rows: dict[int, list[Callable[[Tensor], None]]] = {}
+    of_rows: dict[int, str] = {}
     layers = [-1]
-    for site, take in readers:
+    for site in sites:
         if site.layer is not None:
             layers.append(site.layer)
         if site.module is not None:
-            hooks.append((site.module, site.when, _hook(site, take, ids.shape)))
+            hooks.append((site.module, site.when, _hook(site, keep, ids.shape)))
         else:
-            of_rows.setdefault(layers[-1], []).append(take)
+            of_rows[layers[-1]] = site.name
 
     def show(layer: int, _first: int, rows: Tensor) -> None:
-        for take in of_rows[layer]:
-            take(rows)
+        keep(of_rows[layer], rows)
 
     upto = None
     if 0 <= max(layers) < target.n_layers:
@@ -194,9 +164,9 @@ def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, rea
         target.forward(ids, mask, unembed=unembed, upto=upto)
 
 
-def _hook(site: Site, take: Callable[[Tensor], None], shape: torch.Size) -> Any:
+def _hook(site: Site, keep: Callable[[str, Tensor], None], shape: torch.Size) -> Any:
     def read(value: Any) -> None:
-        take(site.shown(value, shape))
+        keep(site.name, site.shown(value, shape))
 
     if site.when == "pre":
         return on_input(read)

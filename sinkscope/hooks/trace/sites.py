@@ -171,12 +171,11 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
         problem = "the layout of q, k and v in one module varies"
     elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
         problem = "layers do more than add their parts"
-    elif part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
-        problem = "a shared expert is beside the mixture, and no module gives their sum"
-    elif parts and not target.has_part(layer, *parts):
-        problem = "there is no separate place for it"
-    elif part == "mlp.hook_pre_linear" and not target.is_gated(layer):
-        problem = "there is no separate place for it"
+    else:
+        is_sum = part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1
+        lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)
+        if is_sum or lacks_up or (parts and not target.has_part(layer, *parts)):
+            problem = "no module gives it alone"
     if problem:
         raise UnsupportedError(
             f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"

@@ -12,7 +12,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import checked_value
 from sinkscope.models.checkpoints.beside import TOKENIZER_FILES
-from sinkscope.models.checkpoints.hub import hub_folder, hub_shard, optional_file
+from sinkscope.models.checkpoints.hub import hub_file, hub_folder, optional_file
 from sinkscope.models.loading.config import check_kind, read_checkpoint_json
 
 _INDEX = "model.safetensors.index.json"
@@ -106,7 +106,8 @@ class Files:
         """A weight file that an index names; that of a hub repo is downloaded."""
         if self.repo is None:
             return self.folder / name
-        return hub_shard(self.repo, name, self.commit, index)
+        absent = SinkscopeError(f"{self.repo} lacks {name}, named in its {index}; try another revision")
+        return hub_file(self.repo, name, self.commit, absent)
 
     def weights(self) -> list[Path]:
         """The weight files that transformers would load: safetensors, or else pickles; those of a repo are downloaded.

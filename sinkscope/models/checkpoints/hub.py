@@ -82,12 +82,6 @@ def hub_folder(repo: str, revision: str | None) -> Path:
     return folder
 
 
-def hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
-    """Download a weight file that an index names."""
-    absent = SinkscopeError(f"{repo} lacks {shard}, named in its {index}; try another revision")
-    return hub_file(repo, shard, commit, absent=absent)
-
-
 def optional_file(repo: str, name: str, commit: str) -> Path | None:
     """Download a file of a hub repo; None if the repo has no file of that name.
 

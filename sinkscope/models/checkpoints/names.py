@@ -10,7 +10,6 @@ from importlib import resources
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.published import Published, published
-from sinkscope.results.notation import read_neuron
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -65,19 +64,15 @@ def resolve(name: str) -> str:
     """Hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
 
     Raises:
-        SinkscopeError: The name is unknown; the message lists the closest short names with their hub ids.
+        SinkscopeError: The name is unknown; the message lists the closest short names.
     """
     entry = None
     if "/" not in name:
         entry = find(name)
     if entry is not None:
         return entry.hub_id
-    near = [one for one in _entries() if one.startswith(name.lower())]
-    near += difflib.get_close_matches(name.lower(), _entries(), n=3, cutoff=0.6)
-    meant = ""
-    if near:
-        shown = [f"{one} ({_entries()[one].hub_id})" for one in list(dict.fromkeys(near))[:3]]
-        meant = f"did you mean {' or '.join(shown)}? "
+    near = difflib.get_close_matches(name.lower(), _entries(), n=3, cutoff=0.6)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise SinkscopeError(
         f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
         "org/name, a folder such as ./my-model, or a .gguf file"
@@ -90,14 +85,3 @@ def published_for(name_or_id: str) -> list[Published]:
     if entry is None:
         return []
     return [record for record in published() if record.model == entry.name]
-
-
-def sink_layers(name_or_id: str) -> list[int]:
-    """The layers that make a model's sink, as papers report them; the arguments are those of `published_for`."""
-    layers: set[int] = set()
-    for record in published_for(name_or_id):
-        if record.quantity == "layers":
-            layers.update(record.value)
-        elif record.quantity == "neurons":
-            layers.update(read_neuron(neuron)[0] for neuron in record.value)
-    return sorted(layers)

@@ -159,7 +159,7 @@ class LayerStore:
         In the whole model, `part` is called `truly`.
         """
         state = {names[name]: tensor for name, tensor in self.source.tensors(names).items()}
-        with quiet(bars=False), torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]):
             module, info = self._base_class.from_pretrained(
                 None,
                 config=config,

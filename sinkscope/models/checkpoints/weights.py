@@ -36,22 +36,17 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
         **{name: value for name, value in options.items() if value is not None},
     )
     model, info = loaded
-    mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
-    problem = None
-    if mismatched:
-        name, shape, expected = mismatched[0]
-        problem = (
-            f"tensor {name} of {source.name} has shape {tuple(shape)}, its configuration asks for {tuple(expected)}"
-        )
-    elif missing:
-        problem = f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
-    if problem is not None:
+    wrong = sorted(info["missing_keys"]) + [name for name, *_ in sorted(info["mismatched_keys"])]
+    if wrong:
         remedy = "the weights belong to another config.json: download both from one revision"
         if is_cut:
             remedy = (
                 f"unless a file is damaged, {config.model_type} cannot be cut to its first layers: leave out layers="
             )
-        raise SinkscopeError(f"{problem}; {remedy}")
+        raise SinkscopeError(
+            f"{source.name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
+            f"{remedy}"
+        )
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name)
     return model.eval()

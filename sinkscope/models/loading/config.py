@@ -17,10 +17,6 @@ from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SHORT = {  # beside the names that torch has, such as "half"
-    **{"fp32": "float32", "f32": "float32", "bf16": "bfloat16"},
-    **{"fp16": "float16", "f16": "float16", "fp64": "float64"},
-}
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 _BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
@@ -80,15 +76,14 @@ def cpu_by_default() -> Iterator[None]:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from its name ("float32", "torch.bfloat16", "fp16", ...); None and "auto" give None.
+    """A torch dtype from its name ("float32", "torch.bfloat16", "half", ...); None and "auto" give None.
 
     Raises:
         SinkscopeError: This is not a floating-point type in which models compute.
     """
     if dtype is None or dtype == "auto":
         return None
-    name = str(dtype).lower().removeprefix("torch.")
-    kind = getattr(torch, _SHORT.get(name, name), None)
+    kind = getattr(torch, str(dtype).removeprefix("torch."), None)
     if kind not in _FLOATS:
         raise SinkscopeError(
             f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto"

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.models.hooks import first_tensor, on_hidden, on_output
+from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.target import LayerInput, Target
 
 _TOKENS = 3
@@ -50,21 +50,3 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
     except (IndexError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
         return False
     return relative_error(ends[1], ends[0]) < _SAME
-
-
-def reaches_logits(target: Target) -> bool:
-    """Whether a change of what the last layer gives changes the logits."""
-
-    def turn(hidden: Tensor) -> Tensor:
-        turned = hidden.clone()
-        turned[1] = hidden[1].roll(1, -1)
-        return turned
-
-    ids = token_ids(target, _TOKENS).expand(2, -1)
-    with target.hooks((target.layers[-1], "post", on_hidden(turn))):
-        if target.kind == "bridge":
-            output = target.model(ids)
-        else:
-            output = target.forward(ids, unembed=True)
-    logits = output if isinstance(output, Tensor) else output.logits
-    return not torch.equal(logits[0], logits[1])

@@ -15,8 +15,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
-ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
-ENOUGH = 8  # tokens that this can be said of
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
@@ -82,7 +80,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
 
     Raises:
-        SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
+        SinkscopeError: The text is too short for one piece.
     """
     start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
     body = length - len(start)
@@ -97,17 +95,4 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
         )
     count = min(rows, len(ids) // body)
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
-    pieces = rearrange(tokens, "(row pos) -> row pos", row=count)
-    _refuse_one_token(tokenizer, pieces)
-    return torch.cat([start.expand(count, -1), pieces], 1)
-
-
-def _refuse_one_token(tokenizer: Any, pieces: Int[Tensor, "row pos"]) -> None:
-    """A text that is one token, known or not, is a repeated token: nothing can be compared with it."""
-    if pieces.numel() < ENOUGH:
-        return
-    token = int(pieces.flatten().mode().values)
-    share = float((pieces == token).float().mean())
-    if share > ONE_TOKEN:
-        what = f"the one token {tokenizer.decode([token])!r}"
-        raise SinkscopeError(f"{share:.0%} of the text is {what}: give a file of prose that it knows with --text")
+    return torch.cat([start.expand(count, -1), rearrange(tokens, "(row pos) -> row pos", row=count)], 1)

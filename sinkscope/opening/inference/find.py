@@ -15,7 +15,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
 from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
-from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
@@ -42,6 +41,8 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     key, row = _key(hf), row_of(hf.config.model_type)
     if key in _KNOWN:
         return _KNOWN[key]
+    if getattr(hf.config, "alibi", False):
+        raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
     if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
@@ -50,7 +51,6 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         numbers = layer_kinds(Target(hf, hf, "hf", adapter))
         adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
-        check_positions(target)
         firsts = layer_kinds(target)  # of the sample, which may have fewer kinds of layers than a quantised model
         report = probe(target, every_layer=False)
     if proves and row is None and report.problem is not None:
@@ -112,15 +112,9 @@ def _refusal(target: Target, problem: str) -> UnsupportedError:
     """The error for an adapter that the probe refuses; it is forgotten."""
     adapter = target.adapter
     _KNOWN.pop(_key(target.hf), None)
-    if row_of(adapter.model_type) is None and target.kind == "hf":
-        return UnsupportedError(
-            f"model type {adapter.model_type!r} has no row, and the one that its names propose is refused: {problem}; "
-            f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
-        )
-    other = "" if target.kind == "hf" else 'try backend="hf", or '
     return UnsupportedError(
-        f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
-        f"{other}report it with the model's name; probe=False loads it all the same"
+        f"model type {adapter.model_type!r} has a row, proposed by its names or registered, that is refused: {problem}; "
+        f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
     )
 
 

@@ -31,7 +31,6 @@ from sinkscope.opening.inference import names
 from sinkscope.opening.inference.kinds import Fields, common_adapter
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
-from sinkscope.tap.stock import eager
 from sinkscope.tap.tap import listening
 
 _LENGTH = 9
@@ -90,8 +89,7 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
         rows = tuple(Adapter("", attn=path) for path in attn)
         outside = replace(target, adapter=replace(target.adapter, rows=rows))
         try:
-            with eager(outside):
-                calls = _attention(outside)
+            calls = _attention(outside)
         except UnsupportedError:
             pass
     if not calls:

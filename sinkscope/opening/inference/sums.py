@@ -13,7 +13,7 @@ head, and of what the output projection reads, only this head's part may differ 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -56,10 +56,7 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
         if call.layer in checks:
             checks[call.layer].see(call)
 
-    tap: AbstractContextManager[None] = nullcontext()
-    if target.kind != "bridge":  # its attention is its own
-        tap = listening(target, see)
-    with torch.no_grad(), tap, target.hooks(*hooks):
+    with torch.no_grad(), listening(target, see), target.hooks(*hooks):
         target.forward(token_ids(target, _TOKENS).expand(ROWS, -1), upto=max(layers))
     return list(checks.values())
 
@@ -94,8 +91,7 @@ class LayerSums:
             part = which
             if adapter.qkv_layout is not None and not target.has_part(layer, which):
                 part = "fused_qkv"
-            if target.kind != "bridge":
-                hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
+            hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
         hooks += on_part("o", "pre", on_input(self.heads.keep))
         hooks += on_part("o", "post", on_output(self.projected.keep))
         replaced = on_hidden(self.attn.edited(partial(self._replace, rows=1)))
