@@ -11,15 +11,14 @@ from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
-from sinkscope.bench.finding import finding, ranked
+from sinkscope.bench.finding import control_of, finding, ranked
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL, name_of, order_of
+from sinkscope.bench.methods import FULL, order_of
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.measure.rate import known_numbers, mean_known, wilson
-from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, strings
@@ -82,18 +81,11 @@ class BenchTable(Result):
         return grids
 
     def headline(self) -> Number | None:
-        """The score of the best method on the first set, beside the control of the task."""
-        same = [group for group in self.groups if group.place == self.groups[0].place]
-        if not ranked(same):
+        """The number of the best method on the first set."""
+        best = ranked([group for group in self.groups if group.place == self.groups[0].place])
+        if not best:
             return None
-        best, task = ranked(same)[0], task_class(same[0].task)
-        name = next((group.method for group in same if name_of(group.method) == task.control), task.control)
-        shares = {group.method: group.metrics.get(task.tile) if task.tile else group.score for group in same}
-        label = f"{task.tile_label or task.unit}, {best.method}"
-        if task.counted:
-            label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
-        key = best.key(task.tile or task.main)
-        return Number(key, label, shares[best.method], shares.get(name), share=True, contrast=name)
+        return self._number(best[0])
 
     def conclusion(self) -> str:
         """What the first task says of its best method, over all its sets of one model, with its cost."""
@@ -103,19 +95,23 @@ class BenchTable(Result):
         return finding([group for group in self.groups if (group.task, group.model) == (first.task, first.model)])
 
     def numbers(self) -> list[Number]:
-        """The score of each method beside that of the full cache."""
-        scores = {group.place: group.score for group in self.groups if group.method == FULL}
-        numbers: list[Number] = []
-        for group in self.groups:
-            task = task_class(group.task)
-            label = f"{group.title}, {group.method}: {task.unit}"
-            margin = (group.high - group.low) / 2
-            if math.isnan(margin):  # of a single sample there is no error
-                margin = None
-            share = task.main in PERCENT
-            control = scores.get(group.place)
-            numbers.append(Number(group.key(task.main), label, group.score, control, margin, share, FULL))
-        return numbers
+        """The score of each method."""
+        return [self._number(group) for group in self.groups]
+
+    def _number(self, group: BenchGroup) -> Number:
+        """The score of a method beside that of the control of the task."""
+        task = task_class(group.task)
+        control = control_of([other for other in self.groups if other.place == group.place])
+        margin = (group.high - group.low) / 2
+        return Number(
+            group.key(task.main),
+            f"{group.title}, {group.method}: {task.unit}",
+            group.score,
+            None if control is None else control.score,
+            None if math.isnan(margin) else margin,  # of a single sample there is no error
+            task.main in PERCENT,
+            task.control if control is None else control.method,
+        )
 
 
 @command(

@@ -36,10 +36,7 @@ class Task(ABC):
         low_is_good: Whether a small value of that metric is good.
         unit: What the metric counts, in words.
         shown: How a value is written; after a space its unit.
-        counted: What answers do that a conclusion counts, such as "loop". Empty: it states the metric.
         control: Method whose value a conclusion states beside the best one.
-        tile: The metric, a share, that a sink card shows. Empty: `main`.
-        tile_label: What that counts, in words.
         columns: Further metrics that tables show.
         budget: Budget of methods that state none.
         model: Model that answers by default; None for the bundled model.
@@ -53,10 +50,7 @@ class Task(ABC):
     low_is_good: ClassVar[bool] = False
     unit: ClassVar[str] = "score"
     shown: ClassVar[str] = "{:.0%}"
-    counted: ClassVar[str] = ""
     control: ClassVar[str] = FULL
-    tile: ClassVar[str] = ""
-    tile_label: ClassVar[str] = ""
     columns: ClassVar[tuple[str, ...]] = ("chance",)
     budget: ClassVar[Budget] = 0.125
     model: ClassVar[str | None] = None
