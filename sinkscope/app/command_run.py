@@ -27,7 +27,6 @@ FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
-BACKEND_HELP = "Load the model as this kind of object. By default a model is read as the command needs it."
 
 
 def _save_json(result: Result, path: str, force: bool) -> None:
@@ -44,16 +43,9 @@ def _save_page(result: Result, path: str, force: bool) -> None:
     save_html(result, path, force=force)
 
 
-def _save_png(result: Result, path: str, force: bool) -> None:
-    from sinkscope.app.pages import write_png
-
-    write_png(result.figure(), path, kind=result.kind, force=force)
-
-
 RESULT_OUTPUTS = (
     Output("json", "Write the result as JSON; - is standard output.", _save_json, word="JSON", metavar="FILE|-"),
     Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, word="Page"),
-    Output("png", "Write the figure; this needs kaleido and a browser.", _save_png, word="Figure"),
     Output(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
@@ -155,13 +147,10 @@ class CommandRun:
         return [one for one in self.parameters.values() if one.option.writes]
 
     def click_parameters(self) -> list[click.Parameter]:
-        """The options of the command: those of the function, the kind of model object, and files."""
+        """The options of the command: those of the function, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
         if self._takes_model_word():
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
-        if self.command.measures:
-            kinds = click.Choice(["bridge", "hf", "nnsight"])
-            params.append(click.Option(["--backend"], type=kinds, help=BACKEND_HELP))
         if self.files:
             for one in (*self.outputs.values(), *RESULT_OUTPUTS):
                 names = [one.name, f"--{one.name.replace('_', '-')}"]
@@ -184,7 +173,6 @@ class CommandRun:
         if word is not None:
             values["model"] = word
         force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
-        backend = values.pop("backend", None) if self.command.measures else None
         files: dict[str, str] = {}
         for name in self.files:
             if values.get(name) is not None:
@@ -207,7 +195,7 @@ class CommandRun:
                 arguments["written"] = paths.__setitem__
             else:
                 paths = {one.option.writes: arguments[one.name] for one in self.written if one.name in arguments}
-            result = self._result(arguments, backend, progress)
+            result = self._result(arguments, progress)
         if result is not None and self.kinds:
             self._end(result, files if is_first() else {}, force, explain, paths)
 
@@ -236,10 +224,6 @@ class CommandRun:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
         from sinkscope.files.output import check_output, check_writable, is_device
 
-        if "png" in files:
-            from sinkscope.app.pages import check_png
-
-            check_png()
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
         targets: list[Path] = []
@@ -255,15 +239,10 @@ class CommandRun:
             if targets.count(target) > 1 and not is_device(target):
                 raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
-    def _result(self, arguments: dict[str, Any], backend: Any, progress: ProgressBar) -> Any:
+    def _result(self, arguments: dict[str, Any], progress: ProgressBar) -> Any:
         """What the function returns."""
         if self.command.measures:
             self.function.refuse(arguments)  # before a model is opened
-        if backend is not None:
-            from sinkscope.opening.load import load
-
-            options = {name: arguments[name] for name in ("revision", "device", "dtype") if name in arguments}
-            arguments["model"] = load(arguments.get("model"), backend=backend, **options)
         if "progress" in self.parameters:
             arguments["progress"] = progress
         function = self.function

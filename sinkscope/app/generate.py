@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -29,7 +29,6 @@ def answer_of(
     *,
     model: str | None = None,
     revision: str | None = None,
-    backend: Literal["bridge", "hf", "nnsight"] = "hf",
     device: str | None = None,
     dtype: str | None = None,
     bos: bool | None = None,
@@ -49,7 +48,6 @@ def answer_of(
         on_text: Called with each piece of text, as in `generate`.
         model: A short name, hub id, folder or .gguf file. By default the model in the package.
         revision: Branch, tag or commit on the hub.
-        backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         bos: Whether the prompt begins with BOS. By default the tokenizer decides.
@@ -67,7 +65,7 @@ def answer_of(
         raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
     rewinds = guard and rewind is not False
     edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
-    loaded = load(model, backend=backend, revision=revision, device=device, dtype=dtype)
+    loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress("writing", 0, 0)
     (answer,) = generate(
         loaded,

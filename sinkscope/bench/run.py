@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -48,7 +48,6 @@ def bench(
     out: Annotated[Path | None, Option(metavar="DIR", writes="Answers")] = None,
     model: str | None = None,
     revision: str | None = None,
-    backend: Literal["bridge", "hf", "nnsight"] = "hf",
     device: str | None = None,
     dtype: str | None = None,
     max_new_tokens: Natural | None = None,
@@ -69,7 +68,6 @@ def bench(
         out: Folder for the records. If it holds part of this run, the run continues.
         model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
         revision: Branch, tag or commit on the hub.
-        backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         max_new_tokens: Maximum length of an answer. By default the task's.
@@ -85,7 +83,7 @@ def bench(
     """
     chosen = read_task(task)
     name = chosen.model if model is None else model
-    opener = partial(load, name, backend=backend, revision=revision, device=device, dtype=dtype)
+    opener = partial(load, name, revision=revision, device=device, dtype=dtype)
     run = run_bench(
         opener,
         chosen,

@@ -19,10 +19,9 @@ from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
 """How a file or folder is named."""
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
+MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
-    re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
 )
 
 

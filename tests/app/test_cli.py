@@ -143,14 +143,14 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
         return [Generated("", "", [1, 2], 3, [event])]
 
     monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
-    monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **given: given["backend"])
+    monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **_: model)
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("the prompt\n")
     patch = SinkPatch(layer=1, neurons=[7])
     patch.save("patch.json")
     shown = typed("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos")
     assert shown == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
-    given = {"model": "hf", "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
+    given = {"model": None, "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
     assert arguments == {**given, "temperature": 0.0, "seed": 0}
 
 
@@ -179,7 +179,6 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ("xyz", "No such command 'xyz' (see"),
         ("find-sinks --modle x", "No such option '--modle': did you mean --model? (see sinkscope find-sinks --help)"),
         ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
-        ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
         ("find-sinks --json x --html ./x", "x is given for two outputs"),
