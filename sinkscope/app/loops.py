@@ -38,7 +38,6 @@ def check_loops(
     variant: str = "repeats",
     max_new: int | None = None,
     first: bool = False,
-    tee: bool = False,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int | None, Field(ge=0, le=65535)] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS")] = None,
@@ -56,7 +55,6 @@ def check_loops(
         variant: Which monitor decides. "repeats" finds exact repetitions of anything, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
-        tee: With --follow: pass the input on to standard output, and print loops on standard error.
         proxy: Stand between clients and the server at this address, and end answers that loop.
         port: With --proxy: port to listen at. By default 8790.
         host: With --proxy: address to listen at. By default 127.0.0.1, which other machines cannot reach.
@@ -69,14 +67,14 @@ def check_loops(
     monitor = _monitor_settings(settings, variant)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if proxy is not None:
-        ignored = {"FILE": file, "--follow": follow, "--first": first, "--tee": tee}
+        ignored = {"FILE": file, "--follow": follow, "--first": first}
         _refuse({**ignored, "--max-new": max_new}, "with --proxy")
         return _proxy(proxy, monitor, host or PROXY_HOST, PROXY_PORT if port is None else port)
     _refuse({"--port": port, "--host": host}, "without --proxy")
     if follow:
         _refuse({"--max-new": max_new}, "with --follow")
-        return _follow(file or "-", form, monitor, first, tee)
-    _refuse({"--first": first, "--tee": tee}, "without --follow")
+        return _follow(file or "-", form, monitor, first)
+    _refuse({"--first": first}, "without --follow")
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
     with closing(_open_bytes(file)) as source:
@@ -157,19 +155,14 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
     serve(settings, host, port, ready)
 
 
-def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, tee: bool) -> None:
+def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     source = _open_bytes(file)
-    if tee:
-        source = _Tee(source, sys.stdout.buffer)
     loops = False
     try:
         for alarm in Watch(monitor).follow(source, form=form, name=_name(file)):
             loops = True
-            if tee:
-                note(str(alarm))
-            else:
-                print(visible(str(alarm)), flush=True)
+            print(visible(str(alarm)), flush=True)
             if first:
                 break
     except OSError:  # standard output cannot be written; that there was a loop is still said
@@ -177,29 +170,3 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, 
             raise
     if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
-
-
-class _Tee:
-    """A byte stream that passes on what is read from it.
-
-    Args:
-        source: The stream, with `read1` and `readline`.
-        sink: Where the bytes go, at once.
-    """
-
-    def __init__(self, source: Any, sink: Any) -> None:
-        self._source = source
-        self._sink = sink
-
-    def read1(self, size: int = -1) -> bytes:
-        """Read what is there."""
-        return self._passed(self._source.read1(size))
-
-    def readline(self, size: int = -1) -> bytes:
-        """Read a line."""
-        return self._passed(self._source.readline(size))
-
-    def _passed(self, data: bytes) -> bytes:
-        self._sink.write(data)
-        self._sink.flush()
-        return data

@@ -89,7 +89,6 @@ COMMANDS = {
     "generate": ["generate", PROMPT, "--max-new-tokens", "24"],
     "generate under the guard": ["generate", PROMPT, "--max-new-tokens", "48", "--guard"],
     "loops": ["loops", "--follow", "FILE"],
-    "loops with the stream": ["loops", "--follow", "--tee", "FILE"],
     "demo": ["demo"],
 }
 

@@ -160,7 +160,7 @@ FOLLOW = ["--follow"]
         (["--variant", "p1"], "x.txt", "a b c", "only the top-1 streak (p1) votes, and no probability came"),
         (["--variant", "p1", *FOLLOW], "x.txt", "a b c", "only the top-1 streak (p1) votes"),
         (["--max-new", "0"], "x.txt", "a b c", "max_new=0: expected a whole number from 1"),
-        (["--tee"], "x.txt", "a b c", "--tee"),
+        (["--first"], "x.txt", "a b c", "--first"),
         # Streams.
         (FOLLOW, "-", b"", "standard input is empty"),
         (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),

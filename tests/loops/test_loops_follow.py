@@ -158,11 +158,3 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
-
-
-def test_tee_passes_everything_on(tmp_path, capfdbinary):
-    for name, data in (("a.txt", TEXT.encode()), ("b.sse", events(SERVERS["openai-chat"](TEXT)).encode())):
-        (tmp_path / name).write_bytes(data)
-        assert main(["loops", str(tmp_path / name), "--follow", "--tee"]) == 3
-        out, err = capfdbinary.readouterr()
-        assert out == data and err.startswith(b"loop in ") and err.count(b"\n") == 1
