@@ -24,7 +24,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
 from sinkscope.results.notation import head_name, neuron_name, word_form
 
-ROOM = 3 << 20  # bytes of packed attention in a page
+ROOM = 24 << 20  # values of attention in a page
 
 
 class Request(BaseModel, extra="forbid"):

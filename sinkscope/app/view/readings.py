@@ -13,7 +13,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.packed import Packed, codes_of
+from sinkscope.app.view.packed import codes_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import Observer, attention_rows, trace
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
@@ -103,16 +103,8 @@ def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
 
 
 def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
-    """The heads whose packed rows fit into so many bytes; those with most attention to the first token come first.
-
-    There is at least one.
-    """
+    """The heads with most attention to the first token; as many as have so many values, and at least one."""
+    _, heads, tokens = reading.received.shape
+    count = max(1, room // tokens**2)
     order = reading.received[..., 0].flatten().argsort(descending=True, stable=True)
-    heads: list[tuple[int, int]] = []
-    for number in order.tolist():
-        layer, head = divmod(number, reading.received.shape[1])
-        room -= len(Packed.of(reading.rows[layer, head]).codes)
-        if heads and room < 0:
-            break
-        heads.append((layer, head))
-    return tuple(sorted(heads))
+    return tuple(divmod(number, heads) for number in sorted(order[:count].tolist()))
