@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from html import escape
 from math import hypot
 from pathlib import Path
@@ -36,7 +35,6 @@ class CardPart:
         peak_memory_bytes: Largest memory of the process until its end.
         numbers: Its numbers and words, each with its control.
         topic: What its conclusion is about on the first screen. Empty: it is not there.
-        provisional: Whether a full scan may find otherwise than --quick.
         headline: The number that stands beside its conclusion.
     """
 
@@ -48,7 +46,6 @@ class CardPart:
     peak_memory_bytes: int | None = None
     numbers: tuple[Number, ...] = ()
     topic: str = ""
-    provisional: bool = False
     headline: Number | None = None
 
 
@@ -128,7 +125,7 @@ class SinkCard(Result):
                 lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")
             else:
                 lines.append(f"{part.command} is missing: {part.problem}")
-        lines.append(self.costs())
+        lines.append(f"{self.costs()}.")
         return lines
 
     def verdicts(self) -> list[tuple[str, str, CardPart]]:
@@ -142,8 +139,6 @@ class SinkCard(Result):
             sentence = part.conclusion
             if part.problem is not None:
                 sentence = f"Not measured: {part.problem}"
-            elif self.quick and part.provisional:
-                sentence += " This is provisional: --quick runs few prompts."
             lines.append((topic, sentence, part))
         return lines
 
@@ -174,18 +169,18 @@ class SinkCard(Result):
         return "".join([*parts, "</div>"])
 
     def about(self) -> str:
-        """The model, how and when it was measured, and the costs, in a line."""
+        """The model, and the costs, in a line; those of a quick scan, whose verdicts rest on few prompts."""
         model, made = self.model, self.provenance
         size = f"{model.family}, {model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-        versions = [f"{name} {version}" for name, version in made.versions.items() if name != "sinkscope"]
-        return " · ".join([size, f"{made.dtype} on {made.device}", str(date.today()), *versions, self.costs()])
+        quick = " with --quick, from few prompts" if self.quick else ""
+        return f"{size} · {made.dtype} on {made.device} · {self.costs()}{quick}"
 
     def costs(self) -> str:
         """Seconds and memory of all parts."""
         seconds = sum(part.seconds for part in self.parts)
         peak = max((part.peak_memory_bytes or 0 for part in self.parts), default=0)
         share = f"{len(self.finished)} of {len(self.parts)} parts"
-        return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB."
+        return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB"
 
     def rows(self) -> Table:
         """One row per number and word; in a comparison, beside those of the other card."""

@@ -41,7 +41,6 @@ from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.repetition.repeat import repeat
 
 PAGE = "card.html"
-BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
 LEAST_BUDGET = 70  # tokens of the prompt that a policy keeps at least: SnapKV always keeps 64
 QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
@@ -59,7 +58,6 @@ class Part:
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
-        provisional: Whether a full scan may find otherwise than --quick.
     """
 
     name: str
@@ -69,7 +67,6 @@ class Part:
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
-    provisional: bool = False
 
     @property
     def file(self) -> str:
@@ -108,7 +105,6 @@ PARTS = (
         "Loops",
         {"count": 16, "max_new_tokens": 384},
         {"count": 4, "max_new_tokens": 128},
-        provisional=True,
     ),
     Part(
         "policies",
@@ -117,7 +113,6 @@ PARTS = (
         "Cache",
         {"count": 4, "prompt": 768},
         {"count": 1, "prompt": 256},
-        provisional=True,
     ),
     Part("precision", "precision", precision.on, "Precision", quick={"pieces": 8}),
 )
@@ -255,7 +250,6 @@ def _measured(part: Part, setup: Setup, quick: bool) -> Result | str:
     arguments = part.full
     if quick:
         arguments = part.quick or {}
-    arguments = context_arguments(arguments, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         return part.measure(setup, **arguments)
@@ -268,22 +262,9 @@ def _measured(part: Part, setup: Setup, quick: bool) -> Result | str:
         return f"it failed ({type(error).__name__}: {message:.200})"
 
 
-def context_arguments(arguments: Mapping[str, Any], context: int | None) -> dict[str, Any]:
-    """The arguments of a part with lengths that the context of the model holds; None: any.
-
-    A text and what is generated after it share the context, so each gets at most half of it, and repetitions all but
-    what stands before them.
-    """
-    if context is None:
-        return dict(arguments)
-    most: dict[str, int] = dict.fromkeys(("length", "prompt", "max_new_tokens"), context // 2)
-    most["max_repeats"] = context - BEFORE_REPEATS
-    return {name: min(value, most.get(name, value)) for name, value in arguments.items()}
-
-
 def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
-    card = CardPart(part.name, part.command, topic=part.topic, provisional=part.provisional)
+    card = CardPart(part.name, part.command, topic=part.topic)
     if isinstance(outcome, str):
         return replace(card, problem=outcome.rstrip(".") + ".")
     return replace(

@@ -14,7 +14,7 @@ from scan_kit import PARTS
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
-from sinkscope.app.scan import context_arguments, scan
+from sinkscope.app.scan import scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
@@ -164,12 +164,6 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
     first, second = card.first_screen().split("<article>")[1:]
     assert "<b>10.0% \u2192 30.0%</b> of it lost" in first and "<b>70.0% \u2192 70.0%</b> of it lost" in second
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
-
-
-def test_lengths_fit_the_context():
-    quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
-    assert context_arguments(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
-    assert context_arguments(quick, 2048) == context_arguments(quick, None) == quick
 
 
 def test_a_fact_that_changed_is_named(folder, neuron):
