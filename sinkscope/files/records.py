@@ -9,14 +9,11 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
 from math import nan
-from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
-    Literal,
     NamedTuple,
     TypeVar,
-    Union,
     dataclass_transform,
     get_args,
     get_origin,
