@@ -7,6 +7,7 @@ import os
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cache, lru_cache, partial, wraps
 from math import nan
 from typing import (
@@ -215,9 +216,10 @@ def check_fields(settings: Any) -> None:
     Raises:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        if name in settings.__dataclass_fields__:
-            checked_value(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
+    hints = get_type_hints(type(settings), include_extras=True)
+    for one in fields(settings):
+        name = f"{type(settings).__name__}: {one.name}="
+        checked_value(hints[one.name], getattr(settings, one.name), name, strict=True)
 
 
 def build(kind: type[T], value: Any, where: str) -> T:

@@ -171,13 +171,15 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("find-sink", "No such command 'find-sink': did you mean find-sinks? (see sinkscope --help)"),
-        ("patch", "No such command 'patch': did you mean patch make?"),
-        ("patch mak --out x", "No such command 'patch mak': did you mean patch make?"),
+        ("find-sink", "No such command 'find-sink'. Did you mean 'find-sinks'? (see sinkscope --help)"),
+        ("patch", "No such command 'patch'. (Did you mean one of: 'patch eval', 'patch make'?)"),
+        ("patch mak --out x", "No such command 'patch mak'. (Did you mean one of: 'patch eval', 'patch make'?)"),
         ("scan a b", "several models need a folder for their folders: give --out DIR"),
-        ("bench tabel runs", "No such command 'bench tabel': did you mean bench table?"),
         ("xyz", "No such command 'xyz' (see"),
-        ("find-sinks --modle x", "No such option '--modle': did you mean --model? (see sinkscope find-sinks --help)"),
+        (
+            "find-sinks --modle x",
+            "No such option '--modle'. (Did you mean one of: '--html', '--model'?) (see sinkscope",
+        ),
         ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),

@@ -168,7 +168,7 @@ def text(words: str) -> str:
 
 
 def plot(figure: Any, file: str = "") -> str:
-    """A plotly figure as a part of a page, without its title, which the page says.
+    """A plotly figure as a part of a page.
 
     Args:
         figure: What is drawn; its lines and points become SVG, which every browser shows.
@@ -179,11 +179,7 @@ def plot(figure: Any, file: str = "") -> str:
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
     safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
     safe.layout.template.data.scattergl = None
-    titles = (safe.layout.title.text or "").count("<br>") + 2
-    safe.update_layout(width=None, title=None)  # it takes the width of the page
-    if safe.layout.height is not None and safe.layout.margin.t is not None:
-        top = min(safe.layout.margin.t, 20 * titles)
-        safe.update_layout(height=safe.layout.height - top, margin_t=safe.layout.margin.t - top + 20)
+    safe.update_layout(width=None)  # it takes the width of the page
     config = {"displaylogo": False}
     html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
     kind = "plot"
