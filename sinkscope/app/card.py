@@ -10,7 +10,6 @@ from pathlib import Path
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
-from sinkscope.results.notation import word_form
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -102,19 +101,11 @@ class SinkCard(Result):
             if not self.finished:
                 return "No part could be measured."
             return self.finished[0].conclusion
-        judged, changed, unjudged = 0, list[CardChange](), 0
-        for change in self.changes:
-            judged += change.changed is not None
-            unjudged += change.changed is None and change.before != change.after
-            if change.changed:
-                changed.append(change)
-        finding = f"Compared with {self.against}, {len(changed)} of {judged} judged values changed"
-        if changed:
-            first = changed[0]
+        judged = [change for change in self.changes if change.changed is not None]
+        changed = [change for change in judged if change.changed]
+        finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged values changed"
+        for first in changed[:1]:
             finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
-        if unjudged:
-            differ = word_form(unjudged, "differs and was", "differ and were")
-            finding = f"{finding}; {unjudged} more {differ} not judged"
         return f"{finding}."
 
     def details(self) -> list[str]:
@@ -150,21 +141,15 @@ class SinkCard(Result):
         return [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
 
     def first_screen(self) -> str:
-        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, with what was before."""
+        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, its conclusion first."""
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            rows: Table = []
-            for change in self.changes:
-                if change.changed:
-                    rows.append({"what changed": change.label, "before": change.before, "after": change.after})
-            parts.append(Grid(strings(rows)).html())
-        before = {(change.part, change.key): change.before for change in self.changes}
         parts.append('<div class="tiles">')
         for topic, sentence, part in self.verdicts():
             number = ""
             if part.headline is not None:
-                number = _number(part.headline, before.get((part.name, part.headline.key)))
+                number = _number(part.headline)
             parts.append(f"<article><h3>{escape(topic)}</h3>{number}<p>{escape(visible(sentence))}</p></article>")
         return "".join([*parts, "</div>"])
 
@@ -236,12 +221,10 @@ class SinkCard(Result):
         return replace(self, against=name, changes=tuple(changes))
 
 
-def _number(number: Number, before: str | None) -> str:
-    """A number of a tile with its control, as HTML; after that of the other card, if there is one."""
+def _number(number: Number) -> str:
+    """A number of a tile with its control, as HTML."""
     value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
     control = escape(f"({visible(number.contrast)}: {control})")
-    if before is not None:
-        value = f"{before} \u2192 {value}"
     return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
 
 
