@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
-from sinkscope.results.notation import head_name, neuron_name, word_form
+from sinkscope.results.notation import word_form
 
 ROOM = 24 << 20  # values of attention in a page
 
@@ -113,8 +112,8 @@ class Explorer:
             layer=self.sink.layer,
             typical_norm=_rounded(np.array(self.sink.scan.typical_norm)),
             first_norm=_rounded(np.array(self.sink.scan.spike_norm)),
-            neurons=tuple(starmap(neuron_name, self.sink.neurons)),
-            marks=tuple(starmap(head_name, self.sink.marks)),
+            neurons=tuple(map(str, self.sink.neurons)),
+            marks=tuple(map(str, self.sink.marks)),
             switches=tuple(switch.name for switch in switches_of(self.sink)),
             control=RANDOM,
             texts=tuple(texts),

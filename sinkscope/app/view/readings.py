@@ -59,11 +59,11 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
     with under(edit, target):
         with attention_rows(target, see):
             norm = norms_of(sink, ids, observers=[last])
-        for layer in {site[0] for site in sink.neurons}:
+        for layer in {one.layer for one in sink.neurons}:
             posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-    for number, (layer, *expert, neuron) in enumerate(sink.neurons):
-        column = flat_number(target, layer, expert[0] if expert else None, neuron)
-        activation[number] = posts[layer][:, column].cpu()
+    for number, one in enumerate(sink.neurons):
+        column = flat_number(target, one.layer, one.expert, one.neuron)
+        activation[number] = posts[one.layer][:, column].cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
     return Reading(norm, rows, received, activation, likeliest(sink, last.logits))
 
