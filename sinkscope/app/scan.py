@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, Any
 
 import psutil
@@ -20,15 +19,13 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.progress import part_of, silent
+from sinkscope.files.progress import part_of
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup, Whole
 from sinkscope.models.target import Target
-from sinkscope.results.console import end_bar, terminal_width
-from sinkscope.results.notation import A_SINK
 from sinkscope.results.options import checks_arguments, command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
@@ -311,24 +308,18 @@ def _memory_limit(target: Target, quick: bool) -> float:
 )
 def demo(
     *,
-    out: Annotated[Path, Option(metavar="FOLDER", writes="Card")] = Path("sinkscope-demo"),
+    out: Annotated[Path, Option(metavar="FOLDER")] = Path("sinkscope-demo"),
     progress: Hidden = None,
-) -> None:
-    """Take a two-minute tour: scan the bundled model, and say what each command finds; a page has it all.
+    written: Hidden = None,
+) -> SinkCard:
+    """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
 
     Args:
         out: Folder of the results and the page.
         progress: Called as `progress(what, done, total)`.
+        written: Called as `written("Card", path)` when the page is there.
 
     Example:
         sinkscope demo
     """
-    width = terminal_width()
-    print(fill(f"{A_SINK} Below is what the commands find in the small model of the package.", width))
-    progress = progress or silent
-    progress("opening the model", 0, 0)
-    card = scan(out=out, quick=True, progress=progress)
-    end_bar(progress)
-    for label, sentence, part in card.verdicts():
-        print(fill(visible(f"{label}, by `sinkscope {part.command}`: {sentence}"), width, subsequent_indent="  "))
-    print("The same for another model: sinkscope scan MODEL\n" + visible(f"Card, with all figures: {out / PAGE}"))
+    return scan(out=out, quick=True, progress=progress, written=written)
