@@ -11,9 +11,8 @@ from pydantic import Field
 
 from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
-from sinkscope.conformance.subject import Factory, factory_named, without_budget
+from sinkscope.conformance.subject import Factory, factory_named
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import Hidden, Option, command
@@ -80,7 +79,7 @@ class CacheCheck(Result):
     help="Check any KV cache, press or policy on models that show what it loses.",
 )
 def check_cache(
-    factory: Annotated[str, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
+    factory: Annotated[str | Factory, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
     *,
     only: Sequence[str] = (),
     without: Sequence[str] = (),
@@ -92,9 +91,9 @@ def check_cache(
     The exit status is 1 if a check fails.
 
     Args:
-        factory: The name of a policy, or a function, as module:function, of a model that gives a transformers Cache, a
-            context manager or a cache policy. It is given what its parameters name: model, config, max_cache_len,
-            budget (tokens to keep) or share (of the prompt).
+        factory: The name of a policy, or a function, as module:function (from Python also the function itself), that
+            gives a transformers Cache, a context manager or a cache policy. It is given what its parameters name:
+            model, config, max_cache_len, budget (tokens to keep) or share (of the prompt).
         only: Run this check alone, by its name with underscores.
         without: Leave this check out, for a behaviour that the cache does not claim.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
@@ -108,33 +107,13 @@ def check_cache(
         sinkscope check-cache transformers:DynamicCache
         sinkscope check-cache snapkv
     """
-    place = without_budget(factory)
-    return checked(place, factory_named(place), only, without, tolerance, progress)
-
-
-def checked(
-    name: str,
-    factory: Factory,
-    only: Sequence[str] = (),
-    without: Sequence[str] = (),
-    tolerance: float = TOLERANCE,
-    progress: Progress | None = None,
-) -> CacheCheck:
-    """Check what a function gives.
-
-    Args:
-        name: Its name, as module:function.
-        factory: The function.
-        only: As for `check_cache`.
-        without: As for `check_cache`.
-        tolerance: As for `check_cache`.
-        progress: Called as `progress(what, done, total)`.
-    """
     started = time.perf_counter()
     for one in (*only, *without):
         if one not in CHECKS:
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
-    kit = Kit(name, factory, tolerance)
+    if isinstance(factory, str):
+        factory = factory_named(factory)
+    kit = Kit(factory, tolerance)
     kit.subject()  # bad input is said before anything is checked
     names = [one for one in CHECKS if (not only or one in only) and one not in without]
     rows: list[CheckedBehaviour] = []
@@ -146,6 +125,6 @@ def checked(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
         settings={"only": only, "without": without, "tolerance": tolerance},
         provenance=provenance(started=started, device="cpu", dtype="float32", attention="sdpa", bos=None, seed=0),
-        cache=name,
+        cache=f"{factory.__module__}:{factory.__name__}",
         checks=tuple(rows),
     )

@@ -77,12 +77,10 @@ class Kit:
     """What is checked, and how strictly.
 
     Attributes:
-        place: Name of the factory, as module:function.
         factory: Makes the cache, context manager or policy for a model.
         tolerance: Largest error of logits, in standard deviations of the right ones.
     """
 
-    place: str
     factory: Factory
     tolerance: float = TOLERANCE
 
@@ -94,11 +92,9 @@ class Kit:
         except ApartError as error:
             return CheckedBehaviour(words, "does not apply", "", str(error))
         except FaultError as error:
-            module, _, function = self.place.partition(":")
-            if not function:  # the name of a policy
-                module, function = self.factory.__module__, self.factory.__name__
+            function = self.factory.__name__
             lines = [
-                f"from {module} import {function}",
+                f"from {self.factory.__module__} import {function}",
                 "from sinkscope.conformance.flow import Flow, outcome_of, right_logits",
                 f"flow = {error.flow}",
                 f"outcome = outcome_of({function}, flow)",
@@ -131,7 +127,7 @@ class Kit:
         try:
             return made(self.factory, kit_model("grouped"), 24, 12 if self.evicts else None)
         except NotImplementedError as error:
-            raise SinkscopeError(f"{self.place} refuses a small Llama: {error}; {EXPECTED}") from None
+            raise SinkscopeError(f"{self.factory.__name__} refuses a small Llama: {error}; {EXPECTED}") from None
 
     def flows(self, *flows: Flow) -> list[Flow]:
         """Flows with room for everything, and then, if less can be asked for, with half of the prompt."""
