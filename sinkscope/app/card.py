@@ -215,10 +215,7 @@ class SinkCard(Result):
         if not changes:
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
-        name = other.model.name
-        if name == self.model.name:
-            name = f"{name} ({other.model.fingerprint[:8]})"
-        return replace(self, against=name, changes=tuple(changes))
+        return replace(self, against=other.model.name, changes=tuple(changes))
 
 
 def _number(number: Number) -> str:

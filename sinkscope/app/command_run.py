@@ -149,7 +149,7 @@ class CommandRun:
     def click_parameters(self) -> list[click.Parameter]:
         """The options of the command: those of the function, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
-        if self._takes_model_word():
+        if self.command.measures:
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
         if self.files:
             for one in (*self.outputs.values(), *RESULT_OUTPUTS):
@@ -158,12 +158,6 @@ class CommandRun:
             params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
-
-    def _takes_model_word(self) -> bool:
-        """Whether a word that is no option can only be the model."""
-        model = self.parameters.get("model")
-        arguments = [one for one in self.parameters.values() if one.option.argument]
-        return model is not None and not model.option.hidden and not arguments
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
@@ -185,7 +179,10 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress(_loading(arguments.get("model", "bundled")), 0, 0)
+                model = arguments.get("model", "bundled")
+                if isinstance(model, tuple):
+                    model = ", ".join(model)
+                progress(f"Loading {model} ...", 0, 0)
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -262,16 +259,6 @@ class CommandRun:
                 message = saving[name].save(result, path, force)
                 if path != "-":
                     note(message if isinstance(message, str) else f"{saving[name].word}: {path}")
-
-
-def _loading(model: Any) -> str:
-    """What is said while a model, or several, are loaded, with where one comes from that is no folder."""
-    where = ""
-    if isinstance(model, tuple):
-        model = ", ".join(model)
-    elif isinstance(model, str) and model != "bundled" and not Path(model).exists():
-        where = " from the cache or huggingface.co"
-    return f"Loading {model}{where} ..."
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

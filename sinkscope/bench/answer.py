@@ -151,10 +151,10 @@ class Answer:
         return {
             "prompt_tokens": self.prompt_tokens,
             "length": len(self.tokens),
-            "read": _rounded(mean_known(self.read), 3),
+            "read": mean_known(self.read),
             "cells": self.cells,
-            "cached_peak": round(self.cached_peak, 3),
-            "seconds": round(self.seconds, 4),
+            "cached_peak": self.cached_peak,
+            "seconds": self.seconds,
         }
 
 
@@ -255,16 +255,9 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
     The rows from which lines are chosen count too.
     """
-    share = mean_known(
+    return mean_known(
         float(event.data.get("cells", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)
     )
-    return _rounded(share, 4)
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    if value is None:
-        return None
-    return round(value, digits)
 
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:

@@ -172,8 +172,6 @@ class Explorer:
             beside = f" (random control: {control[position]:.4g})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
-        if f"{before[position]:.4g}" == f"{after[position]:.4g}":
-            return f"{name}: after layer {layer}, no token's norm changes; try another text."
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
             f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."
