@@ -243,7 +243,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
 def _measured(part: Part, setup: Setup, quick: bool) -> Result | str:
     """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
     if not part.streams and not setup.target.resident:
-        return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
+        return "it needs the whole model in memory"
     arguments = part.full
     if quick:
         arguments = part.quick or {}

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import control_of, finding, ranked
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL, order_of
+from sinkscope.bench.methods import FULL
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
@@ -22,9 +23,6 @@ from sinkscope.measure.rate import known_numbers, mean_known, wilson
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, strings
-
-NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl".split())
-"""Columns that are no shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +71,10 @@ class BenchTable(Result):
         grids: list[Grid] = []
         for task in dict.fromkeys(group.task for group in self.groups):
             rows = [row for row in self.rows() if row["task"] == task]
-            percent = PERCENT
+            percent = [*PERCENT]
             if task_class(task).main in PERCENT:
-                percent = PERCENT.union(rows[0]) - NUMBERS
-            columns = strings(rows, [*percent])
+                percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
+            columns = strings(rows, percent)
             grids.append(Grid(columns, important=("set", "method", *[*columns][4:])))
         return grids
 
@@ -155,7 +153,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
             key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
     groups: list[BenchGroup] = []
-    for key in sorted(grouped, key=lambda key: (*key[:4], order_of(key[4]))):
+    for key in sorted(grouped, key=lambda key: key[:4]):  # methods stay in the order in which they answered
         full = grouped.get((*key[:4], FULL), [])
         groups.append(_group(key, grouped[key], full, by))
     first = runs[0].settings

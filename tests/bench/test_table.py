@@ -35,7 +35,7 @@ H2O = [
 
 
 def test_a_group_is_recomputed():
-    full, h2o = table(*H2O, *FULL).groups
+    full, h2o = table(*FULL, *H2O).groups
     assert (full.method, full.score) == ("full", 1.0)
     assert (full.metrics["time"], full.metrics["cells"]) == (1.0, None)
     rate = wilson(1, 4)
@@ -64,7 +64,7 @@ def test_divergences_have_the_interval_of_a_mean():
 
 
 def test_what_a_table_says():
-    result = table(*H2O, *FULL)
+    result = table(*FULL, *H2O)
     number = next(each for each in result.numbers() if "h2o" in each.label)
     assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
     assert Result.from_dict(json.loads(result.to_json())) == result
