@@ -14,7 +14,7 @@ from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
 from sinkscope.conformance.subject import Factory, factory_named
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
@@ -57,12 +57,9 @@ class CacheCheck(Result):
         failed, apart = self._with("fails"), self._with("does not apply")
         applied = len(self.checks) - len(apart)
         name = self.cache.rpartition(":")[2]
-        if not failed:
-            skipped = ""
-            if apart:
-                skipped = f"; {word_form(len(apart), '1 does', f'{len(apart)} do')} not apply"
-            return f"{name} passes {word_form(applied, 'the one check', f'all {applied} checks')}{skipped}."
-        return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
+        if failed:
+            return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
+        return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
 
     def details(self) -> list[str]:
         """What each failed check expected and saw, and how to reproduce it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,12 +93,6 @@ class Explorer:
         switches = [None, *switches_of(self.sink)]
         return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
 
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """What every view says of the model and its run, which takes some milliseconds to gather."""
-        settings = {"seed": self.sink.setup.seed, "bos": self.sink.setup.bos is not None}
-        return {"model": self.sink.setup.info(), "settings": settings, "provenance": self.sink.setup.provenance()}
-
     def result(self, texts: Sequence[ViewedText] = ()) -> ModelView:
         """These texts, and what is known of the sink."""
         edges: tuple[dict[str, Any], ...] | None = None
@@ -107,8 +100,11 @@ class Explorer:
         if self.sink.circuit is not None:
             edges = tuple([*self.sink.circuit.rows(), *self.sink.circuit.readers()])
             sentence = self.sink.circuit.conclusion()
+        setup = self.sink.setup
         return ModelView(
-            **self.origin,
+            model=setup.info(),
+            settings={"seed": setup.seed, "bos": setup.bos is not None},
+            provenance=setup.provenance(),
             layer=self.sink.layer,
             typical_norm=_rounded(np.array(self.sink.scan.typical_norm)),
             first_norm=_rounded(np.array(self.sink.scan.spike_norm)),
