@@ -54,11 +54,9 @@ def print_models(
         sink = ", ".join(map(str, sink_layers(entry.name))) or "-"
         rows.append({"name": entry.name, "sink": sink, "hub id": entry.hub_id})  # the longest last
     rows.sort(key=lambda row: row["sink"] == "-")
-    with_sink = sum(row["sink"] != "-" for row in rows)
     print(Grid(strings(rows)).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
-    show(f"\nConclusion: papers report the layers of the sink for {with_sink} of these {len(known)} models.")
 
 
 def _check(name: str, progress: Progress) -> None:

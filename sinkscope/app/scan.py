@@ -295,10 +295,10 @@ def _memory_limit(target: Target, quick: bool) -> float:
     """Bytes that the weights may take."""
     if target.device.type == "cuda":
         return 0.8 * torch.cuda.mem_get_info(target.device)[0]
-    free = psutil.virtual_memory().available
+    room = psutil.virtual_memory().available / 2
     if quick:
-        return min(free / 2, float(QUICK_BYTES))
-    return free / 2
+        room = min(room, QUICK_BYTES)
+    return room
 
 
 @command(

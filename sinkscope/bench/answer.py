@@ -101,6 +101,14 @@ class Batch:
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
+        costs: Metrics = {
+            "prompt_tokens": answer.prompt_tokens,
+            "length": len(answer.tokens),
+            "read": mean_known(answer.read),
+            "cells": answer.cells,
+            "cached_peak": answer.cached_peak,
+            "seconds": answer.seconds,
+        }
         return BenchRecord(
             model=self.model,
             task=self.task,
@@ -109,7 +117,7 @@ class Batch:
             turn=turn,
             seed=self.seed,
             settings=settings,
-            metrics={**metrics, **answer.costs()},
+            metrics=metrics | costs,
             tokens=tuple(answer.tokens),
             text=answer.text,
             ended=answer.ended,
@@ -145,17 +153,6 @@ class Answer:
     cells: float | None
     seconds: float
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
-
-    def costs(self) -> Metrics:
-        """Numbers of the cost, as records hold them."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "length": len(self.tokens),
-            "read": mean_known(self.read),
-            "cells": self.cells,
-            "cached_peak": self.cached_peak,
-            "seconds": self.seconds,
-        }
 
 
 Logits = Float[Tensor, "row vocab"]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import transformers
 from transformers import Cache, DynamicCache
 
 import sinkscope
@@ -215,11 +212,9 @@ class Kit:
 
 def own_line(error: Exception) -> str:
     """The latest line in the code of whoever wrote the cache that led to an error, as " at file:line"; "" for none."""
-    apart = [sysconfig.get_paths()["stdlib"]]
-    for module in (torch, transformers, sinkscope):
-        apart.append(str(Path(inspect.getfile(module)).parent))
+    ours = str(Path(inspect.getfile(sinkscope)).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*apart, "<")):
+        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<")):
             return f" at {frame.filename}:{frame.lineno}"
     return ""
 
