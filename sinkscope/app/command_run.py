@@ -22,7 +22,6 @@ from sinkscope.results.options import Output, Parameter, example_lines, introduc
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
 
-REPLACE = "give another name, or --force to replace it"
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 MODEL_WORD = "model_word"
@@ -228,7 +227,7 @@ class CommandRun:
             one = self.files[name]
             if path != "-" or "-" not in one.metavar:
                 kinds = self.kinds if one.kind is None else [one.kind]
-                targets.append(check_output(path, kinds, force=force, remedy=REPLACE))
+                targets.append(check_output(path, kinds, force=force))
         for one in self.written:
             if one.name in arguments:
                 targets.append(check_writable(str(arguments[one.name]), folder=True))

@@ -11,8 +11,8 @@ from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import SCREEN, Grid, Table, strings
 
-SHOWN_MODELS = SCREEN - 5
-"""Rows that leave room on a screen for the head, two notes and the conclusion."""
+SHOWN_MODELS = SCREEN - 4
+"""Rows that leave room on a screen for the head and two notes."""
 
 
 @command(

@@ -14,7 +14,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
@@ -37,7 +37,7 @@ class ScanTable(Result):
 
     Attributes:
         scans: A row for each, in the order of their names: `scan`, the name of its folder; the numbers of its card;
-            `quick`, whether it was made with --quick; and `problem`, why there is no card.
+            and `problem`, why there is no card.
     """
 
     kind = "scan-table"
@@ -52,7 +52,6 @@ class ScanTable(Result):
         "heads": "share of heads that attend to the sink",
         "heads_margin": "two standard errors over texts, as for every margin",
         "loops": "share of greedy answers that loop",
-        "quick": "whether it was made with --quick, from fewer samples",
         "problem": "why there is no card",
     }
 
@@ -71,8 +70,7 @@ class ScanTable(Result):
         """How many of the models have an attention sink."""
         measured = [row for row in self.scans if not row["problem"]]
         having = [row for row in measured if row["sink"] not in (None, NOWHERE)]
-        have = word_form(len(measured), "has", "have")
-        return f"{len(having)} of {count_of(len(measured), 'model')} {have} an attention sink."
+        return f"{len(having)} of {len(measured)} models have an attention sink."
 
     def details(self) -> list[str]:
         """What has no card."""
@@ -163,4 +161,4 @@ def _row(name: str, card: SinkCard | None, problem: str) -> dict[str, Any]:
         row[column] = None if number is None else number.value
         if column in ("heads", "loops"):
             row[f"{column}_margin"] = None if number is None else number.margin
-    return row | {"quick": card is not None and card.quick, "problem": problem}
+    return row | {"problem": problem}

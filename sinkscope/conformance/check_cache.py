@@ -19,9 +19,6 @@ from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
-FAILED = 1
-"""Exit status if a check fails."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCheck(Result):
@@ -50,7 +47,7 @@ class CacheCheck(Result):
     @property
     def exit_code(self) -> int:
         """1 if a check fails."""
-        return FAILED if self._with("fails") else 0
+        return int(bool(self._with("fails")))
 
     def conclusion(self) -> str:
         """How many checks pass, and which fail."""
@@ -79,7 +76,6 @@ def check_cache(
     factory: Annotated[str | Factory, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
     *,
     only: Sequence[str] = (),
-    without: Sequence[str] = (),
     tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
     progress: Hidden = None,
 ) -> CacheCheck:
@@ -91,8 +87,7 @@ def check_cache(
         factory: The name of a policy, or a function, as module:function (from Python also the function itself), that
             gives a transformers Cache, a context manager or a cache policy. It is given what its parameters name:
             model, config, max_cache_len, budget (tokens to keep) or share (of the prompt).
-        only: Run this check alone, by its name with underscores.
-        without: Leave this check out, for a behaviour that the cache does not claim.
+        only: Run these checks alone, by their names with underscores.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
             values needs more than the default.
         progress: Called as `progress(what, done, total)`.
@@ -105,14 +100,14 @@ def check_cache(
         sinkscope check-cache snapkv
     """
     started = time.perf_counter()
-    for one in (*only, *without):
+    for one in only:
         if one not in CHECKS:
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
     if isinstance(factory, str):
         factory = factory_named(factory)
     kit = Kit(factory, tolerance)
     kit.subject()  # bad input is said before anything is checked
-    names = [one for one in CHECKS if (not only or one in only) and one not in without]
+    names = [one for one in CHECKS if not only or one in only]
     rows: list[CheckedBehaviour] = []
     for done, one in enumerate(names):
         if progress is not None:
@@ -120,7 +115,7 @@ def check_cache(
         rows.append(kit.checked(CHECKS[one]))
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
-        settings={"only": only, "without": without, "tolerance": tolerance},
+        settings={"only": only, "tolerance": tolerance},
         provenance=provenance(started=started, device="cpu", dtype="float32", attention="sdpa", bos=None, seed=0),
         cache=f"{factory.__module__}:{factory.__name__}",
         checks=tuple(rows),
