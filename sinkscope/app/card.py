@@ -157,8 +157,10 @@ class SinkCard(Result):
         """The model, and the costs, in a line; those of a quick scan, whose verdicts rest on few prompts."""
         model, made = self.model, self.provenance
         size = f"{model.family}, {model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-        quick = " with --quick, from few prompts" if self.quick else ""
-        return f"{size} · {made.dtype} on {made.device} · {self.costs()}{quick}"
+        about = f"{size} · {made.dtype} on {made.device} · {self.costs()}"
+        if self.quick:
+            about += " with --quick, from few prompts"
+        return about
 
     def costs(self) -> str:
         """Seconds and memory of all parts."""
@@ -220,8 +222,8 @@ class SinkCard(Result):
 
 def _number(number: Number) -> str:
     """A number of a tile with its control, as HTML."""
-    value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
-    control = escape(f"({visible(number.contrast)}: {control})")
+    value = cell(number.value, percent=number.share)
+    control = escape(f"({visible(number.contrast)}: {cell(number.control, percent=number.share)})")
     return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
 
 
@@ -235,7 +237,7 @@ def _change(part: str, before: Number, after: Number) -> CardChange:
         margin = hypot(before.margin, after.margin)
         moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
         changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
-    old, new = (cell(number.value, percent=after.share) for number in (before, after))
+    old, new = cell(before.value, percent=after.share), cell(after.value, percent=after.share)
     return CardChange(after.label, old, new, margin, changed, part, after.key)
 
 

@@ -73,6 +73,8 @@ def print_generated(
     """
     if (prompt is None) == (prompt_file is None):
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
+    if prompt is None:
+        prompt = prompt_file
     if rewind is not None and not guard:
         raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
     rewinds = guard and rewind is not False
@@ -88,7 +90,7 @@ def print_generated(
 
     (answer,) = generate(
         loaded,
-        prompt_file if prompt is None else prompt,
+        prompt,
         interventions=edit,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -121,7 +123,9 @@ def _print_events(answer: Generated, guard: bool) -> None:
 def _cache_use(policy: str, answer: Generated) -> str:
     """How many tokens the cache held and a step read, beside a full cache."""
     full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
-    read = answer.held if answer.read is None else answer.read
+    read = answer.read
+    if read is None:
+        read = answer.held
     return (
         f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
         f"the full cache would have held {full:.0f}."

@@ -68,9 +68,11 @@ class ScanTable(Result):
 
     def conclusion(self) -> str:
         """How many of the models have an attention sink."""
-        measured = [row for row in self.scans if not row["problem"]]
-        having = [row for row in measured if row["sink"] not in (None, NOWHERE)]
-        return f"{len(having)} of {len(measured)} models have an attention sink."
+        measured, having = 0, 0
+        for row in self.scans:
+            measured += not row["problem"]
+            having += row["sink"] not in (None, NOWHERE)
+        return f"{having} of {measured} models have an attention sink."
 
     def details(self) -> list[str]:
         """What has no card."""
@@ -87,13 +89,10 @@ def draw(result: ScanTable) -> Any:
 
     from sinkscope.results.style import figure_of  # with plotly, which a printed table does not need
 
-    share = "share of heads that attend to the sink"
-    data = {
-        "scan": [html.escape(row["scan"]) for row in result.scans],
-        share: [row["heads"] or 0.0 for row in result.scans],
-        "margin": [row["heads_margin"] or 0.0 for row in result.scans],
-    }
-    fig = px.scatter(data, x="scan", y=share, error_y="margin", render_mode="svg")
+    frame = result.to_frame().fillna({"heads": 0.0, "heads_margin": 0.0})
+    frame["scan"] = frame["scan"].map(html.escape)
+    labels = {"heads": "share of heads that attend to the sink"}
+    fig = px.scatter(frame, x="scan", y="heads", error_y="heads_margin", labels=labels, render_mode="svg")
     return figure_of(fig, result, width=1200, height=480)
 
 
@@ -118,8 +117,10 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
     """
     scans: dict[str, str] = {}
     for place in path_of(folder).glob("*"):
-        if place.is_dir():
-            scans[place.name] = "" if (place / CARD).is_file() else NO_CARD
+        if (place / CARD).is_file():
+            scans[place.name] = ""
+        elif place.is_dir():
+            scans[place.name] = NO_CARD
     if "" not in scans.values():
         raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give what --out of scan was given")
     return join_cards(folder, scans)
@@ -154,11 +155,12 @@ def _natural(name: str) -> str:
 
 def _row(name: str, card: SinkCard | None, problem: str) -> dict[str, Any]:
     """The row of a scan: the numbers of its card."""
-    numbers = {} if card is None else {(part.name, one.key): one for part in card.parts for one in part.numbers}
-    row: dict[str, Any] = {"scan": name}
-    for column, key in ON_CARDS.items():
-        number = numbers.get(key)
-        row[column] = None if number is None else number.value
-        if column in ("heads", "loops"):
-            row[f"{column}_margin"] = None if number is None else number.margin
+    row: dict[str, Any] = {"scan": name, **dict.fromkeys(ON_CARDS), "heads_margin": None, "loops_margin": None}
+    for part in () if card is None else card.parts:
+        for number in part.numbers:
+            for column, key in ON_CARDS.items():
+                if key == (part.name, number.key):
+                    row[column] = number.value
+                    if f"{column}_margin" in row:
+                        row[f"{column}_margin"] = number.margin
     return row | {"problem": problem}

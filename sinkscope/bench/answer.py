@@ -210,8 +210,10 @@ def answer_rows(
             **options,
             **decoding(target, do_sample=False, pad_token_id=pad),
         )
-        events: list[Event] = [] if run is None else run.events
-    held = None if run is None else run.session.meters[0].by_call()
+    events: list[Event] = []
+    held: tuple[Tensor, Tensor] | None = None
+    if run is not None:
+        events, held = run.events, run.session.meters[0].by_call()
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -99,17 +99,19 @@ class BenchTable(Result):
     def _number(self, group: BenchGroup) -> Number:
         """The score of a method beside that of the control of the task."""
         task = task_class(group.task)
-        control = control_of([other for other in self.groups if other.place == group.place])
-        margin = (group.high - group.low) / 2
-        return Number(
+        number = Number(
             group.key(task.main),
             f"{group.title}, {group.method}: {task.unit}",
             group.score,
-            None if control is None else control.score,
-            None if math.isnan(margin) else margin,  # of a single sample there is no error
-            task.main in PERCENT,
-            task.control if control is None else control.method,
+            share=task.main in PERCENT,
+            contrast=task.control,
         )
+        if not math.isnan(group.low):  # of a single sample there is no error
+            number = replace(number, margin=(group.high - group.low) / 2)
+        control = control_of([other for other in self.groups if other.place == group.place])
+        if control is not None:
+            number = replace(number, control=control.score, contrast=control.method)
+        return number
 
 
 @command(
