@@ -22,7 +22,6 @@ from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import finding
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import order_of
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
@@ -151,7 +150,7 @@ def main(
     if only:
         again = set(value_of_each(rows, "method"))
         rows += [row for row in earlier(out / f"{name}.json")["rows"] if row["method"] not in again]
-        rows.sort(key=lambda row: (row["set"], order_of(row["method"])))
+        rows.sort(key=lambda row: row["set"])
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
     save(name, record("bench-figure", {"rows": rows}, settings, started=started), figure, out)
     print(table)

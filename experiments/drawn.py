@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Row
-from sinkscope.app.pages import write_png
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 
@@ -26,8 +24,13 @@ def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> No
     write_atomic(folder / f"{name}.json", text)
     try:
         write_png(figure(json.loads(text)), folder / f"{name}.png")
-    except SinkscopeError as error:
+    except (ValueError, RuntimeError) as error:  # kaleido or the browser is missing
         note(f"no PNG: {error}")
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Write a picture of a figure, at twice its size on screen."""
+    write_atomic(path, figure.to_image(format="png", scale=2))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

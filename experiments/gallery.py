@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from experiments.drawn import write_png
 from experiments.record import Row
 from experiments.script import run as run_script
-from sinkscope.app.pages import write_png
 from sinkscope.files.envelope import known_kinds
 from sinkscope.files.output import read_json, write_atomic
 from sinkscope.results.result import Result
@@ -54,13 +54,7 @@ def figure_of(picture: Path) -> Any:
 
 def draw_again(picture: Path) -> None:
     """Write a picture again from the JSON beside it."""
-    # The picture may be of an earlier form, which is no reason to keep it.
-    data = read_json(picture.with_suffix(".json"))
-    if data["kind"] in known_kinds():
-        result = Result.load(picture.with_suffix(".json"))
-        write_png(result.figure(), picture, kind=result.kind, force=True)
-    else:
-        write_png(figure_of(picture), picture, force=True)
+    write_png(figure_of(picture), picture)
 
 
 def pictures(folder: Path = FIGURES) -> list[Path]:

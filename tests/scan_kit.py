@@ -16,7 +16,7 @@ IN_WORKERS = """
 import os, sys, time
 from pathlib import Path
 
-if any("spawn_main" in word for word in sys.orig_argv):
+if sys.orig_argv[1:4] == ["-m", "sinkscope", "scan"]:
     from sinkscope.app import scan as scanning
     from sinkscope.sinks.find import attention_received
 
@@ -40,7 +40,7 @@ if any("spawn_main" in word for word in sys.orig_argv):
 
 
 def few_parts(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Scan with few parts alone, in spawned processes too: these run what `folder` holds as they start."""
+    """Scan with few parts alone, in other processes too: these run what `folder` holds as they start."""
     patch.setattr(scanning, "PARTS", [part for part in scanning.PARTS if part.name in PARTS])
     (folder / "sitecustomize.py").write_text(IN_WORKERS.replace("{parts}", repr(PARTS)))
     patch.syspath_prepend(folder)

@@ -32,7 +32,7 @@ def faulty_row(name: str) -> Row:
     fault = FAULTS[name]
     row = row_of(name, fault.factory)
     verdicts = {one["check"]: one["verdict"] for one in row["checks"]}
-    control = Kit(name, fault.right).checked(CHECKS[fault.check])
+    control = Kit(fault.right).checked(CHECKS[fault.check])
     more = {"named": fault.check, "thread": fault.thread, "control": control.verdict}
     return {**row, **more, "caught": verdicts[fault.check] == "fails"}
 

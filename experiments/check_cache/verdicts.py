@@ -12,7 +12,7 @@ from sinkscope.conformance.kit import TOLERANCE, Kit
 def row_of(name: str, factory: Any, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """The verdicts of all checks on a cache."""
     started = time.process_time()
-    kit = Kit(name, factory, tolerance)
+    kit = Kit(factory, tolerance)
     checks: list[dict[str, Any]] = []
     for check, one in CHECKS.items():
         found = kit.checked(one)

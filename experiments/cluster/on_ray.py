@@ -6,25 +6,12 @@ Every node needs this package and sees DIR under the same name. Ray starts a sca
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import sinkscope as ss
 from experiments.script import run
+from sinkscope.app.scan_table import scan_table
 from sinkscope.results.console import print_result
-
-
-class OnRay:
-    """Ray as an executor. A call is a task on one core, with one thread of torch."""
-
-    def submit(self, function: Any, *arguments: Any) -> Any:
-        """Begin a call as soon as a core is free."""
-        import ray
-
-        task = ray.remote(num_cpus=1, max_retries=1)(function).remote(*arguments)
-        return SimpleNamespace(result=partial(ray.get, task))
 
 
 def main(models: Sequence[str], *, out: Path, quick: bool = False) -> None:
@@ -32,7 +19,10 @@ def main(models: Sequence[str], *, out: Path, quick: bool = False) -> None:
     import ray
 
     ray.init(log_to_driver=False)
-    print_result(ss.scan_many(models, out.absolute(), OnRay(), quick=quick))
+    scan = ray.remote(num_cpus=1, max_retries=1)(ss.scan)
+    tasks = [scan.remote(model, out=out.absolute() / Path(model).name, quick=quick) for model in models]
+    ray.wait(tasks, num_returns=len(tasks))
+    print_result(scan_table(out))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import sinkscope as ss
 from experiments.script import run
+from sinkscope.app.scan_table import scan_table
 from sinkscope.results.console import print_result
 
 
@@ -25,7 +26,10 @@ def main(models: Sequence[str], *, out: Path, quick: bool = False, cluster: str 
 
     executor = submitit.AutoExecutor(f"{out}-logs", cluster=cluster)
     executor.update_parameters(cpus_per_task=1, mem_gb=16, timeout_min=240, name="sinkscope")
-    print_result(ss.scan_many(models, out.absolute(), executor, quick=quick))
+    jobs = [executor.submit(ss.scan, model, out=out.absolute() / Path(model).name, quick=quick) for model in models]
+    for job in jobs:
+        job.exception()  # waits for its end; a model that fails has no card
+    print_result(scan_table(out))
 
 
 if __name__ == "__main__":

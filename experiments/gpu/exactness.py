@@ -19,7 +19,7 @@ from experiments.check_cache import right
 from experiments.gpu.steps import Steps
 from experiments.record import Row
 from experiments.script import run
-from sinkscope.conformance.check_cache import checked
+from sinkscope.conformance.check_cache import check_cache
 from sinkscope.sinks.precision.precision import precision
 
 
@@ -35,7 +35,7 @@ def conforms(name: str, checks: Sequence[str], device: str) -> Row:
     """The verdicts of the checks on a cache."""
     tolerance = right.ROUNDING.get(name, 1e-3)
     with torch.device(device):
-        found = checked(name, getattr(right, name), only=checks, tolerance=tolerance)
+        found = check_cache(getattr(right, name), only=checks, tolerance=tolerance)
     verdicts = {one.check: one.verdict for one in found.checks}
     return {"verdicts": verdicts, "right": "fails" not in verdicts.values()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from html import escape
 from math import hypot
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
-from sinkscope.results.notation import word_form
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -36,7 +34,6 @@ class CardPart:
         peak_memory_bytes: Largest memory of the process until its end.
         numbers: Its numbers and words, each with its control.
         topic: What its conclusion is about on the first screen. Empty: it is not there.
-        provisional: Whether a full scan may find otherwise than --quick.
         headline: The number that stands beside its conclusion.
     """
 
@@ -48,7 +45,6 @@ class CardPart:
     peak_memory_bytes: int | None = None
     numbers: tuple[Number, ...] = ()
     topic: str = ""
-    provisional: bool = False
     headline: Number | None = None
 
 
@@ -105,19 +101,11 @@ class SinkCard(Result):
             if not self.finished:
                 return "No part could be measured."
             return self.finished[0].conclusion
-        judged, changed, unjudged = 0, list[CardChange](), 0
-        for change in self.changes:
-            judged += change.changed is not None
-            unjudged += change.changed is None and change.before != change.after
-            if change.changed:
-                changed.append(change)
-        finding = f"Compared with {self.against}, {len(changed)} of {judged} judged values changed"
-        if changed:
-            first = changed[0]
+        judged = [change for change in self.changes if change.changed is not None]
+        changed = [change for change in judged if change.changed]
+        finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged values changed"
+        for first in changed[:1]:
             finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
-        if unjudged:
-            differ = word_form(unjudged, "differs and was", "differ and were")
-            finding = f"{finding}; {unjudged} more {differ} not judged"
         return f"{finding}."
 
     def details(self) -> list[str]:
@@ -128,7 +116,7 @@ class SinkCard(Result):
                 lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")
             else:
                 lines.append(f"{part.command} is missing: {part.problem}")
-        lines.append(self.costs())
+        lines.append(f"{self.costs()}.")
         return lines
 
     def verdicts(self) -> list[tuple[str, str, CardPart]]:
@@ -142,8 +130,6 @@ class SinkCard(Result):
             sentence = part.conclusion
             if part.problem is not None:
                 sentence = f"Not measured: {part.problem}"
-            elif self.quick and part.provisional:
-                sentence += " This is provisional: --quick runs few prompts."
             lines.append((topic, sentence, part))
         return lines
 
@@ -155,37 +141,33 @@ class SinkCard(Result):
         return [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
 
     def first_screen(self) -> str:
-        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, with what was before."""
+        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, its conclusion first."""
         parts: list[str] = []
         if self.against is not None:
             parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-            rows: Table = []
-            for change in self.changes:
-                if change.changed:
-                    rows.append({"what changed": change.label, "before": change.before, "after": change.after})
-            parts.append(Grid(strings(rows)).html())
-        before = {(change.part, change.key): change.before for change in self.changes}
         parts.append('<div class="tiles">')
         for topic, sentence, part in self.verdicts():
             number = ""
             if part.headline is not None:
-                number = _number(part.headline, before.get((part.name, part.headline.key)))
+                number = _number(part.headline)
             parts.append(f"<article><h3>{escape(topic)}</h3>{number}<p>{escape(visible(sentence))}</p></article>")
         return "".join([*parts, "</div>"])
 
     def about(self) -> str:
-        """The model, how and when it was measured, and the costs, in a line."""
+        """The model, and the costs, in a line; those of a quick scan, whose verdicts rest on few prompts."""
         model, made = self.model, self.provenance
         size = f"{model.family}, {model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-        versions = [f"{name} {version}" for name, version in made.versions.items() if name != "sinkscope"]
-        return " · ".join([size, f"{made.dtype} on {made.device}", str(date.today()), *versions, self.costs()])
+        about = f"{size} · {made.dtype} on {made.device} · {self.costs()}"
+        if self.quick:
+            about += " with --quick, from few prompts"
+        return about
 
     def costs(self) -> str:
         """Seconds and memory of all parts."""
         seconds = sum(part.seconds for part in self.parts)
         peak = max((part.peak_memory_bytes or 0 for part in self.parts), default=0)
         share = f"{len(self.finished)} of {len(self.parts)} parts"
-        return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB."
+        return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB"
 
     def rows(self) -> Table:
         """One row per number and word; in a comparison, beside those of the other card."""
@@ -235,18 +217,13 @@ class SinkCard(Result):
         if not changes:
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
-        name = other.model.name
-        if name == self.model.name:
-            name = f"{name} ({other.model.fingerprint[:8]})"
-        return replace(self, against=name, changes=tuple(changes))
+        return replace(self, against=other.model.name, changes=tuple(changes))
 
 
-def _number(number: Number, before: str | None) -> str:
-    """A number of a tile with its control, as HTML; after that of the other card, if there is one."""
-    value, control = (cell(part, percent=number.share) for part in (number.value, number.control))
-    control = escape(f"({visible(number.contrast)}: {control})")
-    if before is not None:
-        value = f"{before} \u2192 {value}"
+def _number(number: Number) -> str:
+    """A number of a tile with its control, as HTML."""
+    value = cell(number.value, percent=number.share)
+    control = escape(f"({visible(number.contrast)}: {cell(number.control, percent=number.share)})")
     return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
 
 
@@ -260,7 +237,7 @@ def _change(part: str, before: Number, after: Number) -> CardChange:
         margin = hypot(before.margin, after.margin)
         moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
         changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
-    old, new = (cell(number.value, percent=after.share) for number in (before, after))
+    old, new = cell(before.value, percent=after.share), cell(after.value, percent=after.share)
     return CardChange(after.label, old, new, margin, changed, part, after.key)
 
 

@@ -12,12 +12,9 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from difflib import get_close_matches
-from pathlib import Path
 
 import click
-from click.exceptions import NoSuchOption
-from click.shell_completion import CompletionItem
+from click.exceptions import NoSuchCommand
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
@@ -37,8 +34,6 @@ Examples:
 Documentation: {page}"""
 WIDEST_HELP = 120
 """Characters of a line of help where the terminal has room for them."""
-ALIKE = 0.75
-"""How alike a word and a command are, as difflib measures it, if the one may be meant by the other."""
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 DEBUG = "SINKSCOPE_DEBUG"
 """Variable of the environment that makes unforeseen errors end in their traceback."""
@@ -66,12 +61,10 @@ class CommandLine(click.Group):
         words = " ".join(args[:2])
         if words in commands():
             args = [words, *args[2:]]
-        elif args[0] not in commands() or _is_misspelt(args):
-            for name in (words, args[0]):
-                near = get_close_matches(name, commands(), 1, ALIKE)
-                near += [known for known in commands() if known.startswith(name)]
-                if near:
-                    raise click.UsageError(f"No such command {name!r}: did you mean {near[0]}?", ctx)
+        elif args[0] not in commands():
+            heads = [known.partition(" ")[0] for known in commands()]
+            name = words if args[0] in heads else args[0]
+            raise NoSuchCommand(name, possibilities=commands(), ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -82,16 +75,6 @@ class CommandLine(click.Group):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the words of commands, without importing them."""
-        return [CompletionItem(words) for words in commands() if words.startswith(incomplete)]
-
-
-def _is_misspelt(args: list[str]) -> bool:
-    """Whether the word after a command, and no file, is nearly that of another: `bench tabel`."""
-    seconds = [words.removeprefix(f"{args[0]} ") for words in commands() if words.startswith(f"{args[0]} ")]
-    return bool(get_close_matches("".join(args[1:2]), seconds, 1, ALIKE)) and not Path(args[-1]).exists()
 
 
 def command_line() -> click.Group:
@@ -135,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else program.name
-        return _print_error(f"{_message_of(error)} (see {path} --help)")
+        return _print_error(f"{error.format_message().rstrip('.')} (see {path} --help)")
     except (KeyboardInterrupt, click.Abort):
         note("interrupted")
         return 130
@@ -148,14 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(_unforeseen(error), code or 2)
     finally:
         gc.enable()
-
-
-def _message_of(error: click.ClickException) -> str:
-    """What click says, with the nearest option in place of one that does not exist."""
-    if isinstance(error, NoSuchOption) and error.possibilities:
-        (near,) = get_close_matches(error.option_name, error.possibilities, 1, 0)
-        return f"{error.message.rstrip('.')}: did you mean {near}?"
-    return error.format_message().rstrip(".")
 
 
 def _unforeseen(error: BaseException) -> str:

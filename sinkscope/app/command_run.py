@@ -22,7 +22,6 @@ from sinkscope.results.options import Output, Parameter, example_lines, introduc
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
 
-REPLACE = "give another name, or --force to replace it"
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 MODEL_WORD = "model_word"
@@ -43,16 +42,9 @@ def _save_page(result: Result, path: str, force: bool) -> None:
     save_html(result, path, force=force)
 
 
-def _save_png(result: Result, path: str, force: bool) -> None:
-    from sinkscope.app.pages import write_png
-
-    write_png(result.figure(), path, kind=result.kind, force=force)
-
-
 RESULT_OUTPUTS = (
     Output("json", "Write the result as JSON; - is standard output.", _save_json, word="JSON", metavar="FILE|-"),
     Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, word="Page"),
-    Output("png", "Write the figure; this needs kaleido and a browser.", _save_png, word="Figure"),
     Output(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
@@ -156,7 +148,7 @@ class CommandRun:
     def click_parameters(self) -> list[click.Parameter]:
         """The options of the command: those of the function, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
-        if self._takes_model_word():
+        if self.command.measures:
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
         if self.files:
             for one in (*self.outputs.values(), *RESULT_OUTPUTS):
@@ -165,12 +157,6 @@ class CommandRun:
             params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
-
-    def _takes_model_word(self) -> bool:
-        """Whether a word that is no option can only be the model."""
-        model = self.parameters.get("model")
-        arguments = [one for one in self.parameters.values() if one.option.argument]
-        return model is not None and not model.option.hidden and not arguments
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
@@ -192,7 +178,10 @@ class CommandRun:
         paths: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                progress(_loading(arguments.get("model", "bundled")), 0, 0)
+                model = arguments.get("model", "bundled")
+                if isinstance(model, tuple):
+                    model = ", ".join(model)
+                progress(f"Loading {model} ...", 0, 0)
             self._check_files(files, arguments, force)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -231,10 +220,6 @@ class CommandRun:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
         from sinkscope.files.output import check_output, check_writable, is_device
 
-        if "png" in files:
-            from sinkscope.app.pages import check_png
-
-            check_png()
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
         targets: list[Path] = []
@@ -242,7 +227,7 @@ class CommandRun:
             one = self.files[name]
             if path != "-" or "-" not in one.metavar:
                 kinds = self.kinds if one.kind is None else [one.kind]
-                targets.append(check_output(path, kinds, force=force, remedy=REPLACE))
+                targets.append(check_output(path, kinds, force=force))
         for one in self.written:
             if one.name in arguments:
                 targets.append(check_writable(str(arguments[one.name]), folder=True))
@@ -273,16 +258,6 @@ class CommandRun:
                 message = saving[name].save(result, path, force)
                 if path != "-":
                     note(message if isinstance(message, str) else f"{saving[name].word}: {path}")
-
-
-def _loading(model: Any) -> str:
-    """What is said while a model, or several, are loaded, with where one comes from that is no folder."""
-    where = ""
-    if isinstance(model, tuple):
-        model = ", ".join(model)
-    elif isinstance(model, str) and model != "bundled" and not Path(model).exists():
-        where = " from the cache or huggingface.co"
-    return f"Loading {model}{where} ..."
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -23,10 +23,15 @@ from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import cell
 
 
-def answer_of(
-    prompt: Hidden,
-    on_text: Hidden,
+@command(
+    words="generate",
+    group="Look",
+    help="Continue a prompt under a patch, policy or guard.",
+)
+def print_generated(
+    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
     *,
+    prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
     model: str | None = None,
     revision: str | None = None,
     device: str | None = None,
@@ -39,13 +44,14 @@ def answer_of(
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
-    progress: Hidden = silent,
-) -> Generated:
-    """Load a model, and continue a prompt.
+    raw: bool = False,
+    progress: Hidden = None,
+) -> None:
+    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
 
     Args:
         prompt: The prompt.
-        on_text: Called with each piece of text, as in `generate`.
+        prompt_file: File with the prompt; - is standard input.
         model: A short name, hub id, folder or .gguf file. By default the model in the package.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
@@ -59,47 +65,6 @@ def answer_of(
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
-        progress: Called as `progress(what, done, total)`.
-    """
-    if rewind is not None and not guard:
-        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
-    rewinds = guard and rewind is not False
-    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
-    loaded = load(model, revision=revision, device=device, dtype=dtype)
-    progress("writing", 0, 0)
-    (answer,) = generate(
-        loaded,
-        prompt,
-        interventions=edit,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        bos=bos,
-        on_text=on_text,
-        progress=progress if rewinds else silent,  # other text is shown as it comes
-    )
-    return answer
-
-
-@command(
-    words="generate",
-    group="Look",
-    help="Continue a prompt under a patch, policy or guard.",
-    options_of=answer_of,
-)
-def print_generated(
-    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
-    *,
-    prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
-    raw: bool = False,
-    progress: Hidden = None,
-    **options: Any,
-) -> None:
-    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
-
-    Args:
-        prompt: The prompt.
-        prompt_file: File with the prompt; - is standard input.
         raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
         progress: Called as `progress(what, done, total)`.
 
@@ -108,21 +73,45 @@ def print_generated(
     """
     if (prompt is None) == (prompt_file is None):
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
+    if prompt is None:
+        prompt = prompt_file
+    if rewind is not None and not guard:
+        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
+    rewinds = guard and rewind is not False
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
+    loaded = load(model, revision=revision, device=device, dtype=dtype)
+    progress = progress or silent
+    progress("writing", 0, 0)
     line = StreamedLine(sys.stdout)
 
     def show(_: int, piece: str) -> None:
         end_bar(progress)
         print(line.fitted(piece if raw else visible(piece)), end="", flush=True)  # stays on the screen after Ctrl-C
 
-    answer = answer_of(prompt_file if prompt is None else prompt, show, progress=progress or silent, **options)
+    (answer,) = generate(
+        loaded,
+        prompt,
+        interventions=edit,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        bos=bos,
+        on_text=show,
+        progress=progress if rewinds else silent,  # other text is shown as it comes
+    )
     end_bar(progress)  # of an answer without text
     print()
-    if options.get("policy") is not None and answer.held is not None:
-        note(_cache_use(options["policy"], answer))
+    if policy is not None and answer.held is not None:
+        note(_cache_use(policy, answer))
+    _print_events(answer, guard)
+
+
+def _print_events(answer: Generated, guard: bool) -> None:
+    """Say what the interventions did; of a guard also that it had nothing to do."""
     acts = sum(event.kind == "guard" for event in answer.events)
     if acts:
         note(f"The guard stepped in {count_of(acts, 'time')}:")
-    elif options.get("guard"):
+    elif guard:
         note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
     for event in answer.events:
         if event.kind == "guard":
@@ -134,7 +123,9 @@ def print_generated(
 def _cache_use(policy: str, answer: Generated) -> str:
     """How many tokens the cache held and a step read, beside a full cache."""
     full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
-    read = answer.held if answer.read is None else answer.read
+    read = answer.read
+    if read is None:
+        read = answer.held
     return (
         f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
         f"the full cache would have held {full:.0f}."

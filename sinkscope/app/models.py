@@ -11,8 +11,8 @@ from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import SCREEN, Grid, Table, strings
 
-SHOWN_MODELS = SCREEN - 5
-"""Rows that leave room on a screen for the head, two notes and the conclusion."""
+SHOWN_MODELS = SCREEN - 4
+"""Rows that leave room on a screen for the head and two notes."""
 
 
 @command(
@@ -55,7 +55,6 @@ def print_models(
     print(Grid(strings(rows)).text(rows=None if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
-    show(f"\nConclusion: {len(known)} of {len(models())} short names are these.")
 
 
 def _check(name: str, progress: Progress) -> None:

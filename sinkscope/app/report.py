@@ -47,7 +47,8 @@ def report(
     root = Path(folder)
     if not root.is_dir():
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
-    target = check_output(out or root / "report.html", ["report"])
+    page = out or root / "report.html"
+    target = check_output(page, ["report"])
     files = _listed(root)
     sections: list[Section] = []
     left_out: dict[str, str] = {}
@@ -66,7 +67,7 @@ def report(
     end_bar(progress)
     if left_out:
         count += f", {len(left_out)} left out"
-    print(visible(f"{out or root / 'report.html'}: {count}"))
+    print(visible(f"{page}: {count}"))
 
 
 def _listed(root: Path) -> list[Path]:

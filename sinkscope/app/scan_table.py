@@ -1,28 +1,24 @@
-"""`sinkscope scan table` joins cards into one table; over checkpoints of a model it shows when the sink emerges."""
+"""`sinkscope scan table` joins the cards of several scans into one table."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import numpy as np
+from typing import Annotated, Any, ClassVar
 
 from sinkscope.app.card import CARD, SinkCard, read_card
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
-from sinkscope.measure.margin import margin_of
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
-from sinkscope.results.tables import cell
-from sinkscope.sinks.find.result import NOWHERE, FindSinks
+from sinkscope.results.tables import Table
+from sinkscope.sinks.find.result import NOWHERE
 
 NO_CARD = "it is not finished, or failed: run the same command again to see why"
 ON_CARDS = {
@@ -32,51 +28,7 @@ ON_CARDS = {
     "heads": ("find_sinks", "heads"),
     "loops": ("loops", "text.full.loop"),
 }
-"""Columns that repeat a number of the card, with its margin: the part, and the number's key there."""
-
-
-@dataclass(frozen=True)
-class ScanRow:
-    """A scan in the table. What was not measured is None.
-
-    Attributes:
-        scan: Name of its folder.
-        shape: Family, number of layers and width of the model.
-        step: The last number in the name of the folder, as in checkpoint-500.
-        sink: Where the attention sink is.
-        sink_layer: The layer that adds most to the norm of the spike.
-        neurons: The smallest set of neurons found whose ablation removes the spike.
-        share: Share of the MLP's output at the spike that the first causal neuron writes.
-        heads: Share of heads that attend to the sink.
-        heads_margin: Two standard errors over texts, as for every margin.
-        sink_rate: Share of heads whose mean attention to position 0 exceeds 0.3 (Gu et al. 2024).
-        repeats: Repetitions after which a repeated token becomes a sink, median over tokens.
-        loops: Share of greedy answers that loop.
-        quick: Whether it was made with --quick, from fewer samples.
-        problem: Why there is no card.
-    """
-
-    scan: str
-    shape: str = ""
-    step: int | None = None
-    sink: str | None = None
-    sink_layer: str | None = None
-    neurons: str | None = None
-    share: float | None = None
-    heads: float | None = None
-    heads_margin: float | None = None
-    sink_rate: float | None = None
-    repeats: float | None = None
-    repeats_margin: float | None = None
-    loops: float | None = None
-    loops_margin: float | None = None
-    quick: bool | None = None
-    problem: str | None = None
-
-    @property
-    def stem(self) -> str:
-        """Name of the folder without its last number and what stands around it."""
-        return re.sub(r"\W?\d+(?=\D*$)", "", self.scan)
+"""Columns that repeat a number of the card: the part, and the number's key there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,64 +36,51 @@ class ScanTable(Result):
     """The cards of several scans.
 
     Attributes:
-        scans: A row for each; checkpoints of a model in the order of their steps.
+        scans: A row for each, in the order of their names: `scan`, the name of its folder; the numbers of its card;
+            and `problem`, why there is no card.
     """
 
     kind = "scan-table"
     page = "scan"
     drawing = "sinkscope.app.scan_table:draw"
-    table_of = "scans"
-    columns = ("scan", "sink_layer", "neurons", "heads", "sink_rate", "repeats", "loops")
+    columns = ("scan", "sink_layer", "neurons", "heads", "loops")
+    glossary: ClassVar = {
+        "scan": "name of the folder",
+        "sink": "where the attention sink is",
+        "sink_layer": "the layer that adds most to the norm of the spike",
+        "neurons": "the smallest set of neurons found whose ablation removes the spike",
+        "heads": "share of heads that attend to the sink",
+        "heads_margin": "two standard errors over texts, as for every margin",
+        "loops": "share of greedy answers that loop",
+        "problem": "why there is no card",
+    }
 
-    scans: tuple[ScanRow, ...]
+    scans: tuple[dict[str, Any], ...]
 
     @property
     def exit_code(self) -> int:
         """1 if a scan has no card."""
-        return int(any(row.problem for row in self.scans))
+        return int(any(row["problem"] for row in self.scans))
 
-    @property
-    def having_sink(self) -> list[ScanRow]:
-        """The scans of models with an attention sink."""
-        return [row for row in self.scans if row.sink not in (None, NOWHERE)]
-
-    def series(self) -> list[list[ScanRow]]:
-        """Checkpoints of one model: scans whose names differ in the last number alone, of models of one shape."""
-        series: dict[tuple[str, str], list[ScanRow]] = {}
-        for row in self.scans:
-            if row.step is not None and not row.problem:
-                series.setdefault((row.stem, row.shape), []).append(row)
-        return [rows for rows in series.values() if len(rows) > 1]
+    def rows(self) -> Table:
+        """One row per scan."""
+        return list(self.scans)
 
     def conclusion(self) -> str:
-        """When the sink emerges, over checkpoints; else how many of the models have one."""
-        for rows in self.series():
-            return self._emergence(rows)
-        measured = [row for row in self.scans if not row.problem]
-        have = word_form(len(measured), "has", "have")
-        return f"{len(self.having_sink)} of {count_of(len(measured), 'model')} {have} an attention sink."
+        """How many of the models have an attention sink."""
+        measured, having = 0, 0
+        for row in self.scans:
+            measured += not row["problem"]
+            having += row["sink"] not in (None, NOWHERE)
+        return f"{having} of {measured} models have an attention sink."
 
     def details(self) -> list[str]:
-        """The other series of checkpoints, and what has no card."""
-        lines = [self._emergence(rows) for rows in self.series()[1:]]
-        return lines + [f"{row.scan} has no card: {row.problem}" for row in self.scans if row.problem]
-
-    def _emergence(self, rows: Sequence[ScanRow]) -> str:
-        """A sentence on the first checkpoint from which on all have an attention sink."""
-        since = len(rows)
-        while since and rows[since - 1] in self.having_sink:
-            since -= 1
-        if since == len(rows):
-            return f"The last checkpoint, {rows[-1].scan}, has no attention sink."
-        before = "it is the first checkpoint"
-        if since:
-            before = f"{rows[since - 1].scan} has none"
-        share = cell(rows[since].heads)
-        return f"The attention sink is there from {rows[since].scan} on, where {share} of heads attend to it; {before}."
+        """What has no card."""
+        return [f"{row['scan']} has no card: {row['problem']}" for row in self.scans if row["problem"]]
 
 
 def draw(result: ScanTable) -> Any:
-    """Draw the share of heads that attend to the sink, over checkpoints, or else over models; 0: there is no sink.
+    """Draw the share of heads that attend to the sink; 0: there is no sink.
 
     Args:
         result: The table.
@@ -150,19 +89,10 @@ def draw(result: ScanTable) -> Any:
 
     from sinkscope.results.style import figure_of  # with plotly, which a printed table does not need
 
-    rows = [row for series in result.series() for row in series] or result.scans
-    data = {
-        "model": [html.escape(row.stem) for row in rows],
-        "scan": [html.escape(row.scan) for row in rows],
-        "checkpoint": [row.step for row in rows],
-        "share of heads that attend to the sink": [row.heads or 0.0 for row in rows],
-        "margin": [row.heads_margin or 0.0 for row in rows],
-    }
-    axes: dict[str, Any] = {"y": "share of heads that attend to the sink", "error_y": "margin"}
-    if result.series():
-        fig = px.line(data, x="checkpoint", color="model", hover_name="scan", markers=True, render_mode="svg", **axes)
-    else:
-        fig = px.scatter(data, x="scan", render_mode="svg", **axes)
+    frame = result.to_frame().fillna({"heads": 0.0, "heads_margin": 0.0})
+    frame["scan"] = frame["scan"].map(html.escape)
+    labels = {"heads": "share of heads that attend to the sink"}
+    fig = px.scatter(frame, x="scan", y="heads", error_y="heads_margin", labels=labels, render_mode="svg")
     return figure_of(fig, result, width=1200, height=480)
 
 
@@ -172,9 +102,8 @@ def draw(result: ScanTable) -> Any:
     help="Join the cards of several scans into one table.",
 )
 def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) -> ScanTable:
-    """Join the cards of several scans into one table; over checkpoints of a model, say and draw when the sink emerges.
+    """Join the cards of several scans into one table, such as those of the checkpoints of a model.
 
-    Folders are checkpoints of one model if their names differ in the last number alone, and the models have one shape.
     If a scan has no card, the status is 1.
 
     Args:
@@ -186,15 +115,14 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
     Example:
         sinkscope scan table small --html small.html --csv small.csv
     """
-    files = sorted(path_of(folder).glob(f"*/{CARD}"))
-    if not files:
-        raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give what --out of scan was given")
     scans: dict[str, str] = {}
-    for place in files[0].parents[1].iterdir():
-        if place.is_dir():
+    for place in path_of(folder).glob("*"):
+        if (place / CARD).is_file():
+            scans[place.name] = ""
+        elif place.is_dir():
             scans[place.name] = NO_CARD
-    for file in files:
-        scans[file.parent.name] = ""
+    if "" not in scans.values():
+        raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give what --out of scan was given")
     return join_cards(folder, scans)
 
 
@@ -208,39 +136,31 @@ def join_cards(folder: PathName, scans: Mapping[str, str]) -> ScanTable:
     Raises:
         SinkscopeError: A card cannot be read.
     """
-    rows: list[ScanRow] = []
+    rows: Table = []
     made = UNKNOWN_PROVENANCE
-    for name, problem in scans.items():
-        if problem:
-            rows.append(ScanRow(name, problem=problem))
-        else:
+    for name in sorted(scans, key=_natural):
+        card: SinkCard | None = None
+        if not scans[name]:
             card = read_card(Path(folder) / name)
-            rows.append(_row(Path(folder) / name, card))
             made = card.provenance
-    rows.sort(key=lambda row: (row.stem, row.step or 0, row.scan))
+        rows.append(_row(name, card, scans[name]))
     model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
     return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))
 
 
-def _row(folder: Path, card: SinkCard) -> ScanRow:
-    """The row of a finished scan: the numbers of its card, and of what `find_sinks` measured beside."""
-    numbers = {(part.name, number.key): number for part in card.parts for number in part.numbers}
-    values: dict[str, Any] = {}
-    for column, key in ON_CARDS.items():
-        if key in numbers:
-            values[column] = numbers[key].value
-            if numbers[key].margin is not None:
-                values[f"{column}_margin"] = numbers[key].margin
-    with suppress(SinkscopeError):  # the card alone was copied here
-        result = FindSinks.load(folder / "find-sinks.json")
-        for neuron in result.causal[:1]:
-            values["share"] = neuron.share
-        if result.sink_rate is not None:
-            values["sink_rate"] = result.sink_rate.value
-        needed = [token.repeats for token in result.repeats.tokens if (token.repeats or 1) > 1]
-        values["repeats"] = result.repeats.median
-        values["repeats_margin"] = margin_of(np.array(needed, dtype=float), np.median)
-    for step in re.findall(r"(\d{1,15})\D*$", folder.name):
-        values["step"] = int(step)
-    model = card.model
-    return ScanRow(folder.name, f"{model.family} {model.n_layers} x {model.d_model}", quick=card.quick, **values)
+def _natural(name: str) -> str:
+    """A name by which step9 stands before step10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(16), name)
+
+
+def _row(name: str, card: SinkCard | None, problem: str) -> dict[str, Any]:
+    """The row of a scan: the numbers of its card."""
+    row: dict[str, Any] = {"scan": name, **dict.fromkeys(ON_CARDS), "heads_margin": None, "loops_margin": None}
+    for part in () if card is None else card.parts:
+        for number in part.numbers:
+            for column, key in ON_CARDS.items():
+                if key == (part.name, number.key):
+                    row[column] = number.value
+                    if f"{column}_margin" in row:
+                        row[f"{column}_margin"] = number.margin
+    return row | {"problem": problem}

@@ -101,6 +101,14 @@ class Batch:
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
+        costs: Metrics = {
+            "prompt_tokens": answer.prompt_tokens,
+            "length": len(answer.tokens),
+            "read": mean_known(answer.read),
+            "cells": answer.cells,
+            "cached_peak": answer.cached_peak,
+            "seconds": answer.seconds,
+        }
         return BenchRecord(
             model=self.model,
             task=self.task,
@@ -109,7 +117,7 @@ class Batch:
             turn=turn,
             seed=self.seed,
             settings=settings,
-            metrics={**metrics, **answer.costs()},
+            metrics=metrics | costs,
             tokens=tuple(answer.tokens),
             text=answer.text,
             ended=answer.ended,
@@ -145,17 +153,6 @@ class Answer:
     cells: float | None
     seconds: float
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
-
-    def costs(self) -> Metrics:
-        """Numbers of the cost, as records hold them."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "length": len(self.tokens),
-            "read": _rounded(mean_known(self.read), 3),
-            "cells": self.cells,
-            "cached_peak": round(self.cached_peak, 3),
-            "seconds": round(self.seconds, 4),
-        }
 
 
 Logits = Float[Tensor, "row vocab"]
@@ -213,8 +210,10 @@ def answer_rows(
             **options,
             **decoding(target, do_sample=False, pad_token_id=pad),
         )
-        events: list[Event] = [] if run is None else run.events
-    held = None if run is None else run.session.meters[0].by_call()
+    events: list[Event] = []
+    held: tuple[Tensor, Tensor] | None = None
+    if run is not None:
+        events, held = run.events, run.session.meters[0].by_call()
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
@@ -255,16 +254,9 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
     The rows from which lines are chosen count too.
     """
-    share = mean_known(
+    return mean_known(
         float(event.data.get("cells", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)
     )
-    return _rounded(share, 4)
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    if value is None:
-        return None
-    return round(value, digits)
 
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:

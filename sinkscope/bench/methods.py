@@ -97,12 +97,6 @@ def name_of(spec: str) -> str:
     return name
 
 
-def order_of(spec: str) -> tuple[int, str]:
-    """Sort key that follows the order of `method_classes`; other methods come last."""
-    name = name_of(spec)
-    return [*method_classes(), name].index(name), spec
-
-
 @dataclass(frozen=True)
 class Method:
     """One way of generating, with its settings.

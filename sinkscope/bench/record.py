@@ -91,11 +91,9 @@ def read_run(folder: PathName) -> BenchRun:
     remedy = "give what --out was given"
     path = path_of(folder, remedy)
     name = pathless(str(folder))
-    settings = None
-    if (path / SETTINGS).is_file():
-        settings = read_json(path / SETTINGS, remedy)
+    settings = read_json(path / SETTINGS, remedy)
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
-        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: give what its --out was given")
+        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: {remedy}")
     records: list[BenchRecord] = []
     if (path / RECORDS).is_file():
         records, _ = read_lines(path / RECORDS, name, BenchRecord)

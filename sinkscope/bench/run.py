@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -36,84 +35,21 @@ VERSION = 5
 """Version of the records; a change of what they hold is another setting."""
 
 
-@command(
-    words="bench",
-    group="Benchmark",
-    help="Compare methods on prompts: scores beside costs.",
-)
-def bench(
-    *,
-    task: Annotated[str, Option(metavar="TASK|FILE")],
-    methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
-    out: Annotated[Path | None, Option(metavar="DIR", writes="Answers")] = None,
-    model: str | None = None,
-    revision: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    max_new_tokens: Natural | None = None,
-    batch_size: Natural = 1,
-    temperature: Annotated[float, Field(ge=0)] = 0.0,
-    seed: Whole = 0,
-    shard: str | None = None,
-    progress: Hidden = None,
-) -> BenchTable:
-    """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
-
-    Args:
-        task: loops, recall, needle, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
-            colons, such as needle:lengths=640,1024:samples=2. An unknown setting lists all.
-        methods: Names separated by commas, each with a budget or settings (h2o:0.25, loopguard:paper,
-            snapkv:window=32), or package.module:Class. A budget of 0.25 keeps a quarter of the prompt, which kvpress
-            calls compression_ratio 0.75. An unknown name lists all.
-        out: Folder for the records. If it holds part of this run, the run continues.
-        model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
-        revision: Branch, tag or commit on the hub.
-        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
-        dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        max_new_tokens: Maximum length of an answer. By default the task's.
-        batch_size: Number of prompts that run together.
-        temperature: Sampling temperature; 0 is greedy.
-        seed: Seed of the sampling. A folder may hold answers of several seeds, one command after another.
-        shard: I/N: answer only the I-th of N shares of the prompts. Give each share a folder of its own; `bench table`
-            joins them.
-        progress: Called as `progress(what, done, total)`.
-
-    Example:
-        sinkscope bench --task recall --methods full,h2o:0.25 --out runs
-    """
-    chosen = read_task(task)
-    name = chosen.model if model is None else model
-    opener = partial(load, name, revision=revision, device=device, dtype=dtype)
-    run = run_bench(
-        opener,
-        chosen,
-        methods,
-        out=out,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        temperature=temperature,
-        seed=seed,
-        shard=shard,
-        progress=progress,
-    )
-    return tabulate_records([run])
-
-
 @checks_arguments
 @float32_by_default()
 def run_bench(
-    model: object,
+    model: Hidden,
     task: Task | str,
-    methods: Sequence[str],
+    methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
     *,
-    out: PathName | None = None,
-    tokenizer: Any = None,
+    out: Annotated[PathName | None, Option(metavar="DIR", writes="Answers")] = None,
+    tokenizer: Hidden = None,
     max_new_tokens: Natural | None = None,
     batch_size: Natural = 1,
     temperature: Temperature = 0.0,
     seed: Whole = 0,
     shard: str | None = None,
-    progress: Progress | None = None,
+    progress: Hidden = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
 
@@ -125,9 +61,18 @@ def run_bench(
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or a
             `functools.partial` that opens one.
         task: A task, or its text as on the command line.
-        methods: As on the command line.
-        out: As for the command, and so are the arguments that follow.
+        methods: Names separated by commas, each with a budget or settings (h2o:0.25, loopguard:paper,
+            snapkv:window=32), or package.module:Class. A budget of 0.25 keeps a quarter of the prompt, which kvpress
+            calls compression_ratio 0.75. An unknown name lists all.
+        out: Folder for the records. If it holds part of this run, the run continues.
         tokenizer: For a model that carries none.
+        max_new_tokens: Maximum length of an answer. By default the task's.
+        batch_size: Number of prompts that run together.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Seed of the sampling. A folder may hold answers of several seeds, one command after another.
+        shard: I/N: answer only the I-th of N shares of the prompts. Give each share a folder of its own; `bench table`
+            joins them.
+        progress: Called as `progress(what, done, total)`.
 
     Returns:
         The records of these methods and prompts, in the order of methods and prompts, and the settings.
@@ -167,6 +112,43 @@ def run_bench(
     with open_run(out, settings, prompts) as folder:
         _answer(task, target, batches, folder, progress or silent)
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+@command(
+    words="bench",
+    group="Benchmark",
+    help="Compare methods on prompts: scores beside costs.",
+    options_of=run_bench,
+)
+def bench(
+    *,
+    task: Annotated[str, Option(metavar="TASK|FILE")],
+    model: str | None = None,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    temperature: Annotated[float, Field(ge=0)] = 0.0,
+    **settings: Any,
+) -> BenchTable:
+    """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
+
+    Args:
+        task: loops, recall, needle, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
+            colons, such as needle:lengths=640,1024:samples=2. An unknown setting lists all.
+        model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
+        revision: Branch, tag or commit on the hub.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        temperature: Sampling temperature; 0 is greedy.
+        settings: As for `run_bench`.
+
+    Example:
+        sinkscope bench --task recall --methods full,h2o:0.25 --out runs
+    """
+    chosen = read_task(task)
+    name = chosen.model if model is None else model
+    opener = partial(load, name, revision=revision, device=device, dtype=dtype)
+    return tabulate_records([run_bench(opener, chosen, temperature=temperature, **settings)])
 
 
 def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], new: int) -> Sequence[Prompt]:

@@ -5,27 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
-from sinkscope.bench.finding import finding, ranked
+from sinkscope.bench.finding import control_of, finding, ranked
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL, name_of, order_of
+from sinkscope.bench.methods import FULL
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import Task, task_class
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.measure.rate import known_numbers, mean_known, wilson
-from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, strings
-
-NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl".split())
-"""Columns that are no shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +71,19 @@ class BenchTable(Result):
         grids: list[Grid] = []
         for task in dict.fromkeys(group.task for group in self.groups):
             rows = [row for row in self.rows() if row["task"] == task]
-            percent = PERCENT
+            percent = [*PERCENT]
             if task_class(task).main in PERCENT:
-                percent = PERCENT.union(rows[0]) - NUMBERS
-            columns = strings(rows, [*percent])
+                percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
+            columns = strings(rows, percent)
             grids.append(Grid(columns, important=("set", "method", *[*columns][4:])))
         return grids
 
     def headline(self) -> Number | None:
-        """The score of the best method on the first set, beside the control of the task."""
-        same = [group for group in self.groups if group.place == self.groups[0].place]
-        if not ranked(same):
+        """The number of the best method on the first set."""
+        best = ranked([group for group in self.groups if group.place == self.groups[0].place])
+        if not best:
             return None
-        best, task = ranked(same)[0], task_class(same[0].task)
-        name = next((group.method for group in same if name_of(group.method) == task.control), task.control)
-        shares = {group.method: group.metrics.get(task.tile) if task.tile else group.score for group in same}
-        label = f"{task.tile_label or task.unit}, {best.method}"
-        if task.counted:
-            label = f"of {count_of(best.answers, 'answer')} {task.counted}, {best.method}"
-        key = best.key(task.tile or task.main)
-        return Number(key, label, shares[best.method], shares.get(name), share=True, contrast=name)
+        return self._number(best[0])
 
     def conclusion(self) -> str:
         """What the first task says of its best method, over all its sets of one model, with its cost."""
@@ -103,19 +93,25 @@ class BenchTable(Result):
         return finding([group for group in self.groups if (group.task, group.model) == (first.task, first.model)])
 
     def numbers(self) -> list[Number]:
-        """The score of each method beside that of the full cache."""
-        scores = {group.place: group.score for group in self.groups if group.method == FULL}
-        numbers: list[Number] = []
-        for group in self.groups:
-            task = task_class(group.task)
-            label = f"{group.title}, {group.method}: {task.unit}"
-            margin = (group.high - group.low) / 2
-            if math.isnan(margin):  # of a single sample there is no error
-                margin = None
-            share = task.main in PERCENT
-            control = scores.get(group.place)
-            numbers.append(Number(group.key(task.main), label, group.score, control, margin, share, FULL))
-        return numbers
+        """The score of each method."""
+        return [self._number(group) for group in self.groups]
+
+    def _number(self, group: BenchGroup) -> Number:
+        """The score of a method beside that of the control of the task."""
+        task = task_class(group.task)
+        number = Number(
+            group.key(task.main),
+            f"{group.title}, {group.method}: {task.unit}",
+            group.score,
+            share=task.main in PERCENT,
+            contrast=task.control,
+        )
+        if not math.isnan(group.low):  # of a single sample there is no error
+            number = replace(number, margin=(group.high - group.low) / 2)
+        control = control_of([other for other in self.groups if other.place == group.place])
+        if control is not None:
+            number = replace(number, control=control.score, contrast=control.method)
+        return number
 
 
 @command(
@@ -159,7 +155,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
             key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
     groups: list[BenchGroup] = []
-    for key in sorted(grouped, key=lambda key: (*key[:4], order_of(key[4]))):
+    for key in sorted(grouped, key=lambda key: key[:4]):  # methods stay in the order in which they answered
         full = grouped.get((*key[:4], FULL), [])
         groups.append(_group(key, grouped[key], full, by))
     first = runs[0].settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, Strict
@@ -20,7 +19,6 @@ from sinkscope.files.output import path_of
 from sinkscope.files.records import Budget, Wording, check_fields, read_settings
 from sinkscope.models.target import Target
 
-ENTRY_POINTS = "sinkscope.tasks"
 _REGISTERED: dict[str, type[Task]] = {}
 Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), Wording(f"a whole number from 1 to {1 << 20}")]
 """A setting of a task that is a number of things."""
@@ -36,10 +34,7 @@ class Task(ABC):
         low_is_good: Whether a small value of that metric is good.
         unit: What the metric counts, in words.
         shown: How a value is written; after a space its unit.
-        counted: What answers do that a conclusion counts, such as "loop". Empty: it states the metric.
         control: Method whose value a conclusion states beside the best one.
-        tile: The metric, a share, that a sink card shows. Empty: `main`.
-        tile_label: What that counts, in words.
         columns: Further metrics that tables show.
         budget: Budget of methods that state none.
         model: Model that answers by default; None for the bundled model.
@@ -53,10 +48,7 @@ class Task(ABC):
     low_is_good: ClassVar[bool] = False
     unit: ClassVar[str] = "score"
     shown: ClassVar[str] = "{:.0%}"
-    counted: ClassVar[str] = ""
     control: ClassVar[str] = FULL
-    tile: ClassVar[str] = ""
-    tile_label: ClassVar[str] = ""
     columns: ClassVar[tuple[str, ...]] = ("chance",)
     budget: ClassVar[Budget] = 0.125
     model: ClassVar[str | None] = None
@@ -137,8 +129,6 @@ TaskClass = TypeVar("TaskClass", bound=type[Task])
 def register_task(task: TaskClass) -> TaskClass:
     """Class decorator: register a task under its `name`.
 
-    An installed package can instead list its tasks in the entry point group `sinkscope.tasks`.
-
     Raises:
         SinkscopeError: Another task already has this name.
     """
@@ -148,11 +138,8 @@ def register_task(task: TaskClass) -> TaskClass:
 
 
 def tasks() -> dict[str, type[Task]]:
-    """Every registered task, by name, also those of installed packages."""
-    by_name = dict(sorted(_REGISTERED.items()))
-    for entry in entry_points(group=ENTRY_POINTS):
-        by_name.setdefault(entry.name, entry.load())
-    return by_name
+    """Every registered task, by name."""
+    return dict(sorted(_REGISTERED.items()))
 
 
 def read_task(spec: str) -> Task:
@@ -179,6 +166,4 @@ def read_task(spec: str) -> Task:
 
 def task_class(name: str) -> type[Task]:
     """The class of a task by the name in its records; those without a name are files of prompts."""
-    if name in (*_REGISTERED, PromptFile.name):  # a look at the installed packages takes 10 ms
-        return _REGISTERED.get(name, PromptFile)
-    return tasks().get(name, PromptFile)
+    return _REGISTERED.get(name, PromptFile)

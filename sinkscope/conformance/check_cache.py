@@ -11,17 +11,13 @@ from pydantic import Field
 
 from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
-from sinkscope.conformance.subject import Factory, factory_named, without_budget
+from sinkscope.conformance.subject import Factory, factory_named
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
-
-FAILED = 1
-"""Exit status if a check fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +47,16 @@ class CacheCheck(Result):
     @property
     def exit_code(self) -> int:
         """1 if a check fails."""
-        return FAILED if self._with("fails") else 0
+        return int(bool(self._with("fails")))
 
     def conclusion(self) -> str:
         """How many checks pass, and which fail."""
         failed, apart = self._with("fails"), self._with("does not apply")
         applied = len(self.checks) - len(apart)
         name = self.cache.rpartition(":")[2]
-        if not failed:
-            skipped = ""
-            if apart:
-                skipped = f"; {word_form(len(apart), '1 does', f'{len(apart)} do')} not apply"
-            return f"{name} passes {word_form(applied, 'the one check', f'all {applied} checks')}{skipped}."
-        return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
+        if failed:
+            return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
+        return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
 
     def details(self) -> list[str]:
         """What each failed check expected and saw, and how to reproduce it."""
@@ -80,10 +73,9 @@ class CacheCheck(Result):
     help="Check any KV cache, press or policy on models that show what it loses.",
 )
 def check_cache(
-    factory: Annotated[str, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
+    factory: Annotated[str | Factory, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
     *,
     only: Sequence[str] = (),
-    without: Sequence[str] = (),
     tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
     progress: Hidden = None,
 ) -> CacheCheck:
@@ -92,11 +84,10 @@ def check_cache(
     The exit status is 1 if a check fails.
 
     Args:
-        factory: The name of a policy, or a function, as module:function, of a model that gives a transformers Cache, a
-            context manager or a cache policy. It is given what its parameters name: model, config, max_cache_len,
-            budget (tokens to keep) or share (of the prompt).
-        only: Run this check alone, by its name with underscores.
-        without: Leave this check out, for a behaviour that the cache does not claim.
+        factory: The name of a policy, or a function, as module:function (from Python also the function itself), that
+            gives a transformers Cache, a context manager or a cache policy. It is given what its parameters name:
+            model, config, max_cache_len, budget (tokens to keep) or share (of the prompt).
+        only: Run these checks alone, by their names with underscores.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
             values needs more than the default.
         progress: Called as `progress(what, done, total)`.
@@ -108,35 +99,15 @@ def check_cache(
         sinkscope check-cache transformers:DynamicCache
         sinkscope check-cache snapkv
     """
-    place = without_budget(factory)
-    return checked(place, factory_named(place), only, without, tolerance, progress)
-
-
-def checked(
-    name: str,
-    factory: Factory,
-    only: Sequence[str] = (),
-    without: Sequence[str] = (),
-    tolerance: float = TOLERANCE,
-    progress: Progress | None = None,
-) -> CacheCheck:
-    """Check what a function gives.
-
-    Args:
-        name: Its name, as module:function.
-        factory: The function.
-        only: As for `check_cache`.
-        without: As for `check_cache`.
-        tolerance: As for `check_cache`.
-        progress: Called as `progress(what, done, total)`.
-    """
     started = time.perf_counter()
-    for one in (*only, *without):
+    for one in only:
         if one not in CHECKS:
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
-    kit = Kit(name, factory, tolerance)
+    if isinstance(factory, str):
+        factory = factory_named(factory)
+    kit = Kit(factory, tolerance)
     kit.subject()  # bad input is said before anything is checked
-    names = [one for one in CHECKS if (not only or one in only) and one not in without]
+    names = [one for one in CHECKS if not only or one in only]
     rows: list[CheckedBehaviour] = []
     for done, one in enumerate(names):
         if progress is not None:
@@ -144,8 +115,8 @@ def checked(
         rows.append(kit.checked(CHECKS[one]))
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
-        settings={"only": only, "without": without, "tolerance": tolerance},
+        settings={"only": only, "tolerance": tolerance},
         provenance=provenance(started=started, device="cpu", dtype="float32", attention="sdpa", bos=None, seed=0),
-        cache=name,
+        cache=f"{factory.__module__}:{factory.__name__}",
         checks=tuple(rows),
     )

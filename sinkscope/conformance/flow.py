@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
+from rich.repr import auto as repr_without_defaults
 from torch import Tensor
 
 from sinkscope.conformance.masked import plain_logits, positions_of
@@ -20,6 +21,7 @@ Logits = Float[Tensor, "row step vocab"]
 _OTHER = 50  # seeds further: another text
 
 
+@repr_without_defaults
 @dataclass(frozen=True)
 class Flow:
     """How a cache is used: prompts, tokens that follow one by one, and what happens between them.
@@ -49,14 +51,6 @@ class Flow:
     budget: int | None = None
     dtype: str = "float32"
     seed: int = 0
-
-    def __repr__(self) -> str:
-        own: list[str] = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value != one.default:
-                own.append(f"{one.name}={value!r}")
-        return f"Flow({', '.join(own)})"
 
     @property
     def prompt(self) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import transformers
 from transformers import Cache, DynamicCache
 
 import sinkscope
@@ -77,12 +74,10 @@ class Kit:
     """What is checked, and how strictly.
 
     Attributes:
-        place: Name of the factory, as module:function.
         factory: Makes the cache, context manager or policy for a model.
         tolerance: Largest error of logits, in standard deviations of the right ones.
     """
 
-    place: str
     factory: Factory
     tolerance: float = TOLERANCE
 
@@ -94,11 +89,9 @@ class Kit:
         except ApartError as error:
             return CheckedBehaviour(words, "does not apply", "", str(error))
         except FaultError as error:
-            module, _, function = self.place.partition(":")
-            if not function:  # the name of a policy
-                module, function = self.factory.__module__, self.factory.__name__
+            function = self.factory.__name__
             lines = [
-                f"from {module} import {function}",
+                f"from {self.factory.__module__} import {function}",
                 "from sinkscope.conformance.flow import Flow, outcome_of, right_logits",
                 f"flow = {error.flow}",
                 f"outcome = outcome_of({function}, flow)",
@@ -131,7 +124,7 @@ class Kit:
         try:
             return made(self.factory, kit_model("grouped"), 24, 12 if self.evicts else None)
         except NotImplementedError as error:
-            raise SinkscopeError(f"{self.place} refuses a small Llama: {error}; {EXPECTED}") from None
+            raise SinkscopeError(f"{self.factory.__name__} refuses a small Llama: {error}; {EXPECTED}") from None
 
     def flows(self, *flows: Flow) -> list[Flow]:
         """Flows with room for everything, and then, if less can be asked for, with half of the prompt."""
@@ -219,11 +212,9 @@ class Kit:
 
 def own_line(error: Exception) -> str:
     """The latest line in the code of whoever wrote the cache that led to an error, as " at file:line"; "" for none."""
-    apart = [sysconfig.get_paths()["stdlib"]]
-    for module in (torch, transformers, sinkscope):
-        apart.append(str(Path(inspect.getfile(module)).parent))
+    ours = str(Path(inspect.getfile(sinkscope)).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*apart, "<")):
+        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<")):
             return f" at {frame.filename}:{frame.lineno}"
     return ""
 

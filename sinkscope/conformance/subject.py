@@ -25,27 +25,19 @@ EXPECTED = (
 )
 
 
-def without_budget(place: str) -> str:
-    """The name of a policy without the budget that `--policy` takes, which the checks set; other places as they are."""
-    name, _, budget = place.partition(":")
-    if name not in policies():
-        return place
-    if budget:
-        note(f"note: the checks set the budget themselves; {budget} is not used")
-    return name
-
-
 def factory_named(place: str) -> Factory:
-    """The factory at "module:function", or a policy by the name that `--policy` takes.
+    """The factory at "module:function", or a policy by the name that `--policy` takes; the checks set its budget.
 
     The current folder is searched, too.
 
     Raises:
         SinkscopeError: There is none, or it needs a parameter that is not known here.
     """
-    policy = policies().get(without_budget(place))
-    if policy is not None:
-        return policy
+    name, _, budget = place.partition(":")
+    if name in policies():
+        if budget:
+            note(f"note: the checks set the budget themselves; {budget} is not used")
+        return policies()[name]
     factory = imported(place, place, f"; {EXPECTED}") if ":" in place else None
     if not callable(factory):
         raise SinkscopeError(f"{place} is no module:function: {EXPECTED}")

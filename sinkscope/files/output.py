@@ -19,10 +19,9 @@ from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
 """How a file or folder is named."""
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
+MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
-    re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
 )
 
 
@@ -43,16 +42,13 @@ def write_output(path: PathName, data: bytes | str, *, force: bool = False) -> P
     return write_atomic(path, data)
 
 
-def check_output(
-    path: PathName, kinds: Sequence[str | None], *, force: bool = False, remedy: str = "give another name"
-) -> Path:
+def check_output(path: PathName, kinds: Sequence[str | None], *, force: bool = False) -> Path:
     """Return the path that `write_output` will write, after checking that it can and that no foreign file is lost.
 
     Args:
         path: A file that is new, empty, or an earlier output.
         kinds: Kinds that the output may have, such as "find-sinks".
         force: Allow any file.
-        remedy: What to do about a file that holds anything else.
 
     Raises:
         SinkscopeError: As for `check_writable`; also if the file holds anything else.
@@ -67,7 +63,7 @@ def check_output(
         content = "something that sinkscope did not write"
         if present is not None:
             content = f"an output of kind {present}"
-        raise SinkscopeError(f"{path} is there already and holds {content}: {remedy}")
+        raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or use --force")
     return target
 
 

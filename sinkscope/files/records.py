@@ -7,16 +7,14 @@ import os
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cache, lru_cache, partial, wraps
 from math import nan
-from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
-    Literal,
     NamedTuple,
     TypeVar,
-    Union,
     dataclass_transform,
     get_args,
     get_origin,
@@ -213,25 +211,15 @@ def _place(value: Any, problem: Any) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Refuse fields of a dataclass that do not fit the numbers, switches, words and mappings annotated there.
-
-    A bool is not a number here, an int is, and fields of any other type are not checked.
+    """Refuse fields of a dataclass that do not fit their annotations; a bool is not a number here, an int is.
 
     Raises:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        if name in settings.__dataclass_fields__ and _checkable(hint):
-            checked_value(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
-
-
-def _checkable(hint: Any) -> bool:
-    """Whether a type is made of numbers, switches, words, mappings and None."""
-    if get_origin(hint) is Annotated:
-        return _checkable(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return all(_checkable(part) for part in get_args(hint))
-    return hint in (int, float, bool, NoneType) or get_origin(hint) in (Literal, Mapping)
+    hints = get_type_hints(type(settings), include_extras=True)
+    for one in fields(settings):
+        name = f"{type(settings).__name__}: {one.name}="
+        checked_value(hints[one.name], getattr(settings, one.name), name, strict=True)
 
 
 def build(kind: type[T], value: Any, where: str) -> T:

@@ -117,7 +117,7 @@ def test_a_model_is_typed_as_a_word_or_an_option(calls, typed):
 
 
 def test_models_are_filtered_by_a_word(typed):
-    rows = typed("models MISTRAL").out.splitlines()[1:-2]
+    rows = typed("models MISTRAL").out.splitlines()[1:]
     names = {row.split()[0] for row in rows}
     assert names == {one.name for one in sinkscope.models() if "mistral" in f"{one.name} {one.hub_id}".lower()} != set()
     assert "no model's name contains 'nothing'" in typed("models nothing", 2).err
@@ -143,14 +143,14 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
         return [Generated("", "", [1, 2], 3, [event])]
 
     monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
-    monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **given: "plain")
+    monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **_: model)
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("the prompt\n")
     patch = SinkPatch(layer=1, neurons=[7])
     patch.save("patch.json")
     shown = typed("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos")
     assert shown == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
-    given = {"model": "plain", "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
+    given = {"model": None, "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
     assert arguments == {**given, "temperature": 0.0, "seed": 0}
 
 
@@ -171,13 +171,15 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("find-sink", "No such command 'find-sink': did you mean find-sinks? (see sinkscope --help)"),
-        ("patch", "No such command 'patch': did you mean patch make?"),
-        ("patch mak --out x", "No such command 'patch mak': did you mean patch make?"),
+        ("find-sink", "No such command 'find-sink'. Did you mean 'find-sinks'? (see sinkscope --help)"),
+        ("patch", "No such command 'patch'. (Did you mean one of: 'patch eval', 'patch make'?)"),
+        ("patch mak --out x", "No such command 'patch mak'. (Did you mean one of: 'patch eval', 'patch make'?)"),
         ("scan a b", "several models need a folder for their folders: give --out DIR"),
-        ("bench tabel runs", "No such command 'bench tabel': did you mean bench table?"),
         ("xyz", "No such command 'xyz' (see"),
-        ("find-sinks --modle x", "No such option '--modle': did you mean --model? (see sinkscope find-sinks --help)"),
+        (
+            "find-sinks --modle x",
+            "No such option '--modle'. (Did you mean one of: '--html', '--model'?) (see sinkscope",
+        ),
         ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),

@@ -10,7 +10,7 @@ import pytest
 from repository import FIGURES
 from sample_results import sample_find_sinks
 
-from sinkscope.app.scan_table import ScanRow, ScanTable
+from sinkscope.app.scan_table import ScanTable
 from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.catalog import kind_modules as kinds
 from sinkscope.results.result import Result
@@ -53,7 +53,8 @@ def _by_hand() -> Iterator[Result]:
         for name in ("full", "a:b")
     )
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
-    scans = tuple(ScanRow(f"a-{step}", "llama", step=step, sink="the first token", heads=0.5) for step in (1, 2))
+    shown = {"sink": "the first token", "heads": 0.5, "heads_margin": 0.1, "problem": ""}
+    scans = tuple({"scan": f"a-{step}", **shown} for step in (1, 2))
     yield ScanTable(model=sample.model, settings={}, provenance=sample.provenance, scans=scans)
 
 

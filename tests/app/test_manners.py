@@ -19,10 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
-import sinkscope.app.pages as pages
 from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.files.output import kind_of
 from sinkscope.hooks.edit.decode import greedy, noted_decoding
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
@@ -30,26 +28,7 @@ from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 from sinkscope.results.result import Result
 
-PICTURE = bytes.fromhex(
-    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
-    "48afa4710000000049454e44ae426082"
-)
-
 # --- Outputs ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "check_png", lambda: None)
-    figure = SimpleNamespace(to_image=lambda **_: PICTURE)
-    for _ in range(2):
-        pages.write_png(figure, tmp_path / "ours.png", kind="find-sinks")
-    with refused("holds an output of kind find-sinks"):
-        pages.write_png(figure, tmp_path / "ours.png", kind="circuit")
-    pages.write_png(figure, tmp_path / "ours.png", kind="circuit", force=True)
-    assert kind_of((tmp_path / "ours.png").read_bytes()) == "circuit"
-    (tmp_path / "photo.png").write_bytes(PICTURE)
-    with refused(r"photo\.png is there already"):
-        pages.write_png(figure, tmp_path / "photo.png", kind="circuit")
 
 
 def test_saving_from_python_spares_foreign_files(tmp_path):

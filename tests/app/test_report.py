@@ -117,5 +117,5 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     page = made_report(tmp_path)
     text = read_report(page).text
     assert files_shown(page) == ["talks"]
-    assert "is no folder of `sinkscope bench`: give what its --out was given" in text
+    assert "is no folder of `sinkscope bench`: give what --out was given" in text
     assert bench_table([talks]).summary().splitlines()[0] in text

@@ -1,22 +1,19 @@
-"""Several models are scanned as each would be alone, whoever runs them and whatever goes wrong."""
+"""Several models are scanned as each would be alone, whatever goes wrong."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from filelock import FileLock
 from organisms import organism
 from refusals import refused
 from scan_kit import DIES_ONCE, HANGS, few_parts, plant, results
@@ -25,19 +22,8 @@ import sinkscope as ss
 from sinkscope.app import scan as scanning
 from sinkscope.app.many import scan_many
 from sinkscope.app.scan import scan
-from sinkscope.files.store import OURS
 
 pytestmark = pytest.mark.few_texts
-
-
-class Serial:
-    """The least executor: its results have nothing but `result()`, which may raise in place of the call."""
-
-    def __init__(self, error: Exception | None = None):
-        self.error = error
-
-    def submit(self, function: Any, *arguments: Any) -> SimpleNamespace:
-        return SimpleNamespace(result=Mock(side_effect=self.error or partial(function, *arguments)))
 
 
 @pytest.fixture(autouse=True)
@@ -54,15 +40,15 @@ def compare(out: Path, alone: Path, models: list[Path]):
         assert results(out / model.name) == results(alone / model.name)
 
 
-def test_threads_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
-    table = scan_many(models, tmp_path, ThreadPoolExecutor(), quick=True)
-    assert table.exit_code == 0 and [row.scan for row in table.scans] == ["gpt2", "llama"]
+def test_processes_side_by_side_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
+    table = scan_many(models, tmp_path, workers=2, quick=True)
+    assert table.exit_code == 0 and [row["scan"] for row in table.scans] == ["gpt2", "llama"]
     compare(tmp_path, alone, models)
 
 
 def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed):
     out = Path(shutil.copytree(alone, tmp_path / "out"))
-    table = scan_many([models[0], tmp_path / "absent"], out, Serial(), quick=True)
+    table = scan_many([models[0], tmp_path / "absent"], out, quick=True)
     with refused() as said:
         scan(tmp_path / "absent", out=tmp_path / "other")
     assert table.exit_code == 1 and f"absent has no card: {said.value}" in table.details()
@@ -72,24 +58,22 @@ def test_a_model_that_cannot_be_opened_is_a_line(models, alone, tmp_path, typed)
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models, alone, start, tmp_path, typed):
+def test_a_killed_run_resumes_with_equal_numbers(models, alone, start, tmp_path, typed):
     plant(start, models[1], HANGS)
     third = Path(organism("qwen2", 2).save(tmp_path / "models/qwen2"))
-    words = [sys.executable, "-m", "sinkscope", "scan", *map(str, [*models, third]), "--quick", "--out", str(tmp_path)]
-    driver = subprocess.Popen([*words, "--workers", "1"])
+    words = ["scan", *map(str, [*models, third]), "--quick", "--out", str(tmp_path)]
+    driver = subprocess.Popen([sys.executable, "-m", "sinkscope", *words], start_new_session=True)
     part = tmp_path / "gpt2/find-sinks.json"
     end = time.monotonic() + 200
     while not part.exists() and time.monotonic() < end:
         time.sleep(0.2)
-    driver.kill()
+    os.killpg(driver.pid, signal.SIGKILL)
     driver.wait()
-    with FileLock(tmp_path / f"gpt2/{OURS}lock").acquire(timeout=30):  # its worker, which hangs, has ended too
-        pass
     finished = [tmp_path / "llama/find-sinks.json", tmp_path / "llama/repeat.json", part]
     before = list(map(os.path.getmtime, finished))
     assert not (tmp_path / "gpt2/card.json").exists() and not (tmp_path / "qwen2/card.json").exists()
-    plant(start, models[1], DIES_ONCE)  # this time its worker alone is killed, and another begins the model again
-    words = ["scan", *map(str, [*models, third]), "--quick", "--out", str(tmp_path), "--workers", "2"]
+    plant(start, models[1], DIES_ONCE)  # this time its process alone is killed, and the others go on
+    assert "gpt2 has no card: its process ended with status 9" in typed([*words, "--workers", "2"], 1).out
     assert typed(words).err.splitlines()[-1] == f"Cards: {tmp_path}"
     assert not list(start.glob("*.planted"))
     compare(tmp_path, alone, models)
@@ -99,79 +83,73 @@ def test_a_killed_driver_leaves_no_worker_and_resumes_with_equal_numbers(models,
 def test_a_card_of_other_settings_is_no_answer(models, alone):
     """The card of an earlier sweep stays, and the table does not show it as if it were of this one."""
     before = (alone / "gpt2/card.json").read_text()
-    (row,) = scan_many(models[1:2], alone, Serial(), quick=True, seed=1).scans
-    assert "begun with other settings (seed was 0, now 1)" in str(row.problem) and row.heads is None
+    (row,) = scan_many(models[1:2], alone, quick=True, seed=1).scans
+    assert "begun with other settings (seed was 0, now 1)" in row["problem"] and row["heads"] is None
     assert (alone / "gpt2/card.json").read_text() == before
 
 
 @pytest.fixture
-def asked(alone, monkeypatch) -> list[tuple[Any, ...]]:
-    """What would be scanned; every model's scan is that of the same one, as it was."""
-    asked: list[tuple[Any, ...]] = []
+def asked(alone, monkeypatch) -> list[list[str]]:
+    """What would be typed; every model's scan is that of the same one, as it was."""
+    asked: list[list[str]] = []
 
-    @wraps(scan)
-    def recorded(model: str, *, out: str, **options: Any):
-        asked.append((model, Path(out).name, options))
-        shutil.copytree(alone / "gpt2", out, dirs_exist_ok=True)
+    def recorded(words: list[str], **_: Any) -> SimpleNamespace:
+        assert words[1:5] == ["-m", "sinkscope", "scan", "--out"]
+        asked.append([Path(words[5]).name, *words[6:]])
+        shutil.copytree(alone / "gpt2", words[5], dirs_exist_ok=True)
+        return SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr("sinkscope.app.many.scan", recorded)
+    monkeypatch.setattr("sinkscope.app.many.subprocess.run", recorded)
     return asked
 
 
 def test_shards_scan_every_model_once(asked, tmp_path):
     models = ["a/x", "b/y", "c/z"]
-    first = scan_many(models, tmp_path, Serial(), shard="1/2")
-    assert [model for model, *_ in asked] == ["a/x", "c/z"] and [row.scan for row in first.scans] == ["x", "z"]
-    second = scan_many(models, tmp_path, Serial(), shard="2/2")
-    assert [model for model, *_ in asked[2:]] == ["b/y"] and [row.scan for row in second.scans] == ["y"]
+    first = scan_many(models, tmp_path, shard="1/2")
+    assert [words[-1] for words in asked] == ["a/x", "c/z"] and [row["scan"] for row in first.scans] == ["x", "z"]
+    second = scan_many(models, tmp_path, shard="2/2")
+    assert [words[-1] for words in asked[2:]] == ["b/y"] and [row["scan"] for row in second.scans] == ["y"]
 
 
-def test_revisions_have_folders_of_their_own(asked, tmp_path):
+def test_revisions_have_folders_of_their_own_and_settings_become_options(asked, tmp_path):
     (tmp_path / "a@b").mkdir()
     models = ["someone/name@step10", "someone/name@refs/pr/2", tmp_path / "a@b"]
-    table = ss.scan_many(models, tmp_path / "out", Serial(), revision="main", seed=3)
+    table = ss.scan_many(models, tmp_path / "out", quick=True, seed=3, bos=False, device=None)
+    options = ["--quick", "--seed", "3", "--no-bos"]
     assert asked == [
-        ("someone/name", "name@step10", {"revision": "step10", "seed": 3}),
-        ("someone/name", "name@refs-pr-2", {"revision": "refs/pr/2", "seed": 3}),
-        (str(tmp_path / "a@b"), "a@b", {"revision": "main", "seed": 3}),
+        ["name@step10", *options, "--revision", "step10", "--", "someone/name"],
+        ["name@refs-pr-2", *options, "--revision", "refs/pr/2", "--", "someone/name"],
+        ["a@b", *options, "--", str(tmp_path / "a@b")],
     ]
-    assert [row.scan for row in table.scans] == ["a@b", "name@refs-pr-2", "name@step10"]
+    assert [row["scan"] for row in table.scans] == ["a@b", "name@refs-pr-2", "name@step10"]
 
 
-def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_path, typed, monkeypatch):
-    never: Any = Future()  # an executor must not even be asked
+def test_what_would_fail_for_every_model_is_refused_at_once(models, alone, tmp_path, typed, asked):
     same = [models[0], tmp_path / models[0].name]
     for given, settings, said in (
         (models, {"sed": 1}, "no setting sed: it takes quick, "),
         (models, {"seed": -1}, "seed=-1"),
-        (models, {"against": tmp_path / "none"}, "holds no card"),
-        (models, {"text": tmp_path / "none.txt"}, "none.txt"),
         (models, {"shard": "0/2"}, "expected I/N"),
         ([], {}, "there is no model"),
         (same, {}, "two models go to the folder llama"),
         ([organism("llama", 2)], {}, "expected names, folders or files"),
     ):
         with refused(said):
-            scan_many(given, tmp_path / "out", never, **settings)
+            scan_many(given, tmp_path / "out", **settings)
     with refused("is the folder of another run"):
-        scan_many(models, alone / "llama", never)
+        scan_many(models, alone / "llama")
     assert "give --out DIR" in typed(f"scan {models[0]} {models[1]}", 2).err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not asked
     assert "holds no scans" in typed(f"scan table {tmp_path}", 2).err
 
 
-def test_a_full_disk_and_a_worker_without_the_package_end_it(models, monkeypatch, tmp_path):
+def test_on_a_full_disk_finished_parts_are_kept(models, monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        measured = scanning._measured
-        fill = lambda part: part.name == "repeat" and patch.setattr(os, "fsync", full)  # noqa: E731
-        patch.setattr(scanning, "_measured", lambda part, *rest: (fill(part), measured(part, *rest))[1])
-        with refused(r"no space left on device.*are kept: make room and run the same"):
-            scan_many(models[1:], tmp_path, Serial(), quick=True)
+    measured = scanning._measured
+    fill = lambda part: part.name == "repeat" and monkeypatch.setattr(os, "fsync", full)  # noqa: E731
+    monkeypatch.setattr(scanning, "_measured", lambda part, *rest: (fill(part), measured(part, *rest))[1])
+    with refused("no space left on device"):
+        scan(models[1], out=tmp_path / "gpt2", quick=True)
     assert (tmp_path / "gpt2/find-sinks.json").exists() and not (tmp_path / "gpt2/repeat.json").exists()
-    (row,) = scan_many(models[1:], tmp_path, Serial(RuntimeError("its process ended")), quick=True).scans
-    assert row.scan == "gpt2" and "RuntimeError: its process ended" in str(row.problem)
-    with refused("install sinkscope where the executor works"):
-        scan_many(models, tmp_path, Serial(ModuleNotFoundError("No module named 'sinkscope'")), quick=True)

@@ -8,16 +8,11 @@ import time
 from textwrap import fill
 
 import pytest
-from sample_results import sample_find_sinks
 from tqdm import tqdm
 
-import sinkscope.app.scan
-from sinkscope.app.card import SinkCard
 from sinkscope.app.cli import main
-from sinkscope.app.scan import Part, card_part
 from sinkscope.loops.text.streams import Watch
 from sinkscope.results.console import ProgressBar, note
-from sinkscope.sinks.find.find import find_sinks
 
 pyte = pytest.importorskip("pyte")
 WIDTH = 80
@@ -70,31 +65,16 @@ def stream(tmp_path, monkeypatch) -> str:
     return str(file)
 
 
-@pytest.fixture
-def tour(monkeypatch) -> None:
-    """A scan that takes a moment, and whose findings are made up."""
-    part = card_part(Part("find_sinks", "find-sinks", find_sinks.on, "Sink"), sample_find_sinks())
-
-    def scan(*, progress, **_):
-        for done in range(3):
-            progress("scan: find-sinks", done, 3)
-            time.sleep(0.15)
-        return SinkCard(quick=True, parts=(part,))
-
-    monkeypatch.setattr(sinkscope.app.scan, "scan", scan)
-
-
 PROMPT = "The bird sang the same song again: again, again, again, again, again, again,"
 COMMANDS = {
     "generate": ["generate", PROMPT, "--max-new-tokens", "24"],
     "generate under the guard": ["generate", PROMPT, "--max-new-tokens", "48", "--guard"],
     "loops": ["loops", "--follow", "FILE"],
-    "demo": ["demo"],
 }
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_a_terminal_shows_what_a_pipe_receives(name, stream, tour, tmp_path, monkeypatch, capfd):
+def test_a_terminal_shows_what_a_pipe_receives(name, stream, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     words = [stream if word == "FILE" else word for word in COMMANDS[name]]

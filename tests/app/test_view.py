@@ -58,7 +58,7 @@ def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     setup = bundled.sink.setup
     ids = [setup.bos, *setup.tokenizer("A class is a block. A block is", add_special_tokens=False).input_ids]
     variants = {variant.name: variant for variant in text.variants}
-    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(bundled.sink.neurons))):
+    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.sink.neurons))):
         with torch.no_grad(), zeroed(setup.target.hf, sites):
             best = setup.target.hf(torch.tensor([ids], device=setup.target.device)).logits[0, -1].softmax(-1).topk(5)
         words, shares = zip(*variants[name].following, strict=True)

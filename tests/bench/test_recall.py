@@ -69,12 +69,12 @@ def test_answers_follow_from_the_text(shape):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"turns": 17}, "turns=17, tokens=256: expected 1 to 16"),
-        ({"tokens": (100, 100)}, "turns=3, tokens=(100, 100): expected"),
-        ({"tokens": 5}, "tokens=5: expected 1 to 16 turns of at least 10 tokens"),
+        ({"turns": 17}, "turns=17, tokens=256, hops=2: expected 1 to 16"),
+        ({"tokens": (100, 100)}, "turns=3, tokens=(100, 100), hops=2: expected"),
+        ({"tokens": 5}, "tokens=5, hops=2: expected 1 to 16 turns of at least 10 tokens"),
         ({"tokens": 30, "hops": 3}, "turn 1 and those before it have no place left"),
         ({"hops": 0}, "hops=0"),
-        ({"hops": 22}, "at most 21"),
+        ({"hops": 22}, "fewer than 64 hops in all"),
     ],
 )
 def test_what_does_not_fit_is_said(arguments, message):

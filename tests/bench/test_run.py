@@ -122,4 +122,4 @@ def test_the_user_s_own_file_on_the_command_line(tmp_path, typed, refusal):
     assert "streaming:8" in first and "score" in first and "read" in first
     groups = json.loads(typed(f"bench table {tmp_path}/r --json -").out)["result"]["groups"]
     assert [(g["method"], g["answers"]) for g in groups] == [("full", 2), ("streaming:8", 2)]
-    assert "is no folder of `sinkscope bench`" in refusal(f"bench table {tmp_path}")
+    assert "give what --out was given" in refusal(f"bench table {tmp_path}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from typing import ClassVar
 
 from refusals import refused
 
 import sinkscope.bench.task as registry
 from sinkscope.bench.prompt import Prompt, Turn
-from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class, tasks
+from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class
 from sinkscope.bench.tasks.needle import Needle
 
 
@@ -36,10 +35,3 @@ def test_a_task_is_found_by_the_name_that_it_registers(monkeypatch):
         @register_task
         class Other(Echo):
             name: ClassVar[str] = "needle"
-
-
-def test_a_task_of_an_installed_package_is_found_by_its_entry_point(monkeypatch):
-    entry = EntryPoint("echo", f"{__name__}:Echo", "sinkscope.tasks")
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: [entry] if group == "sinkscope.tasks" else [])
-    assert read_task("echo") == Echo()
-    assert list(tasks()) == ["loops", "needle", "recall", "text", "echo"]

@@ -8,7 +8,6 @@ from transformers import DynamicCache
 
 import sinkscope as ss
 from experiments.check_cache.faulty import crop_does_nothing
-from sinkscope.conformance.check_cache import checked
 from sinkscope.conformance.recorder import held_bytes
 from sinkscope.conformance.subject import factory_named
 from sinkscope.kv import SnapKV, StreamingLLM
@@ -27,12 +26,12 @@ def test_the_reproduction_shows_the_failure(capsys):
     (row,) = result.checks
     assert row.verdict == "fails" and row.reproduction in result.text(width=None).replace("\n    ", "\n")
     assert len(row.reproduction.splitlines()) <= 5
-    (named,) = checked("crop", crop_does_nothing, only=(CROP,)).checks  # as of a policy, which has a name only
+    (named,) = ss.check_cache(crop_does_nothing, only=(CROP,)).checks
     for one in (row, named):
         exec(one.reproduction, {})  # as its reader would
         shown = float(capsys.readouterr().out.partition("(")[2].partition(")")[0])
         assert shown > 0.01
-    assert checked("tests:dynamic", dynamic, only=(CROP,)).exit_code == 0
+    assert ss.check_cache(dynamic, only=(CROP,)).exit_code == 0
 
 
 def test_exit_status_and_bad_input(typed, refusal):
@@ -46,7 +45,7 @@ def test_exit_status_and_bad_input(typed, refusal):
     ):
         assert said in refusal(["check-cache", place])
     shown = typed("check-cache snapkv:0.25 --only the_first_tokens_survive").out
-    assert "Conclusion: snapkv passes the one check." in shown
+    assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in shown
     with refused("check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
 

@@ -29,9 +29,9 @@ def test_the_first_check_that_fails_names_the_fault(name):
         checks.remove("after_a_reset_nothing_is_left")
     if fault.check not in checks:
         pytest.skip("the cache that is compared with has this fault, too")
-    kit = Kit(f"faulty:{name}", fault.factory)
+    kit = Kit(fault.factory)
     assert next(one for one in checks if kit.checked(CHECKS[one]).verdict == "fails") == fault.check
-    assert Kit("right:one", fault.right).checked(CHECKS[fault.check]).verdict == "passes"
+    assert Kit(fault.right).checked(CHECKS[fault.check]).verdict == "passes"
 
 
 @pytest.mark.parametrize("factory", every_nth(RIGHT, len(RIGHT)), ids=lambda factory: factory.__name__)
@@ -41,7 +41,7 @@ def test_right_caches_pass(factory):
         pytest.skip("DynamicCache.reset leaves its tokens in transformers before 5.18")
     if name == "quantized_cache":
         pytest.importorskip("optimum.quanto")
-    kit = Kit(f"right:{name}", factory, ROUNDING.get(name, TOLERANCE))
+    kit = Kit(factory, ROUNDING.get(name, TOLERANCE))
     verdicts = {name: kit.checked(one).verdict for name, one in CHECKS.items()}
     assert [one for one in verdicts if verdicts[one] == "fails"] == LIMITS.get(name, [])
     assert list(verdicts.values()).count("passes") >= 12
@@ -54,7 +54,7 @@ def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
 @pytest.mark.parametrize("name", ["a_second_turn_raises_an_error", "only_16_tokens_are_handed_out"])
 def test_an_error_of_a_cache_is_a_failure_with_its_own_line(name):
     """Every check ends with a verdict, and the line is that in the cache's code that led to the error."""
-    kit = Kit(f"faulty:{name}", FAULTS[name].factory)
+    kit = Kit(FAULTS[name].factory)
     found = [kit.checked(one) for one in CHECKS.values()]
     assert found[-1].verdict
     (turn,) = [one for one in found if one.check == FAULTS[name].check.replace("_", " ")]
@@ -76,4 +76,4 @@ def test_bytes_count_at_every_call_and_not_at_the_last_alone():
     def late(config, budget):
         return cache_of(config, lambda: Late(budget))
 
-    assert Kit("faulty:late", late).checked(CHECKS["the_budget_holds_at_every_step_in_bytes"]).verdict == "fails"
+    assert Kit(late).checked(CHECKS["the_budget_holds_at_every_step_in_bytes"]).verdict == "fails"

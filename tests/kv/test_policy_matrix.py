@@ -70,7 +70,7 @@ def made(name: str, budget: int) -> Policy:
 @pytest.mark.parametrize(("name", "family"), CELLS)
 def test_a_policy_on_a_family(name, family):
     assert layer_window(target_of(kit_model(family)), 0) == (16 if family in WINDOWED else None)
-    kit = Kit("tests:policy", lambda budget: made(name, budget), 3e-4)
+    kit = Kit(lambda budget: made(name, budget), 3e-4)
     flow = Flow(model=family, lengths=LENGTHS, steps=STEPS)
     if name not in OURS:  # whose choice depends on the number of the row
         alone(kit, flow)

@@ -1,13 +1,9 @@
-"""Write results as a self-contained HTML file or as a PNG. All text is escaped, and nothing is fetched."""
+"""Write results as a self-contained HTML file. All text is escaped, and nothing is fetched."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
-import shlex
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -18,11 +14,9 @@ from string import Template
 from typing import Any
 
 from sinkscope import __version__
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.output import PathName, write_output
 from sinkscope.files.plain import visible
-from sinkscope.files.provenance import Provenance
 from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import cell
@@ -34,8 +28,6 @@ _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\u(061c|200[ef]|202[a-e]|206[6-9]|00[
 DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
 """What the part of plotly.js in this folder draws. A page with a figure of another kind holds the whole of it."""
 OTHER_PLOT = "plot other"
-_PNG_HEAD = 33
-"""Bytes of a PNG before its second chunk."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ def save_document(path: PathName, text: str, *, force: bool = False) -> Path:
 
 
 def result_section(result: Result, file: str = "") -> Section:
-    """The section of a result: its text, table and figure, how it was made, and its settings and provenance.
+    """The section of a result: its text, table and figure, and its settings and provenance.
 
     Args:
         result: The result.
@@ -92,7 +84,7 @@ def result_section(result: Result, file: str = "") -> Section:
     shown = result.to_html()
     if type(result).drawing is not None:
         shown += plot(result.figure(), file)
-    parts = [shown, f'<p class="made">{_how_it_was_made(file, result.provenance)}</p>']
+    parts = [shown]
     data = result.to_dict()
     for name in ENVELOPE:
         parts.append(f"<details><summary>{name}</summary><dl>")
@@ -105,22 +97,6 @@ def result_section(result: Result, file: str = "") -> Section:
 def folded(one: Section, sentence: str) -> Section:
     """The section closed, with its conclusion shown."""
     return replace(one, html=f"<details><summary>{text(sentence)}</summary>{one.html}</details>")
-
-
-def _how_it_was_made(file: str, made: Provenance) -> str:
-    """The file, the time, the memory and the command, as far as the provenance knows them."""
-    facts = [file]
-    if made.seconds:
-        facts.append(f"{made.seconds:.3g} s")
-    if made.peak_memory_bytes:
-        facts.append(f"{made.peak_memory_bytes / 1e9:.2g} GB")
-    line = text(" · ".join(filter(None, facts)))
-    if len(made.argv) < 2:
-        return line
-    program, *words = made.argv
-    if program.endswith("__main__.py"):
-        program = "sinkscope"
-    return f"{line}<br><code>{escape(shlex.join([program, *words]))}</code>"
 
 
 def document(
@@ -192,7 +168,7 @@ def text(words: str) -> str:
 
 
 def plot(figure: Any, file: str = "") -> str:
-    """A plotly figure as a part of a page, without its title, which the page says.
+    """A plotly figure as a part of a page.
 
     Args:
         figure: What is drawn; its lines and points become SVG, which every browser shows.
@@ -203,63 +179,10 @@ def plot(figure: Any, file: str = "") -> str:
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
     safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
     safe.layout.template.data.scattergl = None
-    titles = (safe.layout.title.text or "").count("<br>") + 2
-    safe.update_layout(width=None, title=None)  # it takes the width of the page
-    if safe.layout.height is not None and safe.layout.margin.t is not None:
-        top = min(safe.layout.margin.t, 20 * titles)
-        safe.update_layout(height=safe.layout.height - top, margin_t=safe.layout.margin.t - top + 20)
+    safe.update_layout(width=None)  # it takes the width of the page
     config = {"displaylogo": False}
     html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
     kind = "plot"
     if not {one.type for one in safe.data} <= DRAWN:
         kind = OTHER_PLOT
     return f'<div class="{kind}">{html}</div>'
-
-
-def check_png() -> None:
-    """Say now, before the work, if no PNG can be made here.
-
-    Raises:
-        SinkscopeError: kaleido or the browser that draws is missing.
-    """
-    if importlib.util.find_spec("kaleido") is None:
-        raise SinkscopeError(
-            'a PNG needs kaleido: pip install -e ".[png]" in the clone (and a browser: plotly_get_chrome); --html '
-            "always works"
-        )
-    chromium: Any = import_module("choreographer.browsers.chromium").Chromium
-    if chromium.find_browser(skip_local=False) is None:
-        raise SinkscopeError(
-            "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works"
-        )
-
-
-def write_png(figure: Any, path: PathName, *, kind: str = "figure", force: bool = False) -> Path:
-    """Write a plotly figure as a PNG at twice its size on screen, whole or not at all.
-
-    Raises:
-        SinkscopeError: There is no kaleido or no browser, it does not start, or the file cannot be written.
-    """
-    return write_output(path, png(figure, kind=kind), force=force)
-
-
-def png(figure: Any, scale: float = 2, *, kind: str = "figure") -> bytes:
-    """A plotly figure as a PNG that says its kind.
-
-    Args:
-        figure: What is drawn.
-        scale: Pixels of the picture for a pixel of the figure.
-        kind: What an earlier picture must say so that this one may replace it.
-
-    Raises:
-        SinkscopeError: There is no kaleido or no browser, or it does not start.
-    """
-    check_png()
-    try:
-        picture: bytes = figure.to_image(format="png", scale=scale)
-    except Exception as error:  # a browser can fail in any way
-        reason = str(error).partition("\n")[0]
-        raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works") from error
-    chunk = f"tEXtSoftware\0sinkscope {kind}.".encode()
-    mark = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    return picture[:_PNG_HEAD] + mark + picture[_PNG_HEAD:]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -22,9 +20,9 @@ from sinkscope.app.view.texts import default_texts, ids_of
 from sinkscope.app.view.writing import generation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
-from sinkscope.results.notation import head_name, neuron_name, word_form
+from sinkscope.results.notation import word_form
 
-ROOM = 3 << 20  # bytes of packed attention in a page
+ROOM = 24 << 20  # values of attention in a page
 
 
 class Request(BaseModel, extra="forbid"):
@@ -95,12 +93,6 @@ class Explorer:
         switches = [None, *switches_of(self.sink)]
         return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
 
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """What every view says of the model and its run, which takes some milliseconds to gather."""
-        settings = {"seed": self.sink.setup.seed, "bos": self.sink.setup.bos is not None}
-        return {"model": self.sink.setup.info(), "settings": settings, "provenance": self.sink.setup.provenance()}
-
     def result(self, texts: Sequence[ViewedText] = ()) -> ModelView:
         """These texts, and what is known of the sink."""
         edges: tuple[dict[str, Any], ...] | None = None
@@ -108,13 +100,16 @@ class Explorer:
         if self.sink.circuit is not None:
             edges = tuple([*self.sink.circuit.rows(), *self.sink.circuit.readers()])
             sentence = self.sink.circuit.conclusion()
+        setup = self.sink.setup
         return ModelView(
-            **self.origin,
+            model=setup.info(),
+            settings={"seed": setup.seed, "bos": setup.bos is not None},
+            provenance=setup.provenance(),
             layer=self.sink.layer,
             typical_norm=_rounded(np.array(self.sink.scan.typical_norm)),
             first_norm=_rounded(np.array(self.sink.scan.spike_norm)),
-            neurons=tuple(starmap(neuron_name, self.sink.neurons)),
-            marks=tuple(starmap(head_name, self.sink.marks)),
+            neurons=tuple(map(str, self.sink.neurons)),
+            marks=tuple(map(str, self.sink.marks)),
             switches=tuple(switch.name for switch in switches_of(self.sink)),
             control=RANDOM,
             texts=tuple(texts),
@@ -173,8 +168,6 @@ class Explorer:
             beside = f" (random control: {control[position]:.4g})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
-        if f"{before[position]:.4g}" == f"{after[position]:.4g}":
-            return f"{name}: after layer {layer}, no token's norm changes; try another text."
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
             f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."

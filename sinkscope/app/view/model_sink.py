@@ -13,6 +13,7 @@ from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.removal.components import Neurons
 
 
 @dataclass
@@ -57,17 +58,17 @@ class ModelSink:
         return int((np.array(self.scan.spike_norm) / np.array(self.scan.typical_norm)).argmax())
 
     @property
-    def neurons(self) -> list[tuple[int, ...]]:
+    def neurons(self) -> Neurons:
         """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
         if self.sinks is None:
-            return []
-        return [neuron.site for neuron in self.sinks.minimal or self.sinks.causal]
+            return ()
+        return tuple(neuron.address for neuron in self.sinks.minimal or self.sinks.causal)
 
     @property
-    def marks(self) -> list[tuple[int, int]]:
+    def marks(self) -> list[Head]:
         """The heads that mark the first token, and those that mark a repetition."""
-        marks: dict[tuple[int, int], None] = {}
+        marks: dict[Head, None] = {}
         for role in (MARKS, COPIES):
             for claim in self.circuit.of(role) if self.circuit is not None else ():
-                marks |= {(part.layer, part.head): None for part in claim.subject if isinstance(part, Head)}
+                marks |= {part: None for part in claim.subject if isinstance(part, Head)}
         return list(marks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ class View:
         result: What is shown at first.
     """
 
-    explorer: Explorer
+    explorer: Explorer = field(repr=False)
     result: ModelView
 
     @cached_property
@@ -63,9 +63,6 @@ class View:
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return self.widget._repr_mimebundle_(**options)
-
-    def __repr__(self) -> str:
-        return f"View of {self.result.model.name}: {self.result.conclusion()}"
 
 
 @checks_arguments

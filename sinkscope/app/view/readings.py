@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.packed import Packed, codes_of
+from sinkscope.app.view.packed import codes_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
@@ -64,11 +64,11 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
     with under(edit, target):
         with attention_rows(target, see), target.hooks(*hooks):
             logits = target.forward(row, unembed=True).logits[0, -1].float().cpu()
-        for number in {site[0] for site in sink.neurons}:
-            posts[number] = view_layer(target, number, row, torch.ones_like(row, dtype=torch.bool)).post
-    for number, (layer, *expert, neuron) in enumerate(sink.neurons):
-        column = flat_number(target, layer, expert[0] if expert else None, neuron)
-        activation[number] = posts[layer][:, column].cpu()
+        for layer in {one.layer for one in sink.neurons}:
+            posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+    for number, one in enumerate(sink.neurons):
+        column = flat_number(target, one.layer, one.expert, one.neuron)
+        activation[number] = posts[one.layer][:, column].cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
     return Reading(norms, rows, received, activation, likeliest(sink, logits))
 
@@ -94,16 +94,8 @@ def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
 
 
 def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
-    """The heads whose packed rows fit into so many bytes; those with most attention to the first token come first.
-
-    There is at least one.
-    """
+    """The heads with most attention to the first token; as many as have so many values, and at least one."""
+    _, heads, tokens = reading.received.shape
+    count = max(1, room // tokens**2)
     order = reading.received[..., 0].flatten().argsort(descending=True, stable=True)
-    heads: list[tuple[int, int]] = []
-    for number in order.tolist():
-        layer, head = divmod(number, reading.received.shape[1])
-        room -= len(Packed.of(reading.rows[layer, head]).codes)
-        if heads and room < 0:
-            break
-        heads.append((layer, head))
-    return tuple(sorted(heads))
+    return tuple(divmod(number, heads) for number in sorted(order[:count].tolist()))

@@ -10,7 +10,6 @@ from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
 from sinkscope.measure import Result
-from sinkscope.results.tables import Table, long_table
 
 
 @dataclass(frozen=True)
@@ -116,14 +115,6 @@ class ModelView(Result):
 
     kind = "view"
     page = "view"
-    table_rows = 12
-    percent = ("of_first",)
-    columns = ("position", "token", "norm", "of_first", "attention")
-    glossary: ClassVar = {
-        "norm": "norm after the sink layer",
-        "of_first": "that norm over the first token's in typical text",
-        "attention": "attention that the token receives, mean over heads and later queries",
-    }
 
     layer: int
     typical_norm: Float[np.ndarray, " layer"]
@@ -136,25 +127,6 @@ class ModelView(Result):
     circuit: tuple[dict[str, Any], ...] | None = None
     circuit_sentence: str = ""
     generation: Generation | None = None
-
-    def rows(self) -> Table:
-        """One row per token of each intact text."""
-        rows: Table = []
-        for text in self.texts:
-            intact = text.variants[0]
-            norm = intact.norm[self.layer]
-            ratio = norm / self.first_norm[self.layer]
-            columns: dict[str, Any] = {"token": [*map(repr, text.tokens)], "norm": norm, "of_first": ratio}
-            columns |= dict(zip(self.neurons, intact.activation, strict=True))
-            columns["attention"] = intact.received.array().mean((0, 1))
-            rows += long_table(columns, text=[text.name], position=range(len(norm)))
-        return rows
-
-    def shown_rows(self) -> Table:
-        """The tokens of the first text that receive most attention or have the largest norm, in their order."""
-        rows = self.rows()[: len(self.texts[0].tokens)]
-        rows.sort(key=lambda row: max(row["of_first"], row["attention"]), reverse=True)
-        return sorted(rows[: self.table_rows], key=lambda row: row["position"])
 
     def own_page(self) -> str:
         """The page in which it can be explored."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +11,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
+from sinkscope.loops.servers.proxy import listen
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -73,19 +73,5 @@ def serve(explorer: Explorer, port: int, ready: Callable[[str], object]) -> None
     Raises:
         SinkscopeError: The port is taken.
     """
-    import uvicorn
-
     token = secrets.token_urlsafe(16)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SinkscopeError(f"--port {port}: {(error.strerror or '').lower()}; give another port") from None
-        listener.listen()
-        ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
-        config = uvicorn.Config(application(explorer, token), log_level="error", access_log=False, lifespan="off")
-        try:
-            uvicorn.Server(config).run(sockets=[listener])
-        except KeyboardInterrupt:  # the usual end
-            pass
+    listen(application(explorer, token), "127.0.0.1", port, lambda address: ready(f"{address}/{token}/"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from functools import reduce
+from itertools import product
+from operator import or_
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.errors import SinkscopeError
@@ -13,8 +14,11 @@ from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.checks import check_site
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Head, Neuron
+from sinkscope.sinks.removal.components import Neurons
+from sinkscope.sinks.removal.search import random_neurons
 
 RANDOM = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""
@@ -27,7 +31,7 @@ class Switch:
     Attributes:
         name: What is edited.
         edit: The edit.
-        control: The same of random neurons or heads. None if there are too few.
+        control: The same of random neurons or heads. None if there are too few heads.
     """
 
     name: str
@@ -46,38 +50,23 @@ def switches_of(sink: ModelSink) -> list[Switch]:
         if zeroed.control is not None:
             switches.append(Switch(RANDOM, zeroed.control))
     if sink.marks:
-        switches.insert(1, switch_off(sink, "marking heads replaced", [], sink.marks))
+        switches.insert(1, switch_off(sink, "marking heads replaced", (), sink.marks))
     return switches
 
 
-def switch_off(
-    sink: ModelSink, name: str, neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, int]]
-) -> Switch:
+def switch_off(sink: ModelSink, name: str, neurons: Neurons, heads: Sequence[Head]) -> Switch:
     """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
-    widths = [sink.setup.target.width(site[0], *site[1:-1]) for site in neurons]
-    other_neurons = random_others(sink, neurons, widths)
-    other_heads = random_others(sink, heads, [sink.setup.n_heads] * len(heads))
-    control = None
-    if len(other_neurons) == len(neurons) and len(other_heads) == len(heads):
-        control = _off(other_neurons, other_heads)
-    return Switch(name, _off(neurons, heads), control)
-
-
-def random_others(sink: ModelSink, places: Sequence[tuple[int, ...]], widths: Sequence[int]) -> list[tuple[int, ...]]:
-    """As many other neurons or heads of the same layers and experts, as far as there are any.
-
-    Args:
-        places: The neurons or heads.
-        widths: How many there are where each of them is.
-    """
-    drawn: list[tuple[int, ...]] = []
-    for place, width in zip(places, widths, strict=True):
-        taken = {*places, *sink.neurons, *sink.marks, *drawn}
-        generator = draws(sink.setup.seed, f"beside {place}, {len(drawn)} drawn before")
-        order = torch.randperm(width, generator=generator).tolist()
-        others = [(*place[:-1], number) for number in order if (*place[:-1], number) not in taken]
-        drawn += others[:1]
-    return drawn
+    setup, edit = sink.setup, _off(neurons, heads)
+    layers = sorted({head.layer for head in heads})
+    others: list[Head] = []
+    for layer, number in product(layers, range(setup.n_heads)):
+        if Head(layer, number) not in (*heads, *sink.marks):
+            others.append(Head(layer, number))
+    if len(others) < len(heads):
+        return Switch(name, edit)
+    other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
+    other_neurons = random_neurons(setup.target, neurons, sink.neurons, setup.seed)
+    return Switch(name, edit, _off(other_neurons, other_heads))
 
 
 def switch_named(sink: ModelSink, name: str) -> Switch:
@@ -99,25 +88,25 @@ def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
         SinkscopeError: A name is no neuron and no head that the model has.
     """
     target = sink.setup.target
-    neurons: list[tuple[int, ...]] = []
-    heads: list[tuple[int, int]] = []
+    neurons: list[Neuron] = []
+    heads: list[Head] = []
     for name in names:
         if "H" in name.upper():
             layer, head = head_of(name)
             check_site(target, layer, head=head)
-            heads.append((layer, head))
+            heads.append(Head(layer, head))
         else:
             site = site_of(name)
             check_site(target, site.layer, site.neuron, site.expert)
-            neurons.append(site.site)
-    return switch_off(sink, f"without {word_list(names)}", neurons, heads)
+            neurons.append(site)
+    return switch_off(sink, f"without {word_list(names)}", tuple(neurons), heads)
 
 
-def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -> Intervention:
+def _off(neurons: Neurons, heads: Sequence[Head]) -> Intervention:
     """Zero neurons and replace heads by their mean output."""
-    if not heads:
-        return Ablate(sites=[*neurons])
-    replaced = Ablate(heads=[*heads], value="mean")
-    if not neurons:
-        return replaced
-    return Ablate(sites=[*neurons]) | replaced
+    edits: list[Intervention] = []
+    if neurons:
+        edits.append(Ablate(sites=neurons))
+    if heads:
+        edits.append(Ablate(heads=[(one.layer, one.head) for one in heads], value="mean"))
+    return reduce(or_, edits)

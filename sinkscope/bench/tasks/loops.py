@@ -54,7 +54,6 @@ class Loops(Task):
     main = "loop"
     low_is_good = True
     unit = "answers that loop"
-    counted = "loop"
     columns = (
         *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
         *("interventions", "alarm", "chance"),

@@ -25,7 +25,7 @@ from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Share, Whole, checked_value
+from sinkscope.files.records import Share, Whole
 from sinkscope.models.checkpoints.names import RECALL, TWO_HOPS
 from sinkscope.models.checks import check_length
 from sinkscope.models.target import Target
@@ -100,7 +100,6 @@ class Needle(Task):
 
     def prompts(self, target: Target) -> list[Prompt]:
         """A prompt for every length, kind, depth and sample."""
-        checked_value(tuple[Share, ...], self.depths, "depths=")
         wording = wording_of(target.name)
         supported = WORDINGS[wording]
         for kind in self.kinds:

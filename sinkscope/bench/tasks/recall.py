@@ -140,16 +140,13 @@ def recall_dialogue(
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
     lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
-    if len(lengths) != turns or not 1 <= turns <= len(TURNS) or min(lengths) < _FRAME + _GAP:
-        raise SinkscopeError(
-            f"turns={turns!r}, tokens={tokens!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + _GAP} tokens "
-            "each, and one number of tokens or one for each turn"
-        )
     asked = turns if stated else turns - 1
-    if not 1 <= hops or asked * hops >= len(KEYS):
+    fits = 1 <= turns <= len(TURNS) and len(lengths) == turns and min(lengths) >= _FRAME + _GAP
+    if not fits or hops < 1 or asked * hops >= len(KEYS):
         raise SinkscopeError(
-            f"hops={hops!r} in {turns} turns: expected at least 1 and, since a key is used once, at most "
-            f"{(len(KEYS) - 1) // max(asked, 1)}"
+            f"turns={turns!r}, tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least "
+            f"{_FRAME + _GAP} tokens each, one number of tokens or one for each turn, and fewer than {len(KEYS)} hops "
+            "in all, since a key is used once"
         )
     rng = random.Random(f"recall {seed}")
     keys = list(KEYS)

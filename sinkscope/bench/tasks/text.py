@@ -48,8 +48,6 @@ class TextFidelity(Task):
     unit = "divergence from full attention"
     shown = "{:.2g} nats"
     control = "random"
-    tile = "agree"
-    tile_label = "of next tokens are those of full attention"
     columns = ("agree", "first")
     together = True
 

@@ -107,12 +107,12 @@ class Quantize(PlacedEdit):
     layers: Sequence[Whole | str] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self)
         positions = checked_positions(self.positions)
         object.__setattr__(self, "positions", () if positions is None else positions)
         object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
         for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole | str, ...])):
             object.__setattr__(self, name, checked_value(kind, getattr(self, name), name))
+        check_fields(self)
         if self.activations is None and self.kv is None:
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits")
 

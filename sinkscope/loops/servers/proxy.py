@@ -228,9 +228,18 @@ def serve(settings: ProxySettings, host: str, port: int, ready: Callable[[str], 
     Raises:
         SinkscopeError: The address is taken, or is none of this machine.
     """
+    hosts = LOOPBACK if host in LOOPBACK else ()
+    listen(application(settings, hosts), host, port, ready)
+
+
+def listen(application: Any, host: str, port: int, ready: Callable[[str], object]) -> None:
+    """Serve an ASGI application until Ctrl-C; the arguments are those of `serve`.
+
+    Raises:
+        SinkscopeError: As for `serve`.
+    """
     import uvicorn
 
-    hosts = LOOPBACK if host in LOOPBACK else ()
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -239,7 +248,7 @@ def serve(settings: ProxySettings, host: str, port: int, ready: Callable[[str], 
             raise SinkscopeError(f"{host}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
         listener.listen(256)
         ready(f"http://{host}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(application(settings, hosts), log_level="critical", access_log=False, lifespan="off")
+        config = uvicorn.Config(application, log_level="critical", access_log=False, lifespan="off")
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:  # the usual end
