@@ -88,7 +88,7 @@ In full, in all layers: {whole}.
 | types | served | remarks |
 |---|---|---|
 """
-_NO_ROW = re.compile(r"model type '\w+(-\w+)*' has (no row, and its names propose none|a row, .+? is refused): ")
+_NO_ROW = re.compile(r"model type '\w+(-\w+)*' has (no row, and its names propose none|(a|no) row, .+? is refused): ")
 _CLASS = re.compile(r" of \w+ForCausalLM")
 
 

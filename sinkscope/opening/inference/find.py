@@ -113,8 +113,8 @@ def _refusal(target: Target, problem: str) -> UnsupportedError:
     adapter = target.adapter
     _KNOWN.pop(_key(target.hf), None)
     return UnsupportedError(
-        f"model type {adapter.model_type!r} has a row, proposed by its names or registered, that is refused: "
-        f"{problem}; change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
+        f"model type {adapter.model_type!r} has a row, proposed by names or registered, that is refused: {problem}; "
+        f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
     )
 
 
