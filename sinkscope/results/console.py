@@ -174,4 +174,4 @@ def print_result(result: Any, *, explain: bool = False) -> None:
     from sinkscope.results.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
     width = terminal_width()
-    show(result.text(width, None if explain else SCREEN), result.headings(width))
+    show(result.text(width, None if explain else SCREEN), result.closing())

@@ -14,9 +14,8 @@ from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
-from sinkscope.results.notation import count_of
 from sinkscope.results.parts import POSITION, in_words, kind_of, removed
-from sinkscope.results.tables import WIDTH, Grid, Table, cell, glossary, height, long_table, shortened, strings
+from sinkscope.results.tables import WIDTH, Grid, Table, glossary, height, long_table, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +27,7 @@ COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_
 """What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
 MOST_DETAILS = 6
 """Claims below the conclusion."""
-LEAST_TABLE = 10
+LEAST_TABLE = 5
 """Lines that tables have before details take the rest."""
 
 
@@ -96,8 +95,6 @@ class Result(Envelope):
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
     table_rows: ClassVar[int] = 64  # number of rows that are printed
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
-    matters: ClassVar[str] = ""  # column that says which rows matter; on a terminal the others are one line
-    told: ClassVar[str] = ""  # column of which that line tells the largest value
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
@@ -205,21 +202,10 @@ class Result(Envelope):
 
     def grids(self) -> list[Grid]:
         """The tables that are shown, by default that of `shown_rows`; a subclass with several overrides it."""
-        shown, every = self.shown_rows(), self.rows()
-        columns = strings(shown, self.percent)
-        note = ""
-        if len(shown) < len(every) and shown[0].keys() == every[0].keys():
-            note = f"The table shows {len(shown)} of {len(every)} rows (--csv FILE writes them all)."
+        columns = strings(self.shown_rows(), self.percent)
         if not columns:
             return []
-        matters: list[bool] = []
-        others = ""
-        if self.matters:
-            matters = [bool(row[self.matters]) for row in shown]
-            rest = [row[self.told] for row in shown if not row[self.matters] and row[self.told] is not None]
-            most = cell(max(rest, default=None), percent=self.told in self.percent)
-            others = f"{count_of(matters.count(False), 'other')}: {self.told.replace('_', ' ')} at most {most}"
-        return [Grid(columns, note=note, important=self.columns, matters=matters, others=others, total=len(every))]
+        return [Grid(columns, important=self.columns, total=len(self.rows()))]
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""
@@ -254,27 +240,17 @@ class Result(Envelope):
             lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
                 says so. None: everything, with the meaning of the columns.
         """
-        details = self.summary().split("\n")[1:]
-        closing = self.closing()
-        grids = self.grids()
+        details, closing = self.summary().split("\n")[1:], self.closing()
+        tables = [grid.text(width) for grid in self.grids()]
         if lines is None or width is None:
-            tables = [grid.text(width) for grid in grids]
             return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
-        tables = [grid.brief().text(width) for grid in grids]
         hint = "--explain shows more rows, all details and the meaning of the columns."
-        room = lines - height([hint, *closing], width)
-        least = min(LEAST_TABLE, height(tables, width) + len(grids))
-        while details and height(details, width) > room - least:
+        room = lines - height([hint, *closing], width) - 1
+        rows = "\n\n".join(tables).split("\n")
+        while details and height(details, width) > room - min(LEAST_TABLE, len(rows)):
             details.pop()
-        blocks = shortened(grids, room - height(details, width), width)
-        return "\n\n".join([*blocks, "\n".join([*details, hint, *closing])])
-
-    def headings(self, width: int | None = WIDTH) -> list[str]:
-        """The lines of `text` that a terminal shows in bold type: the conclusion, and what stands above the tables."""
-        lines = self.closing()
-        for grid in self.grids():
-            lines += [*grid.heading(width), *grid.brief().heading(width)]
-        return lines
+        rows = rows[: room - height(details, width)]
+        return "\n".join([*rows, "", *details, hint, *closing])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""

@@ -99,7 +99,6 @@ class FindSinks(SinkPlaces):
     drawing: ClassVar[Any] = "sinkscope.sinks.find.figure:draw"
 
     percent = ("share", "ablation_drop", "control_drop")
-    matters, told = "causal", "ablation_drop"
     table_of = "neurons"
     table_without = ("neutral_post", "neutral_up")
 
