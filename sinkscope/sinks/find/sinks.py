@@ -101,11 +101,8 @@ def _worded(group: Readers, sink: Sink) -> Readers:
 def _readers(
     setup: Setup, survey: Survey, place: Place, heads: Heads, standing: Sequence[MadeSpike]
 ) -> tuple[Readers, ...]:
-    """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
+    """The heads that attend to a place, by what they need."""
     made = standing[0].found if len(standing) == 1 else FoundSet()
-    known = made.readers
-    if known is not None and len(known.heads) == len(heads):
-        return (known,)
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
     whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
