@@ -16,14 +16,6 @@ RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A layer whose MLP builds the spike. `share` is what it adds, relative to the spike's largest norm."""
-
-    layer: int
-    share: float
-
-
-@dataclass(frozen=True)
 class Candidate(Neuron):
     """A candidate neuron. Drops are the share of the norm at the sink layer that is lost when the neuron is zeroed.
 
@@ -161,11 +153,6 @@ class Sink:
     window: int | None = None
 
     @property
-    def heads(self) -> set[Head]:
-        """The heads that attend to a place."""
-        return {head for group in self.groups for head in group.heads}
-
-    @property
     def claims(self) -> Claims:
         """What its heads need, of the largest group first."""
         return tuple(group.claim for group in self.groups if group.claim is not None)
@@ -240,11 +227,3 @@ class SinkRate:
     length: int
     samples: int
     value: float
-
-
-@dataclass(frozen=True)
-class PublishedSink:
-    """What the literature reports for this model, and whether the result agrees."""
-
-    source: str
-    matches: bool

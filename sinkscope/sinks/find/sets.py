@@ -27,7 +27,7 @@ from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.removal.search import random_sets, smallest_set, without_unneeded
 
-CANDIDATES = 8  # default number of candidates of the sink layer
+CANDIDATES = 8  # candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
@@ -251,7 +251,7 @@ class _SpikeSearch:
         return None
 
 
-def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
+def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = ()) -> FoundSet:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
@@ -261,7 +261,6 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
         place: The words for these places.
         seed: Seed of the random neurons.
         heads: The heads that attend to them.
-        top_k: Number of candidates of the sink layer.
 
     Returns:
         Nothing if no MLP makes the spike.
@@ -269,7 +268,7 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
     if not scan.stages:
         return FoundSet()
     later = [head for head in heads if head[0] > scan.layer]
-    return _searched(_SpikeSearch(scan, later, place, seed), verify_neurons(scan, top_k, seed))
+    return _searched(_SpikeSearch(scan, later, place, seed), verify_neurons(scan, CANDIDATES, seed))
 
 
 def _searched(search: _SpikeSearch, neurons: Candidates) -> FoundSet:
