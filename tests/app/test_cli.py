@@ -102,12 +102,10 @@ def test_the_shell_completes(typed, word):
 def test_options_reach_the_function_as_they_are_typed(calls, typed):
     typed("find-sinks")
     assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
-    typed(
-        "find-sinks --model m --dtype float16 --no-bos --all-layers --max-repeats 3 --text t.txt --token cat --token dog"
-    )
+    typed("find-sinks --model m --dtype float16 --no-bos --all-layers --max-repeats 3 --text t --token cat --token dog")
     arguments = calls.pop()
     del arguments["progress"]
-    given = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "max_repeats": 3, "text": "t.txt"}
+    given = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "max_repeats": 3, "text": "t"}
     assert arguments == {**given, "tokens": ["cat", "dog"]}
 
 
