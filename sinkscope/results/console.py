@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -104,27 +103,6 @@ def wrapped(text: str, stream: Any) -> str:
             line = fill(line, width, break_on_hyphens=False, break_long_words=False)  # a path stays whole
         lines.append(line)
     return "\n".join(lines)
-
-
-class StreamedLine:
-    """Breaks text that comes piece by piece between words where a terminal shows it; other readers get it unchanged."""
-
-    def __init__(self, stream: Any) -> None:
-        self._width = terminal_width() if stream.isatty() else None
-        self._column = 0
-
-    def fitted(self, piece: str) -> str:
-        """A piece with the line ends that it needs after what came before."""
-        if self._width is None:
-            return piece
-        shown = ""
-        for part in re.findall(r"\n|\s|\S+", piece):
-            if part != "\n" and self._column + len(part) > self._width:
-                shown, self._column = f"{shown}\n", 0
-                part = part.lstrip()
-            shown += part
-            self._column = 0 if part == "\n" else self._column + len(part)
-        return shown
 
 
 def note(message: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import POSITION, in_words, kind_of, removed
-from sinkscope.results.tables import WIDTH, Grid, Table, glossary, height, long_table, strings
+from sinkscope.results.tables import WIDTH, Grid, Table, glossary, height, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +91,7 @@ class Result(Envelope):
     """
 
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: arrays, else the first field with records
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
     table_rows: ClassVar[int] = 64  # number of rows that are printed
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
@@ -178,14 +178,10 @@ class Result(Envelope):
     def rows(self) -> Table:
         """The result as a table, one dict per row.
 
-        By default, the arrays that have the axes of the largest named array are the columns, beside a column for each
-        axis. A field named like an axis, or its plural, labels it. A result without arrays has the records of a field
-        as its rows, or else one row of its plain fields.
+        By default, the records of its first field with such are the rows; a result without them has one row of its
+        plain fields.
         """
         own = self.own_fields()
-        axes = _named_axes(type(self), own)
-        if axes and not self.table_of:
-            return _long_rows(own, axes)
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
                 return [self._record_row(record) for record in value]
@@ -300,29 +296,3 @@ class Result(Envelope):
             parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")
         parts.append("</dl></details>")
         return visible("\n".join([*parts, "</div>"]))
-
-
-def _named_axes(cls: type[Result], own: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The names of the axes of each field that is an array with such names, and not empty."""
-    axes: dict[str, tuple[str, ...]] = {}
-    for name, hint in get_type_hints(cls).items():
-        for one in (hint, *get_args(hint)):
-            words = getattr(one, "dim_str", "")  # of jaxtyping
-            if words and getattr(own.get(name), "size", 0):
-                axes[name] = tuple(words.split())
-    return axes
-
-
-def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> Table:
-    """A row for each entry of the largest array, with the arrays of the same axes as columns."""
-    largest = max(axes, key=lambda name: own[name].size)
-    shape = own[largest].shape
-    labels: dict[str, Sequence[Any]] = {}
-    for axis, size in zip(axes[largest], shape, strict=True):
-        labels[axis] = range(size)
-        for name in (axis, f"{axis}s", f"{axis}es"):
-            entries = plain(own.get(name))
-            if isinstance(entries, list) and len(entries) == size:
-                labels[axis] = entries
-    columns = {name: own[name] for name in axes if axes[name] == axes[largest] and own[name].shape == shape}
-    return long_table(columns, **labels)

@@ -9,24 +9,11 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Float
 from refusals import refused
 
 from sinkscope.results.notation import head_name, neuron_name, read_head, read_neuron
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Grid
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrays(Result):
-    kind: ClassVar[str] = "test-arrays"
-
-    entropy: Float[np.ndarray, "layer head"]
-    rate: Float[np.ndarray, "layer head"] | None
-    per_layer: Float[np.ndarray, " layer"]
-    layers: tuple[int, ...]
-    uniform: float
-
+from sinkscope.results.tables import Grid, long_table
 
 WORDS = [f"column_{name}" for name in "abcdefghijklm"]
 
@@ -124,13 +111,10 @@ def test_a_result_explains_its_columns_from_its_docstrings():
 
 def test_arrays_become_a_long_table_with_a_column_for_each_axis():
     grown = np.arange(6.0).reshape(2, 3)
-    result = Arrays(entropy=grown, rate=grown / 10, per_layer=np.ones(2), layers=(3, 5), uniform=4.0)
-    rows = result.rows()
+    rows = long_table({"entropy": grown, "rate": grown / 10, "none": None}, layer=(3, 5), head=range(3))
     assert len(rows) == 6
     assert rows[0] == {"layer": 3, "head": 0, "entropy": 0.0, "rate": 0.0}
     assert rows[5] == {"layer": 5, "head": 2, "entropy": 5.0, "rate": 0.5}
-    again = Result.from_dict(result.to_dict())
-    assert isinstance(again, Arrays) and again.rows() == rows
 
 
 @pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3:2:7", " L3.E2.N7 "])
