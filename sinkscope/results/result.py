@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
-COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_html to_json".split()
-"""What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
 MOST_DETAILS = 6
 """Claims below the conclusion."""
 LEAST_TABLE = 5
@@ -103,10 +101,6 @@ class Result(Envelope):
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
             cls.__repr__ = Result.__repr__
-
-    def __dir__(self) -> list[str]:
-        names = [one.name for one in fields(self)]
-        return sorted([*names, *(name for name in COMPLETED if hasattr(type(self), name))])
 
     # What it says
 

@@ -14,9 +14,7 @@ import plotly.graph_objects as go
 import torch
 
 from sinkscope.measure import Natural, Setup, measurement
-from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Outcome, Search, without_example
-from sinkscope.results.notation import word_list
 from sinkscope.results.parts import in_words
 from sinkscope.results.style import BLUE, GREY, figure_of
 from sinkscope.results.tables import Table
@@ -24,7 +22,7 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.result import SinkPlaces
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
-from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
+from sinkscope.sinks.removal.components import mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import prefixes, repeated
 from sinkscope.sinks.values import HeadValue, values_of
@@ -42,7 +40,6 @@ class Circuit(SinkPlaces):
     Attributes:
         claims: What marks the places, what the heads need, what they write by the values there, and what makes the
             spikes; what marks the first spike comes first if the heads of the first sink need it.
-        untested: What may carry a sink and cannot be replaced in this model.
         values: What each head that attends to a sink writes by the value there.
     """
 
@@ -60,7 +57,6 @@ class Circuit(SinkPlaces):
     }
 
     claims: Claims = ()
-    untested: tuple[str, ...] = ()
     values: tuple[HeadValue, ...] = ()
 
     def of(self, role: str) -> list[Claim]:
@@ -81,11 +77,6 @@ class Circuit(SinkPlaces):
                     row = {"role": "reads", "subject": str(head), "place": sink.words, "left": after / before}
                     rows.append({**row, "value": kinds.get((head, sink.words))})
         return rows
-
-    def facts(self) -> list[str]:
-        """Who attends where, and what was not tested."""
-        untested = [f"Not tested: {word_list(self.untested)}."] if self.untested else []
-        return super().facts() + untested
 
 
 def draw(result: Circuit) -> go.Figure:
@@ -148,17 +139,8 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
         layers_read=sinks.layers_read,
-        untested=_untested(target),
         values=values,
     )
-
-
-def _untested(target: Target) -> tuple[str, ...]:
-    """What may carry a sink and cannot be replaced: a bias of keys that cannot be taken apart."""
-    for layer in range(target.n_layers):
-        if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
-            return ("the bias of the keys",)
-    return ()
 
 
 def begins(made: MadeSpike) -> int:

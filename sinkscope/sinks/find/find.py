@@ -68,7 +68,6 @@ def find_sinks(
         other_sinks=survey.other_sinks,
         most_attended=survey.received.most_attended,
         repetition=repetition,
-        lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer if made else None,
         neurons=found.neurons,

@@ -76,11 +76,6 @@ class Spike:
     margin: float | None = None
 
     @property
-    def made_by(self) -> Claims:
-        """The claims of its makers."""
-        return tuple(claim for claim in self.claims if claim.role != "depends")
-
-    @property
     def makers(self) -> Parts:
         """The parts that make the spike."""
         made = [*self.maker]
@@ -127,7 +122,6 @@ class Sink:
     Attributes:
         place: The positions. None: the learned sink logits of the heads.
         rate: Share of the (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024).
-        layer_rates: The same share of each layer. None if it has no softmax attention, or was not read.
         n_heads: Number of heads of the layers that were read.
         readers: Number of heads that attend in most cases.
         attention: Mean attention of these heads.
@@ -141,7 +135,6 @@ class Sink:
 
     place: Place | None
     rate: float
-    layer_rates: PerLayer
     n_heads: int
     readers: int
     attention: float
@@ -185,11 +178,6 @@ class RepeatsNeeded:
     median: float | None
     unreached: int
     max_repeats: int
-
-    @property
-    def at_once(self) -> tuple[RepeatedToken, ...]:
-        """Tokens whose first occurrence is a sink already, so that the median leaves them out."""
-        return tuple(t for t in self.tokens if t.repeats == 1)
 
 
 @dataclass(frozen=True)

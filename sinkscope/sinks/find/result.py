@@ -12,7 +12,6 @@ from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
 from sinkscope.sinks.find.records import (
-    SHORT,
     Candidates,
     PerLayer,
     RepeatsNeeded,
@@ -76,7 +75,6 @@ class FindSinks(SinkPlaces):
         other_spikes: Number of positions whose norm stands out and that are too few to be measured.
         other_sinks: Number of positions that heads attend to and that are too few to be measured.
         repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
-        lengths: Lengths of the texts in which attention was read.
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
@@ -99,7 +97,6 @@ class FindSinks(SinkPlaces):
     other_spikes: int = 0
     other_sinks: int = 0
     repetition: RepetitionSpike | None = None
-    lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
     neurons: Candidates

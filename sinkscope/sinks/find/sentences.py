@@ -47,7 +47,9 @@ def spike_fact(spike: Spike) -> str:
         f"After {layers_in_words(spike.layers)} the norm at {spike.place.words} is up to {spike.ratio:.0f} times the "
         f"typical one (elsewhere {spike.usual:.1f})"
     )
-    return f"{said}." if spike.made_by else f"{said}; {NOTHING} ({spike.search})."
+    return (
+        f"{said}." if any(claim.role != "depends" for claim in spike.claims) else f"{said}; {NOTHING} ({spike.search})."
+    )
 
 
 def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
@@ -69,23 +71,15 @@ def left_over(count: int, what: str) -> list[str]:
 
 
 def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
-    """After how many repetitions tokens reach half of the norm at a place, and which do at once."""
-    norm = f"half of the norm at {place}"
-    repeated = len(needed.tokens) - len(needed.at_once)
-    sentences = []
-    if repeated and needed.median is None:
+    """After how many repetitions tokens reach half of the norm at a place, and how many do."""
+    if not needed.tokens:
+        return []
+    norm, every = f"half of the norm at {place}", len(needed.tokens)
+    if needed.median is None:
         within = count_of(needed.max_repeats, "repetition")
-        sentences.append(f"None of {count_of(repeated, 'token')} reaches {norm} at the sink layer within {within}.")
-    elif repeated:
-        never = ""
-        if needed.unreached:
-            do = word_form(needed.unreached, "does", "do")
-            never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
-        over = f"median over {count_of(repeated - needed.unreached, 'token')}{never}"
-        sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
-    if needed.at_once:
-        names = word_list([repr(token.token) for token in needed.at_once])
-        do = word_form(len(needed.at_once), "reaches", "reach")
-        what = "it" if sentences else norm
-        sentences.append(f"{names} {do} {what} without repetition, and the median leaves this out.")
-    return [" ".join(sentences)] if sentences else []
+        return [f"No token of {every} reaches {norm} at the sink layer by up to {within}."]
+    reached, others = sum(token.by_repetition for token in needed.tokens), ""
+    if reached < every:
+        others = f"; the others do at once, or not within {needed.max_repeats}"
+    over = f"median over {reached} of {count_of(every, 'token')}{others}"
+    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over})."]

@@ -67,13 +67,9 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
         groups = _readers(setup, survey, place, heads, standing, when(place, received.ids.shape[1], window))
     layer, head = torch.tensor(heads).T
     each, of_all = attention[layer, head], rates[received.attending].flatten(0, 1)
-    layer_rates: list[float | None] = []
-    for attends, of_layer in zip(received.attending.tolist(), rates, strict=True):
-        layer_rates.append(float(of_layer.mean()) if attends else None)
     return Sink(
         place=place,
         rate=float(of_all.mean()),
-        layer_rates=tuple(layer_rates),
         n_heads=len(of_all),
         readers=len(heads),
         attention=float(each.mean()),

@@ -32,7 +32,6 @@ class Survey:
         norms: The texts in which norm spikes were looked for.
         spikes: The places whose norm stands out, in pieces.
         other_spikes: How many places with a norm that stands out belong to no piece.
-        lengths: Lengths of the texts that were read.
         rate: The sink rate of position 0. None if not all layers were read.
     """
 
@@ -43,7 +42,6 @@ class Survey:
     norms: AttentionReceived
     spikes: tuple[Place, ...]
     other_spikes: int
-    lengths: tuple[int, ...]
     rate: SinkRate | None = None
 
     @classmethod
@@ -64,18 +62,17 @@ class Survey:
         without, rate, longer = scan.shared_dims, None, None
         if whole:
             received, rate = attention_of_all(setup, without)
-        norms, lengths, decode = received, (received.ids.shape[1],), setup.tokenizer.decode
+        norms, decode = received, setup.tokenizer.decode
         spikes, other_spikes = pieces(norms.ids, spike_places(norms.norms), decode)
         sinks, other_sinks = _sinks(received, spikes, decode)
         if len(scan.layers) == setup.target.n_layers and not sinks and not received.learned_heads:
             longer = long_texts(setup)  # they may show a sink that short ones do not
         if longer is not None:
-            lengths = (*lengths, longer.shape[1])
             more = attention_received(setup.target, longer, without=without)
             in_longer = _sinks(more, (), decode)
             if in_longer[0] or more.learned_heads:
                 received, (sinks, other_sinks) = more, in_longer
-        return cls(scan, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
+        return cls(scan, received, sinks, other_sinks, norms, spikes, other_spikes, rate)
 
     def scan(self, place: Place) -> LayerScan:
         """The model at a place of a spike."""
