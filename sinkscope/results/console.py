@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import fill
@@ -17,9 +16,6 @@ WIDTH = 80
 
 ERASE = "\r\x1b[K"
 """Makes a terminal erase the line."""
-
-BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
-"""Make a terminal begin and end bold type."""
 
 
 class ProgressBar:
@@ -114,21 +110,9 @@ def note(message: str) -> None:
         drop(sys.stderr)
 
 
-def show(text: str, bold: Sequence[str] = ()) -> None:
-    """Print text on standard output; on a terminal its long lines are broken between words.
-
-    Args:
-        text: The text.
-        bold: Lines of it that a terminal shows in bold type.
-    """
-    styled = is_terminal(sys.stdout) and "NO_COLOR" not in os.environ
-    lines: list[str] = []
-    for line in text.split("\n"):
-        shown = wrapped(visible(line), sys.stdout)
-        if styled and line and line in bold:
-            shown = f"{BOLD}{shown}{PLAIN}"
-        lines.append(shown)
-    print("\n".join(lines))
+def show(text: str) -> None:
+    """Print text on standard output; on a terminal its long lines are broken between words."""
+    print(wrapped(visible(text), sys.stdout))
 
 
 def drop(stream: Any) -> None:
@@ -151,5 +135,4 @@ def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
     from sinkscope.results.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
-    width = terminal_width()
-    show(result.text(width, None if explain else SCREEN), result.closing())
+    show(result.text(terminal_width(), None if explain else SCREEN))

@@ -23,13 +23,6 @@ def draw(result: Any) -> go.Figure:
     return figure_of(fig, result, width=600 * shown, height=480, legend=-0.3, bottom=130, barmode="group")
 
 
-def _place(result: Any) -> str:
-    """Where the blue line is measured."""
-    if result.spike is None:
-        return "the first token"
-    return html.escape(result.spike.place.words)
-
-
 def _draw_norms(fig: Any, result: Any) -> None:
     layers = list(range(len(result.spike_norm)))
     read = layers[: result.layers_read]
@@ -38,7 +31,8 @@ def _draw_norms(fig: Any, result: Any) -> None:
     fig.add_scatter(x=[*read, *read[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
-    fig.add_scatter(x=layers, y=result.spike_norm, name=_place(result), line=blue, row=1, col=1)
+    place = "the first token" if result.spike is None else html.escape(result.spike.place.words)
+    fig.add_scatter(x=layers, y=result.spike_norm, name=place, line=blue, row=1, col=1)
     if result.sink_layer is not None:
         fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, row=1, col=1)
     fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), col=1)

@@ -53,12 +53,8 @@ class SinkPlaces(Result):
             return f"Neither an attention sink nor a norm spike was found ({self.most_attended})."
         spike = self.spikes[0]
         norm = f"{spike.ratio:.0f} times the typical one (elsewhere {spike.usual:.1f})"
-        return short_sentence(
-            [
-                f"No attention sink was found ({self.most_attended}), but the norm at {spike.place} is {norm}.",
-                f"No attention sink was found, but the norm at {without_example(spike.place.words)} is {norm}.",
-            ]
-        )
+        place = without_example(spike.place.words)
+        return f"No attention sink was found ({self.most_attended}), but the norm at {place} is {norm}."
 
     def facts(self) -> list[str]:
         """Who attends where, and the layers."""
