@@ -25,10 +25,9 @@ def draw(result: Any) -> go.Figure:
 
 def _draw_norms(fig: Any, result: Any) -> None:
     layers = list(range(len(result.spike_norm)))
-    read = layers[: result.layers_read]
-    outline = [*result.typical_high[: len(read)], *result.typical_low[: len(read)][::-1]]
+    outline = [*result.typical_high, *result.typical_low[::-1]]
     area = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
-    fig.add_scatter(x=[*read, *read[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
+    fig.add_scatter(x=[*layers, *layers[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
     place = "the first token" if result.spike is None else html.escape(result.spike.place.words)

@@ -59,7 +59,6 @@ def find_sinks(
     for one in made:  # of several spikes at a place, the last one was read to the end
         if one.spike.place == made[0].spike.place and len(one.scan.layers) > len(whole.layers):
             whole = one.scan
-    unread = [None] * (setup.n_layers - len(survey.first.layers))
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),
@@ -71,10 +70,10 @@ def find_sinks(
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer if made else None,
         neurons=found.neurons,
-        spike_norm=(*whole.middle(whole.whole_norms).tolist(), *unread),
-        typical_norm=(*typical, *unread),
-        typical_low=(*low, *unread),
-        typical_high=(*high, *unread),
+        spike_norm=tuple(whole.middle(whole.whole_norms).tolist()),
+        typical_norm=tuple(typical),
+        typical_low=tuple(low),
+        typical_high=tuple(high),
         layers_read=len(survey.first.layers),
         repeats=repeats,
         sink_rate=survey.rate,

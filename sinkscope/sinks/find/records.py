@@ -9,8 +9,8 @@ from sinkscope.results.parts import Component, Head, Neuron, Parts
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.removal.components import Neurons
 
-PerLayer = tuple[float | None, ...]
-"""A number for each layer; None where it was not read."""
+PerLayer = tuple[float, ...]
+"""A number for each layer that was read."""
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 

@@ -63,7 +63,7 @@ class SinkPlaces(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class FindSinks(SinkPlaces):
-    """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
+    """Where the attention sink of a model is made. Lists over layers end with the last one that was read.
 
     Layers, neurons and norms are of the first spike.
 
