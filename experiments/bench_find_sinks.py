@@ -103,7 +103,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
 
     def run() -> Row:
         target: Any = open_target(Path(folder))  # as find_sinks(folder) does
-        found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
+        found = find_sinks(target, tokens=["a"], max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
         items = []
         for n in found.causal:

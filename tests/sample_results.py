@@ -7,22 +7,19 @@ from dataclasses import replace
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.find.places import LeftOver, Place, Rule, TokenShare
+from sinkscope.sinks.find.places import Place, Rule
 from sinkscope.sinks.find.records import (
     Candidate,
-    PublishedSink,
     Readers,
     RepeatedToken,
     RepeatsNeeded,
     Sink,
     SinkRate,
     Spike,
-    Stage,
 )
 from sinkscope.sinks.find.result import FindSinks
 
-BOS = TokenShare("<s>", 1.0)
-FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, 1.0, (BOS,))
+FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, 1.0, ("<s>",))
 STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,)), 0.2, 1.0, 0.5, ())
 
 NEURONS = (
@@ -54,24 +51,21 @@ def sample_find_sinks(**changes) -> FindSinks:
     """Six layers, four of them read, a sink in layer 2."""
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
-        settings={"top_k": 3, "seed": 0, "text": None},
+        settings={"seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
-        sinks=(Sink(FIRST, 0.4, (0.0, 0.0, 0.8, 0.8), 32, 8, 0.7, 0.02, 0.03, (HEADS,), 0),),
-        other_spikes=LeftOver(2, 0.1, (TokenShare(",", 0.5),)),
+        sinks=(Sink(FIRST, 0.4, 32, 8, 0.7, 0.02, 0.03, (HEADS,), 0),),
+        other_spikes=2,
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),
         sink_layer=2,
         neurons=NEURONS,
-        stages=(Stage(1, 0.02), Stage(2, 0.97)),
-        residual_dims=(5,),
-        spike_norm=(3.0, 20.0, 930.0, 931.0, None, None),
-        typical_norm=(2.0, 3.0, 4.0, 5.0, None, None),
-        typical_low=(1.5, 2.5, 3.5, 4.5, None, None),
-        typical_high=(2.5, 3.5, 4.5, 5.5, None, None),
+        spike_norm=(3.0, 20.0, 930.0, 931.0),
+        typical_norm=(2.0, 3.0, 4.0, 5.0),
+        typical_low=(1.5, 2.5, 3.5, 4.5),
+        typical_high=(2.5, 3.5, 4.5, 5.5),
         layers_read=4,
         repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
         sink_rate=SinkRate(0.3, 64, 100, 0.4),
-        published=PublishedSink("a paper", True),
     )
     return replace(made, **changes)

@@ -187,8 +187,8 @@ class SinkCard(Result):
         grids: list[Grid] = []
         if self.changes:
             changes = strings(self.rows())
-            kept = ("label", "before", "after")
-            grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, kept=kept))
+            important = ("label", "before", "after")
+            grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, important=important))
         shown = self._numbers()
         important = ("label", "value", "control", "margin")
         for row in shown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 from pydantic import Field
@@ -17,7 +16,7 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.guard import in_words
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
-from sinkscope.results.console import StreamedLine, end_bar, note
+from sinkscope.results.console import end_bar, note
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import cell
@@ -82,11 +81,10 @@ def print_generated(
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent
     progress("writing", 0, 0)
-    line = StreamedLine(sys.stdout)
 
     def show(_: int, piece: str) -> None:
         end_bar(progress)
-        print(line.fitted(piece if raw else visible(piece)), end="", flush=True)  # stays on the screen after Ctrl-C
+        print(piece if raw else visible(piece), end="", flush=True)  # stays on the screen after Ctrl-C
 
     (answer,) = generate(
         loaded,

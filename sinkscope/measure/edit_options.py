@@ -28,15 +28,14 @@ def edit_from_options(
         policy: Which entries the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from
             Python also a policy.
         guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`.
-        interventions: Any other interventions: one intervention, several joined by |, the name of a policy, the path of
-            a patch, or a list of these.
+        interventions: Any other intervention, or several joined by |.
 
     Raises:
         SinkscopeError: The patch cannot be read, the policy does not exist, or something is not an intervention.
     """
     parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
-        *_several(interventions),
+        interventions,
         policy_named(policy) if isinstance(policy, str) else policy,
         policy_named("loopguard") if guard is True else guard or None,
     ]
@@ -44,16 +43,7 @@ def edit_from_options(
     for part in given:
         if not isinstance(part, Intervention):
             raise SinkscopeError(
-                f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, the name of a policy "
-                "such as h2o:0.25, or several of them in a list"
+                f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, or several of "
+                "them joined by |"
             )
     return functools.reduce(or_, given) if given else None
-
-
-def _several(given: Any) -> list[Any]:
-    """What may be written for interventions, one by one."""
-    if isinstance(given, list | tuple):
-        return [one for part in given for one in _several(part)]
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
-        return [SinkPatch.load(given)]
-    return [policy_named(given) if isinstance(given, str) else given]

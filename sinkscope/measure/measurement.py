@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
@@ -98,7 +97,6 @@ class Measurement(Generic[P, R]):
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. The arguments are those of the signature."""
-        self._refuse_unknown(kwargs)
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
         edit = None
@@ -114,13 +112,6 @@ class Measurement(Generic[P, R]):
             opening["loading"] = "whole"
         setup = replace(Setup.open(**opening), edit=edit)
         return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
-
-    def _refuse_unknown(self, keywords: Mapping[str, Any]) -> None:
-        known = list(self.__signature__.parameters)
-        for name in keywords:
-            if name not in known:
-                near = get_close_matches(name, known, n=1) or known
-                raise TypeError(f"{self.function.__name__}() has no argument {name!r}; expected {', '.join(near)}")
 
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import fill
@@ -18,9 +16,6 @@ WIDTH = 80
 
 ERASE = "\r\x1b[K"
 """Makes a terminal erase the line."""
-
-BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
-"""Make a terminal begin and end bold type."""
 
 
 class ProgressBar:
@@ -106,27 +101,6 @@ def wrapped(text: str, stream: Any) -> str:
     return "\n".join(lines)
 
 
-class StreamedLine:
-    """Breaks text that comes piece by piece between words where a terminal shows it; other readers get it unchanged."""
-
-    def __init__(self, stream: Any) -> None:
-        self._width = terminal_width() if stream.isatty() else None
-        self._column = 0
-
-    def fitted(self, piece: str) -> str:
-        """A piece with the line ends that it needs after what came before."""
-        if self._width is None:
-            return piece
-        shown = ""
-        for part in re.findall(r"\n|\s|\S+", piece):
-            if part != "\n" and self._column + len(part) > self._width:
-                shown, self._column = f"{shown}\n", 0
-                part = part.lstrip()
-            shown += part
-            self._column = 0 if part == "\n" else self._column + len(part)
-        return shown
-
-
 def note(message: str) -> None:
     """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
@@ -136,21 +110,9 @@ def note(message: str) -> None:
         drop(sys.stderr)
 
 
-def show(text: str, bold: Sequence[str] = ()) -> None:
-    """Print text on standard output; on a terminal its long lines are broken between words.
-
-    Args:
-        text: The text.
-        bold: Lines of it that a terminal shows in bold type.
-    """
-    styled = is_terminal(sys.stdout) and "NO_COLOR" not in os.environ
-    lines: list[str] = []
-    for line in text.split("\n"):
-        shown = wrapped(visible(line), sys.stdout)
-        if styled and line and line in bold:
-            shown = f"{BOLD}{shown}{PLAIN}"
-        lines.append(shown)
-    print("\n".join(lines))
+def show(text: str) -> None:
+    """Print text on standard output; on a terminal its long lines are broken between words."""
+    print(wrapped(visible(text), sys.stdout))
 
 
 def drop(stream: Any) -> None:
@@ -173,5 +135,4 @@ def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
     from sinkscope.results.tables import SCREEN  # loads what `sinkscope --help` need not wait for
 
-    width = terminal_width()
-    show(result.text(width, None if explain else SCREEN), result.headings(width))
+    show(result.text(terminal_width(), None if explain else SCREEN))

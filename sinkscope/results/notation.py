@@ -80,13 +80,6 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {word_form(count, noun, f'{noun}s')}"
 
 
-def interval_phrase(count: int, noun: str) -> str:
-    """How often something comes back: "every token", "every 2 tokens"."""
-    if count == 1:
-        return f"every {noun}"
-    return f"every {count:,} {noun}s"
-
-
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
     """(layer, neuron) or (layer, expert, neuron) of a name; L1N338, 1.338 and 1:338 are read as well.
 

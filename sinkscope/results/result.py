@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
-from sinkscope.results.notation import count_of
 from sinkscope.results.parts import POSITION, in_words, kind_of, removed
-from sinkscope.results.tables import WIDTH, Grid, Table, cell, glossary, height, long_table, shortened, strings
+from sinkscope.results.tables import WIDTH, Grid, Table, glossary, height, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,11 +23,9 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
-COMPLETED = "claims conclusion details figure rows save text to_csv to_frame to_html to_json".split()
-"""What a notebook completes after a result and a dot, beside its fields; the rest is for those who write results."""
 MOST_DETAILS = 6
 """Claims below the conclusion."""
-LEAST_TABLE = 10
+LEAST_TABLE = 5
 """Lines that tables have before details take the rest."""
 
 
@@ -92,12 +89,10 @@ class Result(Envelope):
     """
 
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: arrays, else the first field with records
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
     table_rows: ClassVar[int] = 64  # number of rows that are printed
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
-    matters: ClassVar[str] = ""  # column that says which rows matter; on a terminal the others are one line
-    told: ClassVar[str] = ""  # column of which that line tells the largest value
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
@@ -106,10 +101,6 @@ class Result(Envelope):
         super().__init_subclass__(**kwargs)
         if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
             cls.__repr__ = Result.__repr__
-
-    def __dir__(self) -> list[str]:
-        names = [one.name for one in fields(self)]
-        return sorted([*names, *(name for name in COMPLETED if hasattr(type(self), name))])
 
     # What it says
 
@@ -181,20 +172,12 @@ class Result(Envelope):
     def rows(self) -> Table:
         """The result as a table, one dict per row.
 
-        By default, the arrays that have the axes of the largest named array are the columns, beside a column for each
-        axis. A field named like an axis, or its plural, labels it. A result without arrays has the records of a field
-        as its rows, or else one row of its plain fields.
+        By default, the records of its first field with such are the rows.
         """
-        own = self.own_fields()
-        axes = _named_axes(type(self), own)
-        if axes and not self.table_of:
-            return _long_rows(own, axes)
-        for name, value in own.items():
+        for name, value in self.own_fields().items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
                 return [self._record_row(record) for record in value]
-        if self.table_of:
-            return []
-        return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
+        return []
 
     def _record_row(self, record: Any) -> dict[str, Any]:
         return {name: value for name, value in plain(record).items() if name not in self.table_without}
@@ -205,21 +188,10 @@ class Result(Envelope):
 
     def grids(self) -> list[Grid]:
         """The tables that are shown, by default that of `shown_rows`; a subclass with several overrides it."""
-        shown, every = self.shown_rows(), self.rows()
-        columns = strings(shown, self.percent)
-        note = ""
-        if len(shown) < len(every) and shown[0].keys() == every[0].keys():
-            note = f"The table shows {len(shown)} of {len(every)} rows (--csv FILE writes them all)."
+        columns = strings(self.shown_rows(), self.percent)
         if not columns:
             return []
-        matters: list[bool] = []
-        others = ""
-        if self.matters:
-            matters = [bool(row[self.matters]) for row in shown]
-            rest = [row[self.told] for row in shown if not row[self.matters] and row[self.told] is not None]
-            most = cell(max(rest, default=None), percent=self.told in self.percent)
-            others = f"{count_of(matters.count(False), 'other')}: {self.told.replace('_', ' ')} at most {most}"
-        return [Grid(columns, note=note, important=self.columns, matters=matters, others=others, total=len(every))]
+        return [Grid(columns, important=self.columns, total=len(self.rows()))]
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""
@@ -254,27 +226,17 @@ class Result(Envelope):
             lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
                 says so. None: everything, with the meaning of the columns.
         """
-        details = self.summary().split("\n")[1:]
-        closing = self.closing()
-        grids = self.grids()
+        details, closing = self.summary().split("\n")[1:], self.closing()
+        tables = [grid.text(width) for grid in self.grids()]
         if lines is None or width is None:
-            tables = [grid.text(width) for grid in grids]
             return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
-        tables = [grid.brief().text(width) for grid in grids]
         hint = "--explain shows more rows, all details and the meaning of the columns."
-        room = lines - height([hint, *closing], width)
-        least = min(LEAST_TABLE, height(tables, width) + len(grids))
-        while details and height(details, width) > room - least:
+        room = lines - height([hint, *closing], width) - 1
+        rows = "\n\n".join(tables).split("\n")
+        while details and height(details, width) > room - min(LEAST_TABLE, len(rows)):
             details.pop()
-        blocks = shortened(grids, room - height(details, width), width)
-        return "\n\n".join([*blocks, "\n".join([*details, hint, *closing])])
-
-    def headings(self, width: int | None = WIDTH) -> list[str]:
-        """The lines of `text` that a terminal shows in bold type: the conclusion, and what stands above the tables."""
-        lines = self.closing()
-        for grid in self.grids():
-            lines += [*grid.heading(width), *grid.brief().heading(width)]
-        return lines
+        rows = rows[: room - height(details, width)]
+        return "\n".join([*rows, "", *details, hint, *closing])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""
@@ -324,29 +286,3 @@ class Result(Envelope):
             parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")
         parts.append("</dl></details>")
         return visible("\n".join([*parts, "</div>"]))
-
-
-def _named_axes(cls: type[Result], own: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The names of the axes of each field that is an array with such names, and not empty."""
-    axes: dict[str, tuple[str, ...]] = {}
-    for name, hint in get_type_hints(cls).items():
-        for one in (hint, *get_args(hint)):
-            words = getattr(one, "dim_str", "")  # of jaxtyping
-            if words and getattr(own.get(name), "size", 0):
-                axes[name] = tuple(words.split())
-    return axes
-
-
-def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> Table:
-    """A row for each entry of the largest array, with the arrays of the same axes as columns."""
-    largest = max(axes, key=lambda name: own[name].size)
-    shape = own[largest].shape
-    labels: dict[str, Sequence[Any]] = {}
-    for axis, size in zip(axes[largest], shape, strict=True):
-        labels[axis] = range(size)
-        for name in (axis, f"{axis}s", f"{axis}es"):
-            entries = plain(own.get(name))
-            if isinstance(entries, list) and len(entries) == size:
-                labels[axis] = entries
-    columns = {name: own[name] for name in axes if axes[name] == axes[largest] and own[name].shape == shape}
-    return long_table(columns, **labels)

@@ -1,13 +1,14 @@
-"""Tables of results: columns that fit the width, constants in the note, and the meaning of the columns."""
+"""Tables of results: columns that fit the width, and the meaning of the columns."""
 
 from __future__ import annotations
 
 import html
 import inspect
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from itertools import compress, product
+from itertools import product
 from textwrap import fill, wrap
 from typing import Any, get_args, get_type_hints
 
@@ -21,8 +22,8 @@ SCREEN = 23
 """Lines of a terminal of 24 lines beside the next prompt."""
 ROUNDING = 1e-6
 """Below it a number in a table is what float32 leaves of zero."""
-BETWEEN = "  "
-CONSTANT = "In every row shown: "
+BETWEEN, WIDEST = 2, 10_000
+"""Spaces between columns, and the longest line of a table that shows every column."""
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
     "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
@@ -30,7 +31,7 @@ PLAIN = frozenset(
 """Names of columns that need no explanation."""
 Table = list[dict[str, Any]]
 """One dict per row."""
-_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|about 0|")
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|nan|yes|no|about 0|")
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,8 @@ class Grid:
         columns: The cells of each column, by its name.
         title: Title above the table.
         note: Note below the table.
-        important: Names of the columns that are shown if not all fit. Empty: the first columns that fit.
-        kept: Names of the columns that are shown in any case; their cells take several lines where they must.
-        matters: Which rows matter; empty: all.
-        others: A line about the other rows, which stands for them on a terminal.
+        important: Names of the columns that are shown if not all fit; their cells take several lines where they must.
+            Empty: the first columns that fit.
         total: Number of rows of the whole table, if it has more than these.
     """
 
@@ -52,65 +51,32 @@ class Grid:
     title: str = ""
     note: str = ""
     important: Sequence[str] = ()
-    kept: Sequence[str] = ()
-    matters: Sequence[bool] = ()
-    others: str = ""
     total: int = 0
 
-    def brief(self) -> Grid:
-        """The rows that matter, and the line about the others; the whole table if all or none matter."""
-        if not any(self.matters) or all(self.matters):
-            return self
-        columns = {name: list(compress(cells, self.matters)) for name, cells in self.columns.items()}
-        return replace(self, columns=columns, note=f"{self.others}\n{self.note}".strip(), matters=())
-
-    def heading(self, width: int | None = None) -> list[str]:
-        """The lines above the rows: the title, and the heads of the columns that fit."""
-        *lines, _ = replace(self.narrow(width), note="").text(None, 0).splitlines()  # the last one counts the rows
-        return lines
-
     def narrow(self, width: int | None) -> Grid:
-        """The table with the columns that fit into a width; None: every column.
-
-        A column with the same value in all rows moves into the note, which also names the columns left out.
-        """
-        if width is None:
-            return self
-        sizes: dict[str, int] = {}
-        constants: list[str] = []
-        for name, cells in self.columns.items():
-            if len(cells) > 1 and len(set(cells)) == 1 and name not in self.kept:
-                if cells[0]:  # an empty column says nothing
-                    constants.append(f"{_words(name)} {cells[0]}")
-            else:
-                sizes[name] = _width(name, cells) + len(BETWEEN)
-        room = width + len(BETWEEN)
-        columns = {**self.columns, **self._folded(sizes, room)}
-        important = [name for name in (*self.kept, *self.important) if name in sizes]
-        names = list(dict.fromkeys([*important, *sizes])) or list(columns)[:1]
-        if sum(sizes.values()) > room:
-            names = important or names
-        shown: list[str] = []
-        for name in names:
-            if not shown or sizes[name] <= room:
-                shown.append(name)
-                room -= sizes.get(name, 0)
-        left_out = [_words(name) for name in sizes if name not in shown]
+        """The table with the columns that fit into a width, and a note that names the others; None: every column."""
+        important = [name for name in self.important if name in self.columns]
+        ends, end = dict[str, int](), -BETWEEN
+        for name in dict.fromkeys([*important, *self.columns]):
+            end += BETWEEN + _width(name, self.columns[name])
+            ends[name] = end
+        shown = list(ends)
+        if width is not None and end > width:
+            shown = important or [name for name in ends if ends[name] <= width] or shown[:1]
         note = self.note
-        if constants:
-            note += f"\n{CONSTANT}{', '.join(constants)}."
+        left_out = [_words(name) for name in ends if name not in shown]
         if left_out:
             note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
-        return replace(self, columns={name: columns[name] for name in shown}, note=note.strip())
+        return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
 
-    def _folded(self, sizes: dict[str, int], room: int) -> dict[str, list[str]]:
-        """The columns that are kept, folded so that all fit; the widest becomes narrower, in `sizes` too."""
-        while sum(sizes[name] for name in self.kept) > room:
-            sizes[max(self.kept, key=sizes.__getitem__)] -= 1
-        columns: dict[str, list[str]] = {}
-        for name in self.kept:
-            columns[name] = ["\n".join(wrap(text, sizes[name] - len(BETWEEN))) for text in self.columns[name]]
-        return columns
+    def notes(self, rows: int | None = None) -> list[str]:
+        """The lines below the table, of which so many rows are shown; None: all that it has."""
+        every = max(map(len, self.columns.values()), default=0)
+        count = every if rows is None else min(rows, every)
+        notes = self.note.splitlines()
+        if count < max(every, self.total):
+            notes.append(f"{count} of {max(every, self.total)} rows are shown (--csv FILE writes them all).")
+        return notes
 
     def text(self, width: int | None = None, rows: int | None = None) -> str:
         """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
@@ -119,91 +85,60 @@ class Grid:
             width: Characters of a line. None: every column is shown, and the note is not broken.
             rows: Rows that are shown, which the note then says. None: all.
         """
-        from rich.cells import set_cell_size  # some characters take two places
+        from rich.console import Console
+        from rich.table import Table as RichTable
 
-        shown = self.narrow(width)
-        note = shown.note
-        lines_of_rows = [max(map(_lines, row)) for row in zip(*shown.columns.values(), strict=True)]
-        if rows is not None and rows < len(lines_of_rows):
-            kept = [line for line in note.splitlines() if line.startswith(CONSTANT)]
-            note = "\n".join([*kept, f"{rows} of {max(self.total, len(lines_of_rows))} rows are shown."])
-        heads = {name: wrap(_words(name), _width(name, cells)) for name, cells in shown.columns.items()}
-        height = max(map(len, heads.values()), default=0)
-        blocks: list[list[str]] = []
+        shown, printed = self.narrow(width), io.StringIO()
+        table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
         for name, cells in shown.columns.items():
-            size = _width(name, cells)
-            block = [*[""] * (height - len(heads[name])), *heads[name]]
-            for cell, lines in zip(cells[:rows], lines_of_rows, strict=False):
-                block += [*cell.split("\n"), *[""] * (lines - _lines(cell))]
-            if all(map(_NUMBER.fullmatch, cells)):
-                block = [part.rjust(size) for part in block]
-            blocks.append([set_cell_size(part, size) for part in block])
-        lines = [self.title]
-        for row in zip(*blocks, strict=True):
-            lines.append(BETWEEN.join(row).rstrip())
-        for line in note.splitlines():
-            lines.append(line if width is None else fill(line, width))
-        return "\n".join(filter(None, lines))
+            side = "right" if _are_numbers(cells) else "left"
+            head = "\n".join(wrap(_words(name), _width(name, cells)))
+            table.add_column(head, justify=side, overflow="fold")
+        for row in list(zip(*shown.columns.values(), strict=True))[:rows]:
+            table.add_row(*row)
+        console = Console(file=printed, width=width or WIDEST, markup=False, highlight=False, emoji=False)
+        console.print(table)
+        lines = [self.title, *printed.getvalue().splitlines()]
+        for note in shown.notes(rows):
+            lines.append(note if width is None else fill(note, width))
+        return "\n".join(filter(None, map(str.rstrip, lines)))
 
     def html(self) -> str:
         """The same as HTML with every column, fully escaped; words stand left, and numbers right."""
-        title, note = html.escape(self.title), html.escape(self.note)
-        words = [any(map(_is_word, cells)) for cells in self.columns.values()]
-        head = _html_row("th", map(_words, self.columns), words)
-        body = "".join(_html_row("td", row, words) for row in zip(*self.columns.values(), strict=True))
+        title, note = html.escape(self.title), html.escape("\n".join(self.notes()))
+        numbers = list(map(_are_numbers, self.columns.values()))
+        head = _html_row("th", map(_words, self.columns), numbers)
+        body = "".join(_html_row("td", row, numbers) for row in zip(*self.columns.values(), strict=True))
         table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
         return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}{table}"
 
 
 def _width(name: str, cells: Sequence[str]) -> int:
     """The width of a column: that of its widest cell or word of the head."""
-    from rich.cells import cell_len
+    from rich.cells import cell_len  # some characters take two places
 
-    return max(map(cell_len, [*name.split("_"), *"\n".join(cells).split("\n")]))
+    return max(map(cell_len, [*name.split("_"), *cells]))
 
 
-def _lines(cell: str) -> int:
-    """How many lines a cell takes."""
-    return cell.count("\n") + 1
+def _are_numbers(cells: Sequence[str]) -> bool:
+    """Whether every cell of a column is a number, a share, yes or no, or empty."""
+    return all(map(_NUMBER.fullmatch, cells))
 
 
 def height(blocks: Sequence[str], width: int) -> int:
     """Number of lines that texts take on a terminal, for which long ones are broken between words."""
     lines = 0
     for line in "\n".join(blocks).splitlines():
-        lines += 1 if len(line) <= width else len(wrap(line, width, break_on_hyphens=False))
+        lines += max(1, len(wrap(line, width, break_on_hyphens=False)))
     return lines
 
 
-def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
-    """Tables as text with so few of the rows that matter that they fit with a line after each.
-
-    A table keeps a row at least; if that is not enough, the last tables are left out.
-    """
-    texts: list[str] = []
-    most = 0
-    grids = [grid.brief() for grid in grids]
-    for grid in grids:
-        most = max(most, *map(len, grid.columns.values()))
-    for count in range(len(grids), 0, -1):
-        for rows in range(most, 0, -1):
-            texts = [grid.text(width, rows) for grid in grids[:count]]
-            if height(texts, width) + count <= room:
-                return texts
-    return texts
-
-
-def _html_row(tag: str, texts: Iterable[str], words: Sequence[bool]) -> str:
+def _html_row(tag: str, texts: Iterable[str], numbers: Sequence[bool]) -> str:
     cells: list[str] = []
-    for text, left in zip(texts, words, strict=True):
-        kind = ' class="words"' if left else ""
+    for text, is_number in zip(texts, numbers, strict=True):
+        kind = "" if is_number else ' class="words"'
         cells.append(f"<{tag}{kind}>{html.escape(text)}</{tag}>")
     return f"<tr>{''.join(cells)}</tr>"
-
-
-def _is_word(cell: str) -> bool:
-    """Whether a cell holds neither a number, a share, nor a dash."""
-    return re.fullmatch(r"-|about 0|nan|[-+]?[\d.,]+(e[-+]?\d+)?%?", cell) is None
 
 
 def _words(name: str) -> str:

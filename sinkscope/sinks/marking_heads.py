@@ -143,7 +143,6 @@ class MarkingHeads(Result):
     table_rows = 16
     percent = ("drop",)
     columns = ("head", "serves", "drop")
-    matters, told = "serves", "drop"
     glossary: ClassVar = {
         "serves": "number of tokens whose smallest sufficient set of heads contains this head",
         "drop": "share of the mark lost when the head is replaced, mean over tokens",

@@ -102,15 +102,15 @@ def test_the_shell_completes(typed, word):
 def test_options_reach_the_function_as_they_are_typed(calls, typed):
     typed("find-sinks")
     assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
-    typed("find-sinks --model m --dtype float16 --no-bos --all-layers --top-k 3 --text t.txt --token cat --token dog")
+    typed("find-sinks --model m --dtype float16 --no-bos --all-layers --max-repeats 3 --text t --token cat --token dog")
     arguments = calls.pop()
     del arguments["progress"]
-    given = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "top_k": 3, "text": "t.txt"}
+    given = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "max_repeats": 3, "text": "t"}
     assert arguments == {**given, "tokens": ["cat", "dog"]}
 
 
 def test_a_model_is_typed_as_a_word_or_an_option(calls, typed):
-    typed("find-sinks llama-2-7b --top-k 3")
+    typed("find-sinks llama-2-7b --max-repeats 3")
     assert calls.pop()["model"] == "llama-2-7b"
     assert "two models, a and b: give one" in typed("find-sinks a --model b", 2).err and not calls
     assert "extra argument (b)" in typed("find-sinks a b", 2).err
@@ -180,7 +180,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
             "find-sinks --modle x",
             "No such option '--modle'. (Did you mean one of: '--html', '--model'?) (see sinkscope",
         ),
-        ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
+        ("find-sinks --max-repeats 0", "--max-repeats 0: expected a whole number from 1"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
         ("find-sinks --json x --html ./x", "x is given for two outputs"),

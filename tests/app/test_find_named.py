@@ -26,8 +26,8 @@ def test_folder_is_read_upward_and_no_further_than_needed(tmp_path):
     assert result.sink_layer == deep.truth.sink_layer
     assert {n.site for n in result.causal} == set(deep.truth.neurons)
     assert result.layers_read == deep.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
-    assert result.model.n_layers == LAYERS == len(result.spike_norm)
-    assert all(v is None for v in result.spike_norm[result.layers_read :]) and result.sink_rate is None
+    assert result.model.n_layers == LAYERS > len(result.spike_norm) == result.layers_read
+    assert result.sink_rate is None
     read = {int(name.split("layers.")[1].split(".")[0]) for name in target.store.source.read if "layers." in name}
     assert read == set(range(result.layers_read))
     assert max(target.store.reads.values()) <= 6  # one walk scans, three repeat, two search from the sink layer on

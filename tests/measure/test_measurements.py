@@ -209,9 +209,3 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache():
         kept = (few[layer][0, :, -1].amax(0) > 0).nonzero().flatten().tolist()
         assert kept[:4] == [0, 1, 2, 3] and kept[4:] == list(range(64 - len(kept) + 4, 64)) and 12 <= len(kept) <= 13
         assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))
-
-
-@pytest.mark.parametrize(("wrong", "near"), [("modle", "model"), ("txt", "text"), ("max_repeat", "max_repeats")])
-def test_a_wrong_keyword_is_answered_with_the_function_and_the_nearest_one(wrong, near):
-    with pytest.raises(TypeError, match=rf"^circuit\(\) has no argument '{wrong}'; expected {near}$"):
-        ss.circuit(**{wrong: 1})

@@ -89,18 +89,18 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert tokenizer_of(target_of(model)) is tokenizer
 
 
-def test_interventions_may_be_anything(tmp_path):
+def test_interventions_are_joined(tmp_path):
     model, tokenizer = tiny_model("llama")
     patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
     settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
-    for given in ([[patch], "h2o:8", [guard]], [tmp_path / "patch.json", [H2O(8) | guard]]):
-        assert [r.tokens for r in generate(model, TEXTS, interventions=given, **settings)] == [r.tokens for r in want]
+    given = {"patch": tmp_path / "patch.json", "policy": "h2o:8", "guard": guard}
+    assert [r.tokens for r in generate(model, TEXTS, **given, **settings)] == [r.tokens for r in want]
     assert [r.tokens for r in generate(model, TEXTS, **settings)] != [r.tokens for r in want]
     with pytest.raises(SinkscopeError, match="int is no intervention"):
-        generate(model, TEXTS, interventions=[patch, 5], **settings)
+        generate(model, TEXTS, interventions=5, **settings)
     said = want[0].summary
     assert said.startswith("SinkPatch patched ") and "H2O(8) held at most 9 of " in said and "LoopGuard" in said
     assert generate(model, TEXTS, **settings)[0].summary == ""

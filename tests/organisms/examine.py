@@ -105,7 +105,7 @@ def examine(model_type: str) -> TypeReport:
     if model_type in NOT_PLANTED:
         return report
     planted = _plant(target)
-    found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer, max_repeats=4, top_k=4))
+    found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer, max_repeats=4))
     if found is not None:
         _check_neurons(report, target, planted, found)
     _check_folder(report, model, tokenizer, planted)
@@ -116,7 +116,7 @@ def _check_folder(report: TypeReport, model, tokenizer, planted: Planted):
     with tempfile.TemporaryDirectory() as where:
         model.save_pretrained(where)
         tokenizer.save_pretrained(where)
-        found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4, top_k=4))
+        found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4))
     if found is not None:
         first = found.neurons[0].site if found.neurons else None
         report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")

@@ -9,24 +9,11 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Float
 from refusals import refused
 
 from sinkscope.results.notation import head_name, neuron_name, read_head, read_neuron
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Grid
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrays(Result):
-    kind: ClassVar[str] = "test-arrays"
-
-    entropy: Float[np.ndarray, "layer head"]
-    rate: Float[np.ndarray, "layer head"] | None
-    per_layer: Float[np.ndarray, " layer"]
-    layers: tuple[int, ...]
-    uniform: float
-
+from sinkscope.results.tables import Grid, long_table
 
 WORDS = [f"column_{name}" for name in "abcdefghijklm"]
 
@@ -73,13 +60,13 @@ def _columns(rows: list[list[str]]) -> dict[str, list[str]]:
 
 
 def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
-    columns = _columns([[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)])
+    columns = _columns([[f"{i}{j:07}" for j in range(13)] for i in range(3)])
     grid = Grid(columns, important=["column_l", "column_b"])
     text = grid.narrow(80).text(80)
     assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
-    assert "In every row shown: column m same." in text and "column a, column c" in text and "--csv FILE" in text
+    assert "column a, column c" in text and "--csv FILE" in text
     plain = Grid(columns).narrow(80)
-    assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l" in plain.note
+    assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l, column m" in plain.note
     assert grid.narrow(None).columns == columns
 
 
@@ -92,14 +79,14 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     assert shown.columns.items() <= _columns(rows).items()
 
 
-def test_columns_that_are_kept_take_several_lines_where_all_are_too_wide_and_lose_no_word():
+def test_columns_that_are_important_take_several_lines_where_all_are_too_wide_and_lose_no_word():
     columns = {
         "label": ["words " * 12, "one"],
         "before": ["a, " * 20, "b"],
         "margin": ["0", "1"],
         "after": ["Q" * 90] * 2,
     }
-    lines = Grid(columns, kept=["label", "before", "after"], note="Note.").text(80).splitlines()
+    lines = Grid(columns, important=["label", "before", "after"], note="Note.").text(80).splitlines()
     assert lines[0].split() == ["label", "before", "after"] and max(map(len, lines)) <= 80
     words = " ".join(lines).split()
     assert words.count("words") == 12 and words.count("a,") == 20 and "".join(words).count("Q") == 180
@@ -124,13 +111,10 @@ def test_a_result_explains_its_columns_from_its_docstrings():
 
 def test_arrays_become_a_long_table_with_a_column_for_each_axis():
     grown = np.arange(6.0).reshape(2, 3)
-    result = Arrays(entropy=grown, rate=grown / 10, per_layer=np.ones(2), layers=(3, 5), uniform=4.0)
-    rows = result.rows()
+    rows = long_table({"entropy": grown, "rate": grown / 10, "none": None}, layer=(3, 5), head=range(3))
     assert len(rows) == 6
     assert rows[0] == {"layer": 3, "head": 0, "entropy": 0.0, "rate": 0.0}
     assert rows[5] == {"layer": 5, "head": 2, "entropy": 5.0, "rate": 0.5}
-    again = Result.from_dict(result.to_dict())
-    assert isinstance(again, Arrays) and again.rows() == rows
 
 
 @pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3:2:7", " L3.E2.N7 "])
@@ -152,11 +136,8 @@ def test_what_is_no_neuron_is_refused(text):
         read_neuron(text)
 
 
-def test_a_terminal_shows_the_rows_that_matter_and_a_line_about_the_others():
-    cells = {"neuron": ["a", "b", "c"], "drop": ["0.0%", "99.0%", "1.0%"], "control_drop": ["0.1%", "0.2%", "0.3%"]}
-    grid = Grid(cells, note="Seen.", matters=[False, True, False], others="2 others: drop at most 1.0%")
-    brief = grid.brief()
-    assert brief.columns == {"neuron": ["b"], "drop": ["99.0%"], "control_drop": ["0.2%"]}
-    assert brief.text(80).splitlines()[-2:] == ["2 others: drop at most 1.0%", "Seen."] and brief.brief() == brief
-    for matters in ([False] * 3, [True] * 3):
-        assert replace(grid, matters=matters).brief().columns == cells
+def test_a_table_says_how_many_rows_of_all_it_shows():
+    grid = Grid({"neuron": ["a", "b", "c"], "drop": ["99.0%", "1.0%", "0.5%"]}, note="Seen.", total=9)
+    assert grid.text(80, rows=1).splitlines()[1:] == ["a       99.0%", *grid.notes(1)]
+    assert grid.notes() == ["Seen.", "3 of 9 rows are shown (--csv FILE writes them all)."]
+    assert grid.notes()[1] in grid.html() and replace(grid, total=3).notes() == ["Seen."]

@@ -47,7 +47,7 @@ def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family, 
     """The bystander is a candidate and takes a tenth of the norm with it, and some random neurons take more."""
     shared = shared_sink(family)
     o = shared.organism
-    result = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, top_k=6, text=text_file(o, tmp_path, 8))
+    result = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text_file(o, tmp_path, 8))
     assert 0.1 < shared.bystander_drop < shared.helper_drop < shared.sink_drop
     by_site = {neuron.site: neuron for neuron in result.neurons}
     for site, drop in ((shared.bystander, shared.bystander_drop), (shared.sink, shared.sink_drop)):

@@ -28,7 +28,7 @@ from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import LONGEST, Words, words_of
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.signals import tail_period
-from sinkscope.results.notation import count_of, interval_phrase
+from sinkscope.results.notation import count_of
 
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 
@@ -186,7 +186,7 @@ class LoopGuard(Intervention):
 def in_words(event: Event) -> str:
     """What the guard found and did in one of its events."""
     data = event.data
-    alarm = "an alarm" if data["period"] is None else f"a repetition {interval_phrase(data['period'], 'token')}"
+    alarm = "an alarm" if data["period"] is None else f"a repetition of {count_of(data['period'], 'token')}"
     cached = count_of(data["cached_before"], "cached token")
     back = count_of(data["taken_back"], "token")
     new = count_of(data["generated"], "new token")

@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from itertools import chain, product
-from textwrap import wrap
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
 import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 
 from sinkscope.measure import Natural, Setup, measurement
-from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Claims, Outcome, Search
-from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Head
-from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
+from sinkscope.results.claims import Claim, Claims, Outcome, Search, without_example
+from sinkscope.results.parts import in_words
+from sinkscope.results.style import BLUE, GREY, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.result import SinkPlaces
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
-from sinkscope.sinks.removal.components import key_bias, key_projection, mixing, writers
+from sinkscope.sinks.removal.components import mixing, writers
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import prefixes, repeated
 from sinkscope.sinks.values import HeadValue, values_of
 
 TRACED = 4  # spikes whose marks are traced at most
 TEXTS = 2  # pieces of typical text in which they are traced
-MOST_PARTS = 4  # of a step that are drawn
-BOX = 34  # characters of a line in a box
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
 
@@ -48,7 +40,6 @@ class Circuit(SinkPlaces):
     Attributes:
         claims: What marks the places, what the heads need, what they write by the values there, and what makes the
             spikes; what marks the first spike comes first if the heads of the first sink need it.
-        untested: What may carry a sink and cannot be replaced in this model.
         values: What each head that attends to a sink writes by the value there.
     """
 
@@ -66,7 +57,6 @@ class Circuit(SinkPlaces):
     }
 
     claims: Claims = ()
-    untested: tuple[str, ...] = ()
     values: tuple[HeadValue, ...] = ()
 
     def of(self, role: str) -> list[Claim]:
@@ -88,51 +78,19 @@ class Circuit(SinkPlaces):
                     rows.append({**row, "value": kinds.get((head, sink.words))})
         return rows
 
-    def facts(self) -> list[str]:
-        """Who attends where, and what was not tested."""
-        untested = [f"Not tested: {word_list(self.untested)}."] if self.untested else []
-        return super().facts() + untested
-
-
-def parts_of(result: Circuit) -> list[list[str]]:
-    """The steps of the circuit from the top down: what is shown of each part, as lines of HTML."""
-    steps: list[list[str]] = []
-    for roles in ((MARKS, COPIES), ("makes",), ("carries",)):
-        claims = [claim for claim in result.claims if claim.role in roles][:MOST_PARTS]
-        steps.append(["<br>".join(map(html.escape, wrap(claim.shortest(), BOX))) for claim in claims])
-    return [step for step in steps if step]
-
 
 def draw(result: Circuit) -> go.Figure:
-    """The circuit from its marks down to the heads that read the sink, and the attention that each head keeps."""
-    titles = ["from the mark to the heads that read it", "attention that heads keep without the sink's maker"]
-    fig: Any = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
-    steps = parts_of(result)
-    above: list[float] = []
-    for level, step in enumerate(steps):
-        across = [(number + 0.5) / len(step) for number in range(len(step))]
-        for ends in product(above, across):
-            line = {"mode": "lines", "line": {"color": GREY, "width": 1}, "showlegend": False, "hoverinfo": "skip"}
-            fig.add_scatter(x=ends, y=[level - 1, level], **line, row=1, col=1)
-        for text, x in zip(step, across, strict=True):
-            box = {"showarrow": False, "bgcolor": "#ffffff", "bordercolor": BLUE, "borderpad": 6, "font": {"size": 11}}
-            fig.add_annotation(x=x, y=level, text=text, **box, row=1, col=1)
-        above = across
-    fig.update_xaxes(range=[0, 1], visible=False, col=1)
-    fig.update_yaxes(range=[len(steps) - 0.5, -0.5], visible=False, col=1)
-    kept: dict[Head, float] = {}
-    for group in chain.from_iterable(sink.groups for sink in result.sinks):
-        for head, before, after in zip(group.heads, group.attention, group.left, strict=True):
-            kept.setdefault(head, after / before)
-    if kept:
-        grid = np.full((max(head.layer for head in kept) + 1, max(head.head for head in kept) + 1), np.nan)
-        for head, share in kept.items():
-            grid[head.layer, head.head] = share
-        bar = {"tickformat": ".0%"}
-        fig.add_heatmap(z=grid, zmin=0, zmax=1, colorscale=[ORANGE, "#f7f7f7"], colorbar=bar, row=1, col=2)
-    fig.update_xaxes(title_text="head", col=2)
-    fig.update_yaxes(title_text="layer", autorange="reversed", col=2)
-    return figure_of(fig, result, width=1100, height=max(460, 140 + 110 * len(steps)))
+    """What is left of each effect without its subject, and under the nearest contrast, from the mark down."""
+    steps: list[str] = []
+    for claim in result.claims:
+        steps.append(html.escape(f"{claim.role}: {in_words(claim.subject)} ({without_example(claim.place)})"))
+    left, control = [claim.value for claim in result.claims], [claim.control.value for claim in result.claims]
+    fig = go.Figure()
+    for name, values, colour in (("without it", left, BLUE), ("control", control, GREY)):
+        fig.add_bar(x=values, y=steps, name=name, marker_color=colour, orientation="h")
+    fig.update_xaxes(title_text="share of the effect that is left", tickformat=".0%")
+    fig.update_yaxes(autorange="reversed", automargin=True)
+    return figure_of(fig, result, width=1100, height=260 + 48 * len(steps))
 
 
 @measurement(
@@ -181,17 +139,8 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinks=sinks.sinks,
         most_attended=sinks.most_attended,
         layers_read=sinks.layers_read,
-        untested=_untested(target),
         values=values,
     )
-
-
-def _untested(target: Target) -> tuple[str, ...]:
-    """What may carry a sink and cannot be replaced: a bias of keys that cannot be taken apart."""
-    for layer in range(target.n_layers):
-        if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
-            return ("the bias of the keys",)
-    return ()
 
 
 def begins(made: MadeSpike) -> int:

@@ -239,25 +239,22 @@ def attention_received(
     return received
 
 
-def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[AttentionReceived, SinkRate | None]:
+def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[AttentionReceived, SinkRate]:
     """Attention and norms in all layers over many short texts, as the sink rate is defined.
-
-    If the context is too short for these texts, the typical text is used, and there is no rate.
 
     Args:
         setup: The model and its text.
         without: Residual dimensions that norms leave out.
     """
     target = setup.target
-    if target.max_positions is not None and target.max_positions < SHORT:
-        return attention_received(target, setup.ids, without=without), None
+    length = min(SHORT, target.max_positions or SHORT)
     elements = IN_CACHE if target.device.type == "cpu" else BATCH_ELEMENTS
-    texts, batch = RATE_TEXTS, max(1, elements // (SHORT * target.d_mlp))
+    texts, batch = RATE_TEXTS, max(1, elements // (length * target.d_mlp))
     if not target.resident:  # every batch reads all layers from disk again: there is one smaller batch
         texts, batch = RATE_TEXTS // 4, RATE_TEXTS
-    ids = text_rows(setup.tokenizer, setup.text, texts, SHORT, setup.bos)
+    ids = text_rows(setup.tokenizer, setup.text, texts, length, setup.bos)
     received = attention_received(target, ids, without=without, progress=setup.progress, batch=batch)
-    return received, SinkRate(RATE_EPS, SHORT, len(ids), received.rate)
+    return received, SinkRate(RATE_EPS, length, len(ids), received.rate)
 
 
 def long_texts(setup: Setup) -> TokenRows | None:

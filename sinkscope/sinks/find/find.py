@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Setup, measurement
-from sinkscope.models.checkpoints.names import published_for
-from sinkscope.results.notation import neuron_name
-from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
-from sinkscope.sinks.find.records import PublishedSink, RepeatsNeeded, RepetitionSpike, Stage
-from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
+from sinkscope.sinks.find.layer_scan import typical_quantiles
+from sinkscope.sinks.find.records import RepeatsNeeded, RepetitionSpike
+from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.find.sets import CANDIDATES, FoundSet
+from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
@@ -33,7 +30,6 @@ def find_sinks(
     *,
     tokens: Sequence[str] | None = None,
     all_layers: bool = False,
-    top_k: Natural = CANDIDATES,
     max_repeats: Natural | None = None,
 ) -> FindSinks:
     """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
@@ -44,32 +40,26 @@ def find_sinks(
     Args:
         tokens: Words to repeat, one token each. By default five words of the text.
         all_layers: Read every layer even if the model is not in memory: late stages, and the sink rate.
-        top_k: Number of candidate neurons of the sink layer; each is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
 
     Example:
         sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
-    width = setup.target.d_mlp
-    if top_k > width:
-        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     words, limit = pick_tokens(setup, tokens), repetition_limit(setup.target, max_repeats)
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
-    survey, made = surveyed(setup, all_layers=all_layers, top_k=top_k)
+    survey, made = surveyed(setup, all_layers=all_layers)
     scan, found = (made[0].scan, made[0].found) if made else (survey.first, FoundSet())
     # Other measurements on the same setup ask for the same again.
-    sinks = setup.once((attention_sinks, survey, top_k), lambda: attention_sinks(setup, survey, made))
+    sinks = setup.once((attention_sinks, survey), lambda: attention_sinks(setup, survey, made))
     repeats, repetition = setup.once(
-        (repetition_spike, survey, top_k, *words, limit), lambda: _repetition(setup, made, words, limit)
+        (repetition_spike, survey, *words, limit), lambda: _repetition(setup, made, words, limit)
     )
     whole = scan
     for one in made:  # of several spikes at a place, the last one was read to the end
         if one.spike.place == made[0].spike.place and len(one.scan.layers) > len(whole.layers):
             whole = one.scan
-    unread = [None] * (setup.n_layers - len(survey.first.layers))
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
-    shares = (scan.middle(scan.mlp_norms).double() / max(scan.spike_norm[scan.since :])).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),
         sinks=sinks,
@@ -77,20 +67,16 @@ def find_sinks(
         other_sinks=survey.other_sinks,
         most_attended=survey.received.most_attended,
         repetition=repetition,
-        lengths=survey.lengths,
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer if made else None,
         neurons=found.neurons,
-        stages=tuple(Stage(stage, shares[stage]) for stage in scan.stages if made),
-        residual_dims=tuple(scan.massive_activations),
-        spike_norm=(*whole.middle(whole.whole_norms).tolist(), *unread),
-        typical_norm=(*typical, *unread),
-        typical_low=(*low, *unread),
-        typical_high=(*high, *unread),
+        spike_norm=tuple(whole.middle(whole.whole_norms).tolist()),
+        typical_norm=tuple(typical),
+        typical_low=tuple(low),
+        typical_high=tuple(high),
         layers_read=len(survey.first.layers),
         repeats=repeats,
         sink_rate=survey.rate,
-        published=_published(setup.target.name, scan, found),
     )
 
 
@@ -101,20 +87,5 @@ def _repetition(
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, 0, limit), None
     scan, neurons, before = made[0].scan, made[0].found.set, prefixes(setup, words)
-    entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
-    repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
-    return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)
-
-
-def _published(name: str, scan: LayerScan, found: FoundSet) -> PublishedSink | None:
-    """What is published of a model, and whether this agrees."""
-    reported = {record.quantity: record for record in reversed(published_for(name))}  # the first of each quantity
-    measured = {
-        "neurons": [neuron_name(*neuron.site) for neuron in found.neurons if neuron.causal],
-        "residual_dims": scan.massive_activations,
-    }
-    for quantity, values in measured.items():
-        if quantity in reported:
-            record = reported[quantity]
-            return PublishedSink(record.source, record.fits(values))
-    return None
+    repeats = repeat_until_half(scan, words, before, limit, setup.progress)
+    return repeats, repetition_spike(setup, scan, repeats, before, neurons)

@@ -259,20 +259,6 @@ class LayerScan:
         since = len(self.layers) - 1 - self.stages[-1]
         return since >= max(3, math.ceil(self.target.n_layers / 3))
 
-    @property
-    def massive_activations(self) -> list[int]:
-        """Dimensions of the place after the sink layer with |a| > 100 and > 1000 x the median |hidden state|.
-
-        The definition is that of Sun et al. 2024, "Massive activations in large language models". The largest of these
-        dimensions comes first.
-        """
-        if self.sink_layer is None:
-            return []
-        order = self.largest_dims(self.sink_layer)
-        size = self.spike_after(self.sink_layer)[order].abs()
-        massive = (size > 100) & (size > 1000 * self.typical.layers[self.sink_layer].hidden)
-        return order[massive].tolist()
-
     # --- the place under edits, and others ---
 
     @property

@@ -12,8 +12,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
-from sinkscope.sinks.find.records import Readers
-from sinkscope.sinks.removal.components import Heads, Neurons, heads_of, one_by_one
+from sinkscope.sinks.removal.components import Neurons, heads_of, one_by_one
 from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
 
 INTACT = Contrast("intact", 1.0)
@@ -43,20 +42,6 @@ def claim_of(
         margin=margin_of(left.numpy()),
         edit=edit,
     )
-
-
-def readers_of(heads: Heads, intact: Float[Tensor, " head"], left: Float[Tensor, " head"], search: Search) -> Readers:
-    """Heads, those with most attention first, and what each keeps without what it needs; their claim is still to come.
-
-    Args:
-        heads: The heads.
-        intact: The attention of each.
-        left: What is left of that.
-        search: What was tried.
-    """
-    ranked = intact.argsort(descending=True, stable=True)
-    by_attention = tuple(Head(*heads[number]) for number in ranked.tolist())
-    return Readers(by_attention, tuple(intact[ranked].tolist()), tuple(left[ranked].tolist()), search)
 
 
 def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Contrast:

@@ -36,32 +36,9 @@ Cases = tuple[tuple[int, int], ...]
 """Positions, as pairs of the number of a text and a position."""
 
 
-@dataclass(frozen=True)
-class TokenShare:
-    """A token, and its share of some places."""
-
-    token: str
-    share: float
-
-
-@dataclass(frozen=True)
-class LeftOver:
-    """Places that belong to no piece: how many, their share of all, and the most common tokens there."""
-
-    count: int = 0
-    share: float = 0.0
-    tokens: tuple[TokenShare, ...] = ()
-
-
 def by_count(tokens: Int[Tensor, " case"]) -> list[tuple[int, int]]:
     """Tokens with their number, the most common first."""
     return sorted(Counter(tokens.tolist()).items(), key=lambda item: (-item[1], item[0]))
-
-
-def common_tokens(ids: TokenRows, there: Mask, decode: Decode) -> tuple[TokenShare, ...]:
-    """The most common tokens at some positions."""
-    tokens = ids[there]
-    return tuple(TokenShare(decode([token]), count / len(tokens)) for token, count in by_count(tokens)[:COMMON])
 
 
 @dataclass(frozen=True)
@@ -112,7 +89,7 @@ class Place:
     coverage: float
     precision: float
     share: float
-    common: tuple[TokenShare, ...]
+    common: tuple[str, ...]
 
     @classmethod
     def of(cls, ids: TokenRows, whole: Mask, there: Mask, rule: Rule | None, decode: Decode) -> Place:
@@ -125,7 +102,7 @@ class Place:
             coverage=int(piece.sum()) / int(whole.sum()),
             precision=int((meant & whole).sum()) / max(1, int(meant.sum())),
             share=float(piece.any(1).float().mean()),
-            common=common_tokens(ids, piece, decode),
+            common=tuple(decode([token]) for token, _ in by_count(ids[piece])[:COMMON]),
         )
 
     @property
@@ -133,7 +110,7 @@ class Place:
         """The words, or the size and the most common tokens."""
         if self.rule is not None:
             return self.rule.words
-        tokens = word_list([repr(each.token) for each in self.common])
+        tokens = word_list([repr(token) for token in self.common])
         return f"{len(self.cases):,} places without a common description (most often {tokens})"
 
     @property
@@ -237,8 +214,8 @@ def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
 
 def pieces(
     ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
-) -> tuple[tuple[Place, ...], LeftOver]:
-    """The parts of a set of places, and what is left over: too few places, or such as do not hold.
+) -> tuple[tuple[Place, ...], int]:
+    """The parts of a set of places, and how many are left over: too few, or such as do not hold.
 
     Words have a precision of at least 0.9. Of single rules, then of pairs, the first one is taken whose coverage is at
     least 0.9. If there is none, the rules that add most are joined. What no words cover is a piece of its own.
@@ -261,9 +238,7 @@ def pieces(
     if enough and float(rest.any(1).float().mean()) >= SOME_TEXTS and holds(rest):
         found.append(Place.of(ids, whole, rest, None, decode))
         count = 0
-    if not count:
-        return tuple(found), LeftOver()
-    return tuple(found), LeftOver(count, count / size, common_tokens(ids, rest, decode))
+    return tuple(found), count
 
 
 def _rules(ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool]) -> list[Rule]:

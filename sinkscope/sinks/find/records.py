@@ -9,18 +9,10 @@ from sinkscope.results.parts import Component, Head, Neuron, Parts
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.removal.components import Neurons
 
-PerLayer = tuple[float | None, ...]
-"""A number for each layer; None where it was not read."""
+PerLayer = tuple[float, ...]
+"""A number for each layer that was read."""
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A layer whose MLP builds the spike. `share` is what it adds, relative to the spike's largest norm."""
-
-    layer: int
-    share: float
 
 
 @dataclass(frozen=True)
@@ -84,11 +76,6 @@ class Spike:
     margin: float | None = None
 
     @property
-    def made_by(self) -> Claims:
-        """The claims of its makers."""
-        return tuple(claim for claim in self.claims if claim.role != "depends")
-
-    @property
     def makers(self) -> Parts:
         """The parts that make the spike."""
         made = [*self.maker]
@@ -135,7 +122,6 @@ class Sink:
     Attributes:
         place: The positions. None: the learned sink logits of the heads.
         rate: Share of the (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024).
-        layer_rates: The same share of each layer. None if it has no softmax attention, or was not read.
         n_heads: Number of heads of the layers that were read.
         readers: Number of heads that attend in most cases.
         attention: Mean attention of these heads.
@@ -149,7 +135,6 @@ class Sink:
 
     place: Place | None
     rate: float
-    layer_rates: PerLayer
     n_heads: int
     readers: int
     attention: float
@@ -159,11 +144,6 @@ class Sink:
     spike: int | None = None
     length: int = SHORT
     window: int | None = None
-
-    @property
-    def heads(self) -> set[Head]:
-        """The heads that attend to a place."""
-        return {head for group in self.groups for head in group.heads}
 
     @property
     def claims(self) -> Claims:
@@ -198,11 +178,6 @@ class RepeatsNeeded:
     median: float | None
     unreached: int
     max_repeats: int
-
-    @property
-    def at_once(self) -> tuple[RepeatedToken, ...]:
-        """Tokens whose first occurrence is a sink already, so that the median leaves them out."""
-        return tuple(t for t in self.tokens if t.repeats == 1)
 
 
 @dataclass(frozen=True)
@@ -240,11 +215,3 @@ class SinkRate:
     length: int
     samples: int
     value: float
-
-
-@dataclass(frozen=True)
-class PublishedSink:
-    """What the literature reports for this model, and whether the result agrees."""
-
-    source: str
-    matches: bool

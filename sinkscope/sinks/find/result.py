@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.measure import Result
@@ -11,18 +11,14 @@ from sinkscope.results.notation import short_sentence, word_list
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
-from sinkscope.sinks.find.places import LeftOver
 from sinkscope.sinks.find.records import (
-    SHORT,
     Candidates,
     PerLayer,
-    PublishedSink,
     RepeatsNeeded,
     RepetitionSpike,
     Sink,
     SinkRate,
     Spike,
-    Stage,
 )
 
 NOWHERE = "no position"
@@ -57,34 +53,27 @@ class SinkPlaces(Result):
             return f"Neither an attention sink nor a norm spike was found ({self.most_attended})."
         spike = self.spikes[0]
         norm = f"{spike.ratio:.0f} times the typical one (elsewhere {spike.usual:.1f})"
-        return short_sentence(
-            [
-                f"No attention sink was found ({self.most_attended}), but the norm at {spike.place} is {norm}.",
-                f"No attention sink was found, but the norm at {without_example(spike.place.words)} is {norm}.",
-            ]
-        )
+        place = without_example(spike.place.words)
+        return f"No attention sink was found ({self.most_attended}), but the norm at {place} is {norm}."
 
     def facts(self) -> list[str]:
         """Who attends where, and the layers."""
-        return [*sentences.sink_facts(self.sinks), sentences.layers_read(self.layers_read, self.model.n_layers)]
+        return [*map(sentences.sink_fact, self.sinks), sentences.layers_read(self.layers_read, self.model.n_layers)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindSinks(SinkPlaces):
-    """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
+    """Where the attention sink of a model is made. Lists over layers end with the last one that was read.
 
     Layers, neurons and norms are of the first spike.
 
     Attributes:
-        other_spikes: Positions whose norm stands out and that are too few to be measured.
-        other_sinks: Positions that heads attend to and that are too few to be measured.
+        other_spikes: Number of positions whose norm stands out and that are too few to be measured.
+        other_sinks: Number of positions that heads attend to and that are too few to be measured.
         repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
-        lengths: Lengths of the texts in which attention was read.
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
-        stages: All layers that build the spike.
-        residual_dims: Massive activations of the spike at the sink layer, largest first (Sun et al. 2024).
         spike_norm: L2 norm of the residual stream after each layer, median over texts: at the first spike, or at the
             first token if there is none.
         typical_norm: Median norm over later positions of typical text.
@@ -92,33 +81,27 @@ class FindSinks(SinkPlaces):
         typical_high: The 95 % quantile of these norms.
         repeats: Repetitions after which a repeated token becomes a sink.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
-        published: What the literature reports. None if nothing is published for the model.
     """
 
     kind = "find-sinks"  # read and drawn without the command, which stands in another module
     drawing: ClassVar[Any] = "sinkscope.sinks.find.figure:draw"
 
     percent = ("share", "ablation_drop", "control_drop")
-    matters, told = "causal", "ablation_drop"
     table_of = "neurons"
     table_without = ("neutral_post", "neutral_up")
 
-    other_spikes: LeftOver = field(default_factory=LeftOver)
-    other_sinks: LeftOver = field(default_factory=LeftOver)
+    other_spikes: int = 0
+    other_sinks: int = 0
     repetition: RepetitionSpike | None = None
-    lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
     neurons: Candidates
-    stages: tuple[Stage, ...]
-    residual_dims: tuple[int, ...]
     spike_norm: PerLayer
     typical_norm: PerLayer
     typical_low: PerLayer
     typical_high: PerLayer
     repeats: RepeatsNeeded
     sink_rate: SinkRate | None
-    published: PublishedSink | None
 
     @property
     def causal(self) -> Candidates:
@@ -174,7 +157,7 @@ class FindSinks(SinkPlaces):
         return numbers
 
     def facts(self) -> list[str]:
-        """The spikes, the sinks, the repetitions, the layers, what was left over, and what is published."""
+        """The spikes, the sinks, the repetitions, the layers, and what was left over."""
         lines = [sentences.spike_fact(spike) for spike in self.spikes]
         lines += super().facts()
         if self.sink_layer is not None:
@@ -192,7 +175,4 @@ class FindSinks(SinkPlaces):
             lines += sentences.repeats(self.repeats, self.spike.place.words)
         lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
         lines += sentences.left_over(self.other_sinks, "that heads attend to")
-        if self.published is not None:
-            verdict = "matches" if self.published.matches else "differs from"
-            lines.append(f"This {verdict} what is published ({self.published.source}).")
         return lines

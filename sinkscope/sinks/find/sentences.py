@@ -6,24 +6,10 @@ from collections.abc import Sequence
 
 from sinkscope.results.claims import without_example
 from sinkscope.results.notation import count_of, word_form, word_list
-from sinkscope.sinks.find.places import LeftOver
+from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.records import SHORT, RepeatsNeeded, Sink, Spike
 
 NOTHING = "nothing that was removed takes it away"
-
-
-def sink_facts(sinks: Sequence[Sink]) -> list[str]:
-    """How many heads attend to each place, how many of them to one before it as well, and what none of them needs."""
-    facts: list[str] = []
-    for number, sink in enumerate(sinks):
-        facts.append(sink_fact(sink))
-        for other in sinks[:number]:
-            both = sink.heads & other.heads
-            if both:
-                which = "The same" if both == sink.heads == other.heads else str(len(both))
-                facts[-1] += f" {which} {word_form(len(both), 'head attends', 'heads attend')} to {other.words}."
-                break
-    return facts
 
 
 def sink_fact(sink: Sink, *, brief: bool = False) -> str:
@@ -35,7 +21,7 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
         )
     attend = word_form(sink.readers, "attends", "attend")
     place = without_example(sink.words) if brief else sink.words
-    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink)}"
+    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place, sink.length, sink.window)}"
     for group in sink.groups:
         if not group.found:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
@@ -43,15 +29,15 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
     return f"{said}."
 
 
-def when(sink: Sink) -> str:
+def when(place: Place, length: int, window: int | None) -> str:
     """In which texts and windows heads attend to a place, if not in all; as part of a sentence."""
     words = ""
-    if sink.place is not None and sink.place.share < 1 and sink.place.is_first:
-        words = f" in {sink.place.share:.0%} of texts"
-    if sink.length > SHORT:
-        words = f"{words or ' in texts'} of {sink.length} tokens"
-    if sink.window is not None:
-        words += f" (window {sink.window})"
+    if place.share < 1 and place.is_first:
+        words = f" in {place.share:.0%} of texts"
+    if length > SHORT:
+        words = f"{words or ' in texts'} of {length} tokens"
+    if window is not None:
+        words += f" (window {window})"
     return words
 
 
@@ -61,7 +47,9 @@ def spike_fact(spike: Spike) -> str:
         f"After {layers_in_words(spike.layers)} the norm at {spike.place.words} is up to {spike.ratio:.0f} times the "
         f"typical one (elsewhere {spike.usual:.1f})"
     )
-    return f"{said}." if spike.made_by else f"{said}; {NOTHING} ({spike.search})."
+    return (
+        f"{said}." if any(claim.role != "depends" for claim in spike.claims) else f"{said}; {NOTHING} ({spike.search})."
+    )
 
 
 def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
@@ -75,35 +63,23 @@ def layers_read(read: int, n_layers: int) -> str:
     return f"{read} of {n_layers} layers were read{others}."
 
 
-def left_over(left: LeftOver, what: str) -> list[str]:
-    """Places that belong to no piece, with their share and most common tokens."""
-    if not left.count:
+def left_over(count: int, what: str) -> list[str]:
+    """How many places belong to no piece."""
+    if not count:
         return []
-    common = [f"{each.token!r} ({each.share:.0%})" for each in left.tokens]
-    return [
-        f"Left over: {count_of(left.count, 'more position')} {what} ({left.share:.0%} of all such), most often "
-        f"{word_list(common)}."
-    ]
+    return [f"Left over: {count_of(count, 'more position')} {what}."]
 
 
 def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
-    """After how many repetitions tokens reach half of the norm at a place, and which do at once."""
-    norm = f"half of the norm at {place}"
-    repeated = len(needed.tokens) - len(needed.at_once)
-    sentences = []
-    if repeated and needed.median is None:
+    """After how many repetitions tokens reach half of the norm at a place, and how many do."""
+    if not needed.tokens:
+        return []
+    norm, every = f"half of the norm at {place}", len(needed.tokens)
+    if needed.median is None:
         within = count_of(needed.max_repeats, "repetition")
-        sentences.append(f"None of {count_of(repeated, 'token')} reaches {norm} at the sink layer within {within}.")
-    elif repeated:
-        never = ""
-        if needed.unreached:
-            do = word_form(needed.unreached, "does", "do")
-            never = f"; {needed.unreached} of {repeated} never {do} within {needed.max_repeats}"
-        over = f"median over {count_of(repeated - needed.unreached, 'token')}{never}"
-        sentences.append(f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over}).")
-    if needed.at_once:
-        names = word_list([repr(token.token) for token in needed.at_once])
-        do = word_form(len(needed.at_once), "reaches", "reach")
-        what = "it" if sentences else norm
-        sentences.append(f"{names} {do} {what} without repetition, and the median leaves this out.")
-    return [" ".join(sentences)] if sentences else []
+        return [f"No token of {every} reaches {norm} at the sink layer by up to {within}."]
+    reached, others = sum(token.by_repetition for token in needed.tokens), ""
+    if reached < every:
+        others = f"; the others do at once, or not within {needed.max_repeats}"
+    over = f"median over {reached} of {count_of(every, 'token')}{others}"
+    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over})."]

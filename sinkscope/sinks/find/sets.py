@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
-from einops import reduce
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -19,21 +18,20 @@ from sinkscope.results.claims import NEEDED, Claim, Claims, Contrast, Outcome, S
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
-from sinkscope.sinks.find.left import INTACT, by_chance, claim_of, readers_of
+from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO, by_count
-from sinkscope.sinks.find.records import Candidate, Candidates, Readers
+from sinkscope.sinks.find.records import Candidate, Candidates
 from sinkscope.sinks.removal.components import Heads, Neurons
 from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
 from sinkscope.sinks.removal.rows import Trial
 from sinkscope.sinks.removal.search import random_sets, smallest_set, without_unneeded
 
-CANDIDATES = 8  # default number of candidates of the sink layer
+CANDIDATES = 8  # candidates of the sink layer
 MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 ATTENTION_LENGTH = 48  # least length of the texts in which attention with and without neurons is compared
-FIRST_TEXT, OTHER_TEXTS = slice(1), slice(1, 4)  # texts in which attention is read; under random sets, in the first
 NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone, or which need one neuron alone
 LEAST_SERVED = 2  # texts that need a neuron alone, from which on it serves their tokens
 
@@ -47,8 +45,6 @@ class FoundSet:
         heads_lost: Share of the heads in later layers that lose at least half of their attention to the place when the
             set is zeroed. None if no such heads were read.
         claims: What is left of the spike along its direction: without the set, and without each of it.
-        readers: These heads, if all of them lose that much; of a single neuron, because of several each head may need
-            another one.
         neurons: The candidates, with those that the search added.
         tried: How many there were.
         served: For each neuron of the set, the tokens at which the spike needs it alone. Empty unless nearly every
@@ -58,7 +54,6 @@ class FoundSet:
     set: Neurons = ()
     heads_lost: float | None = None
     claims: Claims = ()
-    readers: Readers | None = None
     neurons: Candidates = ()
     tried: int = 0
     served: tuple[frozenset[int], ...] = ()
@@ -102,12 +97,12 @@ class _SpikeSearch:
         """How many sets were tried."""
         return Search("sets of neurons", len(self.asked))
 
-    def attention_trial(self, sets: Sequence[Neurons], texts: slice = FIRST_TEXT) -> Trial:
-        """Silences each set; the attention to the place is read, in some texts."""
+    def attention_trial(self, *sets: Neurons) -> Trial:
+        """Silences each set; the attention to the place is read, in the first text."""
         length = max(ATTENTION_LENGTH, self.scan.up_to_place + ATTENTION_LENGTH // 2)
         layers = [layer for layer, _ in self.heads]
         reading = {"upto": max(layers), "attention": True, "behind": min(layers)}
-        return self.scan.trial(sets, length, texts, **reading)
+        return self.scan.trial(sets, length, slice(1), **reading)
 
     def ask(self, sets: Sequence[Neurons], *others: Trial) -> list[Effects]:
         """Silence each set that was not asked about before, and run other trials in the same walk."""
@@ -152,7 +147,7 @@ class _SpikeSearch:
         """The set and those of the other candidates that attention needs as well."""
 
         def remove(sets: list[Neurons]) -> list[float | None]:
-            (edited,) = side_by_side(self.scan.target, [self.attention_trial([chosen + some for some in sets])])
+            (edited,) = side_by_side(self.scan.target, [self.attention_trial(*[chosen + some for some in sets])])
             return [lost if lost >= NEEDED else None for lost in heads_lost(edited.attention_drops(self.heads))]
 
         return chosen + without_unneeded(others, remove)
@@ -165,23 +160,17 @@ class _SpikeSearch:
             excluded: Neurons that are not drawn.
             others: Candidates that join the set if attention needs them as well.
         """
-        lost, readers = None, None
+        lost = None
         if self.heads:
             sets = [chosen, *random_sets(self.scan.target, chosen, excluded, self.seed)]
-            alone = len(chosen) == 1  # of several, each head may need another one
-            trials = [self.attention_trial([*sets[: None if alone else 1], chosen + others])]
-            if alone and len(self.scan.ids) > 1:
-                trials.append(self.attention_trial([chosen], OTHER_TEXTS))
-            read = self.ask(sets, *trials)
-            lost, *_, most = heads_lost(read[0].attention_drops(self.heads))
+            (read,) = self.ask(sets, self.attention_trial(chosen, chosen + others))
+            lost, most = heads_lost(read.attention_drops(self.heads))
             if lost < NEEDED <= most:
                 return self.compared(self.grown(chosen, others), excluded)
-            if alone:
-                readers = self.readers(chosen, read)
         claims = self.claims([chosen], excluded, "makes")
         if claims[0].value >= claims[0].control.value:
             return None
-        return FoundSet(chosen, lost, claims, readers)
+        return FoundSet(chosen, lost, claims)
 
     def served(self, chosen: Neurons) -> Bool[Tensor, "neuron text"] | None:
         """The texts that need each of several neurons alone; None unless nearly all need one, and not all the same."""
@@ -194,25 +183,6 @@ class _SpikeSearch:
     def tokens(self, texts: Bool[Tensor, " text"]) -> list[int]:
         """The tokens at the places of some texts, the most common first."""
         return [token for token, _ in by_count(self.scan.ids[texts, self.scan.at[texts]])]
-
-    def readers(self, chosen: Neurons, read: Sequence[Effects]) -> Readers | None:
-        """The heads, if each loses half of its attention without a set.
-
-        Args:
-            chosen: The set.
-            read: What edits leave in the first text: of the set, of random ones, and of one more; and in the others.
-        """
-        drops = read[0].attention_drops(self.heads)
-        if float(drops[0].min()) < NEEDED:
-            return None
-        given = torch.cat([each.attention_from(self.heads)[:2] for each in read], 1)
-        left = reduce(given[1] / given[0], "text pair -> text", "mean")
-        intact, after = given.mean(1)
-        readers = readers_of(self.heads, intact, after, self.search_so_far)
-        contrasts = [INTACT, by_chance(chosen, 1 - drops[1:-1].mean(1))]
-        outcome = Outcome("attention", heads=readers.heads)
-        claim = claim_of("carries", chosen, outcome, self.place, left, contrasts, self.search_so_far)
-        return replace(readers, by_spike=True, claim=claim)
 
     def last_layer(self, neurons: Iterable[Neuron]) -> int:
         """The layer after which a spike is read without neurons: before the last of them, it says nothing about it."""
@@ -281,7 +251,7 @@ class _SpikeSearch:
         return None
 
 
-def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k: int = CANDIDATES) -> FoundSet:
+def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = ()) -> FoundSet:
     """Search for the smallest set of neurons that makes a spike, and for backups that take over.
 
     If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
@@ -291,7 +261,6 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
         place: The words for these places.
         seed: Seed of the random neurons.
         heads: The heads that attend to them.
-        top_k: Number of candidates of the sink layer.
 
     Returns:
         Nothing if no MLP makes the spike.
@@ -299,7 +268,7 @@ def causal_set(scan: LayerScan, place: str, seed: int, heads: Heads = (), top_k:
     if not scan.stages:
         return FoundSet()
     later = [head for head in heads if head[0] > scan.layer]
-    return _searched(_SpikeSearch(scan, later, place, seed), verify_neurons(scan, top_k, seed))
+    return _searched(_SpikeSearch(scan, later, place, seed), verify_neurons(scan, CANDIDATES, seed))
 
 
 def _searched(search: _SpikeSearch, neurons: Candidates) -> FoundSet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, compress, zip_longest
 
 import torch
@@ -14,7 +14,7 @@ from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.parts import POSITION, Component, Head, Part, Parts
 from sinkscope.sinks.find.layer_scan import ordinary_position
-from sinkscope.sinks.find.left import INTACT, beside, by_chance, readers_of
+from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.places import Place, texts_with
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, Readers, Sink
 from sinkscope.sinks.find.sentences import when
@@ -62,50 +62,31 @@ def _sink(setup: Setup, survey: Survey, made: Sequence[MadeSpike], place: Place 
         rates = (received.above & there)[:, :, texts].sum(-1) / there[texts].sum(1)
         standing = [one for one in made if survey.stands_at(one.spike.place, place)]
         spike = made.index(standing[0]) if standing else None
-        groups = _readers(setup, survey, place, heads, standing)
         windows = [received.windows[layer] for layer, _ in heads]
         window = None if None in windows else min(filter(None, windows))
+        groups = _readers(setup, survey, place, heads, standing, when(place, received.ids.shape[1], window))
     layer, head = torch.tensor(heads).T
     each, of_all = attention[layer, head], rates[received.attending].flatten(0, 1)
-    layer_rates: list[float | None] = []
-    for attends, of_layer in zip(received.attending.tolist(), rates, strict=True):
-        layer_rates.append(float(of_layer.mean()) if attends else None)
-    sink = Sink(
+    return Sink(
         place=place,
         rate=float(of_all.mean()),
-        layer_rates=tuple(layer_rates),
         n_heads=len(of_all),
         readers=len(heads),
         attention=float(each.mean()),
         rate_margin=margin_of(of_all.mean(0).numpy()),
         attention_margin=margin_of(each.mean(0).numpy()),
+        groups=groups,
         spike=spike,
         length=received.ids.shape[1],
         window=window,
     )
-    return replace(sink, groups=tuple(_worded(group, sink) for group in groups))
-
-
-def _worded(group: Readers, sink: Sink) -> Readers:
-    """A group of heads whose claim says where and in which texts they attend, and how many of all they are."""
-    if group.claim is None:
-        return group
-    count = len(group.heads)
-    some = count_of(count, "head") if count == sink.readers else f"{count} of {count_of(sink.readers, 'head')}"
-    their = word_form(count, "its attention", "their attention")
-    effect = f"the attention sink at {{}}{when(sink)} for {some}"
-    outcome = replace(group.claim.outcome, effect=effect, lost_of=their)
-    return replace(group, claim=replace(group.claim, outcome=outcome))
 
 
 def _readers(
-    setup: Setup, survey: Survey, place: Place, heads: Heads, standing: Sequence[MadeSpike]
+    setup: Setup, survey: Survey, place: Place, heads: Heads, standing: Sequence[MadeSpike], when: str
 ) -> tuple[Readers, ...]:
-    """The heads that attend to a place, by what they need, unless the search for neurons has shown it of all."""
+    """The heads that attend to a place, by what they need."""
     made = standing[0].found if len(standing) == 1 else FoundSet()
-    known = made.readers
-    if known is not None and len(known.heads) == len(heads):
-        return (known,)
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
     whole = received.ids.shape[1] > SHORT  # a sink of long texts shows in the whole text only
@@ -126,7 +107,7 @@ def _readers(
     for one in standing:
         neurons += one.found.set or tuple(neuron.address for neuron in one.found.adding)
         makers += one.spike.makers
-    return HeadByHead(setup, place.words, effect, neurons, makers, max(1, len(served))).groups()
+    return HeadByHead(setup, place.words, when, effect, neurons, makers, max(1, len(served))).groups()
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +117,7 @@ class HeadByHead:
     Attributes:
         setup: The model.
         place: The words for the place.
+        when: In which texts and windows they attend, as part of a sentence.
         effect: The attention of these heads, in some texts.
         neurons: The neurons that make the spike of the place; none if it has none, or components make it.
         makers: Components that make the spike.
@@ -144,6 +126,7 @@ class HeadByHead:
 
     setup: Setup
     place: str
+    when: str
     effect: PositionEffect
     neurons: Neurons = ()
     makers: Parts = ()
@@ -217,8 +200,6 @@ class HeadByHead:
         (intact, edited), in_texts = by_text.mean(1), by_text.mean(2)
         attention = float(intact.mean())
         tried = Search("components and neurons, alone and in sets", len(effect.components) + len(self.neurons))
-        if not parts:
-            return readers_of(effect.heads, intact, intact, tried)
         contrasts = [INTACT]
         if POSITION in parts:
             typical, given = (effect.values(edits, reverse=True).mean(1) / attention).tolist()
@@ -227,13 +208,19 @@ class HeadByHead:
         elif others:
             left = beside_it[0].mean((1, 2))
             contrasts.append(by_chance(parts, left[1:] / left[0], name))
-        if len(contrasts) < 2:  # too few other parts to compare with, so nothing is shown
-            return readers_of(effect.heads, intact, intact, tried)
-        readers = readers_of(effect.heads, intact, edited, tried)
+        ranked = intact.argsort(descending=True, stable=True).tolist()
+        heads = tuple(Head(*effect.heads[number]) for number in ranked)
+        if len(contrasts) < 2:  # nothing was found, or there are too few other parts to compare with
+            intact = tuple(intact[ranked].tolist())
+            return Readers(heads, intact, intact, tried)
+        count, every = len(heads), len(self.effect.heads)
+        some = count_of(count, "head") if count == every else f"{count} of {count_of(every, 'head')}"
+        their = word_form(count, "its attention", "their attention")
+        effect_at = f"the attention sink at {{}}{self.when} for {some}"
         claim = Claim(
             role="carries",
             subject=parts,
-            outcome=Outcome("attention", heads=readers.heads),
+            outcome=Outcome("attention", heads=heads, effect=effect_at, lost_of=their),
             place=self.place,
             value=float(edited.mean()) / attention,
             contrasts=tuple(contrasts),
@@ -241,4 +228,6 @@ class HeadByHead:
             search=tried,
             margin=margin_of((in_texts[1] / in_texts[0]).numpy()),
         )
-        return replace(readers, by_spike=by_spike, claim=claim)
+        return Readers(
+            heads, tuple(intact[ranked].tolist()), tuple(edited[ranked].tolist()), tried, by_spike=by_spike, claim=claim
+        )

@@ -18,7 +18,7 @@ from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.places import Place, stands_out
 from sinkscope.sinks.find.records import Candidate, Candidates, Spike
 from sinkscope.sinks.find.sentences import layers_in_words
-from sinkscope.sinks.find.sets import CANDIDATES, FoundSet, causal_set, dependence
+from sinkscope.sinks.find.sets import FoundSet, causal_set, dependence
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
@@ -51,15 +51,14 @@ class MadeSpike:
         return self.found.members or self.found.adding
 
 
-def made_spikes(setup: Setup, survey: Survey, top_k: int = CANDIDATES) -> list[MadeSpike]:
+def made_spikes(setup: Setup, survey: Survey) -> list[MadeSpike]:
     """The spike at each place, and what makes it; they are searched once for a survey.
 
     Args:
         setup: The model and its text.
         survey: Where the spikes are.
-        top_k: Number of candidate neurons of a sink layer.
     """
-    return setup.once((made_spikes, survey, top_k), lambda: _made(setup, survey, top_k))
+    return setup.once((made_spikes, survey), lambda: _made(setup, survey))
 
 
 def spike_runs(scan: LayerScan) -> list[tuple[int, int]]:
@@ -100,7 +99,7 @@ def apart(scan: LayerScan) -> list[LayerScan]:
     return scans
 
 
-def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
+def _made(setup: Setup, survey: Survey) -> list[MadeSpike]:
     made: list[MadeSpike] = []
     for place in survey.spikes:
         heads, scans = survey.readers(place), apart(survey.scan(place))
@@ -109,7 +108,7 @@ def _made(setup: Setup, survey: Survey, top_k: int) -> list[MadeSpike]:
             if len(scans) > 1:
                 words += f" after {layers_in_words(spike_runs(scan))}"
             if scan.spike_layers:
-                found = causal_set(scan, words, setup.seed, heads, top_k)
+                found = causal_set(scan, words, setup.seed, heads)
                 made.append(MadeSpike(scan, words, found, _spike(scan, place, words, found)))
     return [_with_dependence(setup, one, made) for one in made]
 
@@ -129,7 +128,7 @@ def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) 
     return replace(spike, spike=replace(spike.spike, claims=(*spike.spike.claims, *claims)))
 
 
-def surveyed(setup: Setup, *, all_layers: bool = False, top_k: int = CANDIDATES) -> tuple[Survey, list[MadeSpike]]:
+def surveyed(setup: Setup, *, all_layers: bool = False) -> tuple[Survey, list[MadeSpike]]:
     """Where the sinks and the spikes are, and what makes the spike of each kind of place.
 
     Of a model that is read layer by layer, only the lower layers are read, unless these are too few: its neurons do not
@@ -138,15 +137,14 @@ def surveyed(setup: Setup, *, all_layers: bool = False, top_k: int = CANDIDATES)
     Args:
         setup: The model and its text.
         all_layers: Read every layer.
-        top_k: Number of candidate neurons of a sink layer.
     """
     whole = all_layers or setup.target.resident
     survey = Survey.of(setup, whole=whole)
-    made = made_spikes(setup, survey, top_k)
+    made = made_spikes(setup, survey)
     carried = bool(made) and (made[0].found.heads_lost or 0.0) >= NEEDED
     if whole or carried or len(survey.first.layers) == setup.target.n_layers:
         return survey, made
-    return surveyed(setup, all_layers=True, top_k=top_k)
+    return surveyed(setup, all_layers=True)
 
 
 def sink_spike(setup: Setup) -> MadeSpike | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sinkscope.measure import Setup
 from sinkscope.sinks.find.attention_received import (
@@ -14,7 +14,7 @@ from sinkscope.sinks.find.attention_received import (
     long_texts,
 )
 from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, LeftOver, Place, pieces, spike_places, texts_with
+from sinkscope.sinks.find.places import ENOUGH, MOST_TEXTS, Decode, Place, pieces, spike_places, texts_with
 from sinkscope.sinks.find.records import SinkRate
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import Mask
@@ -28,22 +28,20 @@ class Survey:
         first: The first token of all typical texts.
         received: The texts in which attention sinks were looked for.
         sinks: The places that heads attend to, in pieces; empty if there is none, or only learned sink logits.
-        other_sinks: Places that heads attend to and that belong to no piece.
+        other_sinks: How many places heads attend to that belong to no piece.
         norms: The texts in which norm spikes were looked for.
         spikes: The places whose norm stands out, in pieces.
-        other_spikes: Places whose norm stands out and that belong to no piece.
-        lengths: Lengths of the texts that were read.
+        other_spikes: How many places with a norm that stands out belong to no piece.
         rate: The sink rate of position 0. None if not all layers were read.
     """
 
     first: LayerScan
     received: AttentionReceived
     sinks: tuple[Place, ...]
-    other_sinks: LeftOver
+    other_sinks: int
     norms: AttentionReceived
     spikes: tuple[Place, ...]
-    other_spikes: LeftOver
-    lengths: tuple[int, ...]
+    other_spikes: int
     rate: SinkRate | None = None
 
     @classmethod
@@ -64,18 +62,17 @@ class Survey:
         without, rate, longer = scan.shared_dims, None, None
         if whole:
             received, rate = attention_of_all(setup, without)
-        norms, lengths, decode = received, (received.ids.shape[1],), setup.tokenizer.decode
+        norms, decode = received, setup.tokenizer.decode
         spikes, other_spikes = pieces(norms.ids, spike_places(norms.norms), decode)
         sinks, other_sinks = _sinks(received, spikes, decode)
         if len(scan.layers) == setup.target.n_layers and not sinks and not received.learned_heads:
             longer = long_texts(setup)  # they may show a sink that short ones do not
         if longer is not None:
-            lengths = (*lengths, longer.shape[1])
             more = attention_received(setup.target, longer, without=without)
             in_longer = _sinks(more, (), decode)
             if in_longer[0] or more.learned_heads:
                 received, (sinks, other_sinks) = more, in_longer
-        return cls(scan, received, sinks, other_sinks, norms, spikes, other_spikes, lengths, rate)
+        return cls(scan, received, sinks, other_sinks, norms, spikes, other_spikes, rate)
 
     def scan(self, place: Place) -> LayerScan:
         """The model at a place of a spike."""
@@ -103,7 +100,7 @@ class Survey:
         return float(self.spiking(spike)[there].float().mean()) >= ENOUGH
 
 
-def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode) -> tuple[tuple[Place, ...], LeftOver]:
+def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode) -> tuple[tuple[Place, ...], int]:
     """The places that heads attend to, those with most heads first; that of a spike in these texts is one place."""
     ids, attended = received.judged, received.places
     found: list[Place] = []
@@ -114,7 +111,6 @@ def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode)
             found.append(Place.of(ids, attended, there, spike.rule, decode))
             attended = attended & ~there
     further, left = pieces(ids, attended, decode, lambda there: bool(received.readers(there)))
-    left = replace(left, share=left.count / max(1, int(received.places.sum())))
     found = sorted([*found, *further], key=lambda place: -len(received.readers(place.there(ids))))
     return tuple(found), left
 

@@ -207,7 +207,8 @@ def precision(
     sinks = find_sinks.on(setup)
     places = [each.place for each in sinks.spikes or sinks.sinks if each.place is not None]
     neurons = tuple(dict.fromkeys(chain.from_iterable(spike.set for spike in sinks.spikes)))
-    layers = tuple(sorted({part.layer for part in (*sinks.stages, *neurons)}))
+    stages = sinks.spikes[0].step_up if sinks.sink_layer is not None else ()
+    layers = tuple(sorted({*stages, *(neuron.layer for neuron in neurons)}))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
