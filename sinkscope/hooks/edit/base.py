@@ -178,6 +178,9 @@ class Run:
         sentences = [part.summary(self) for part in self.parts]
         return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
 
+    def __repr__(self) -> str:
+        return f"<Run on {self.target.name}: {self.summary()}>"
+
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         with self._lock:
@@ -310,7 +313,7 @@ class Intervention(ABC):
         return Composed((*self.parts, *other.parts))
 
     def on(self, model: object) -> AbstractContextManager[Run]:
-        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`; called again for every `with`.
+        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
         `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
@@ -320,7 +323,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return self._entered(target_of(model))
+        return _Once(self._entered(target_of(model)))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -335,6 +338,22 @@ class Intervention(ABC):
             yield run
             if run.passes:
                 run.edited.check()
+
+
+class _Once(AbstractContextManager[Run]):
+    """A context manager that says so when it is entered a second time."""
+
+    def __init__(self, context: AbstractContextManager[Run]) -> None:
+        self._context, self._entered = context, False
+
+    def __enter__(self) -> Run:
+        if self._entered:
+            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)
