@@ -224,7 +224,7 @@ def test_what_on_returns_is_used_once():
     context = Ablate(neurons="L1.N3").on(model)
     with context:
         pass
-    with refused("call .on(model) again"), context:
+    with refused("entered before"), context:
         pass
     assert count_hooks(model) == 0
 
