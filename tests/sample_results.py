@@ -65,7 +65,7 @@ def sample_find_sinks(**changes) -> FindSinks:
         typical_low=(1.5, 2.5, 3.5, 4.5),
         typical_high=(2.5, 3.5, 4.5, 5.5),
         layers_read=4,
-        repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
-        sink_rate=SinkRate(0.3, 64, 100, 0.4),
+        repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1024),
+        sink_rate=SinkRate(64, 100, 0.4),
     )
     return replace(made, **changes)

@@ -56,7 +56,7 @@ def test_heads_are_grouped_by_what_they_need_and_marks_and_neurons_are_named(nam
     for sink in found.sinks:
         for one in sink.groups:
             if one.claim is not None and one.claim.verdict == "needed":
-                needs = ("spike",) if one.by_spike else tuple(map(str, one.needs))
+                needs = ("spike",) if one.by_spike else tuple(map(str, one.claim.subject))
                 said.append((needs, frozenset(map(str, one.heads))))
     for group in m.truth.groups:
         assert (group.needs, names_of(group.heads)) in said, said

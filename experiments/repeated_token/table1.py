@@ -51,9 +51,9 @@ def _measured(found: FindSinks | None) -> tuple[str, str, str]:
         median = f"over {r.max_repeats}"
     else:
         median = f"{r.median:.0f}"
-    never = ""
-    if r.median and r.unreached:
-        never = f" ({r.unreached} of {len(r.tokens)} never within {r.max_repeats})"
+    never, unreached = "", [token.repeats for token in r.tokens].count(None)
+    if r.median and unreached:
+        never = f" ({unreached} of {len(r.tokens)} never within {r.max_repeats})"
     at_layer = []
     for n in found.causal:
         if n.layer == found.sink_layer:

@@ -12,21 +12,19 @@ DRAWS = 400
 LEAST = 3  # fewer values give no margin
 
 
-def margin_of(values: Float[np.ndarray, " sample"] | None, statistic: Callable[..., Any] = np.mean) -> float | None:
+def margin_of(values: Float[np.ndarray, " sample"], statistic: Callable[..., Any] = np.mean) -> float | None:
     """Two standard errors of the mean (or another statistic) over samples, by bootstrap; more for few samples.
 
     The standard deviation over draws is widened by the square root of n / (n - 1), as that of n samples is. Of four
     samples, 3.2 standard errors are as sure as two are of many.
 
     Args:
-        values: One value per sample; NaN is left out. None: there are none.
+        values: One value per sample; NaN is left out.
         statistic: What is made of the values, such as `np.median`.
 
     Returns:
         None for fewer than three values: a difference is then not judged.
     """
-    if values is None:
-        return None
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     count = len(finite)

@@ -172,12 +172,16 @@ class Result(Envelope):
     def rows(self) -> Table:
         """The result as a table, one dict per row.
 
-        By default, the records of its first field with such are the rows.
+        By default, the records of its first field with such are the rows; a result without them has one row of its
+        plain fields.
         """
-        for name, value in self.own_fields().items():
+        own = self.own_fields()
+        for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
                 return [self._record_row(record) for record in value]
-        return []
+        if self.table_of:
+            return []
+        return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
 
     def _record_row(self, record: Any) -> dict[str, Any]:
         return {name: value for name, value in plain(record).items() if name not in self.table_without}

@@ -58,7 +58,7 @@ def carried(sink: Sink | None) -> str | None:
         return None if sink is None else "learned logits"
     heads = Counter()
     for group in sink.groups:
-        for part in group.needs[-1:]:  # the one nearest to the heads
+        for part in group.claim.subject[-1:] if group.claim else ():  # the one nearest to the heads
             kind = "spike" if group.by_spike else getattr(part, "kind", "mark")
             heads["mark" if kind in ("attention", "mlp", "mixer") else kind] += len(group.heads)
     [(word, count)] = heads.most_common(1) or [(None, 0)]
@@ -201,7 +201,7 @@ def test_neurons_that_serve_different_tokens_are_told_apart(tmp_path):
     # A head that reads the spike needs both, also if the first texts that it is read in need the same one.
     assert result.sink is not None
     for group in result.sink.groups:
-        assert {neuron.site for neuron in group.needs} == both
+        assert {neuron.site for neuron in group.claim.subject} == both
 
 
 @pytest.mark.parametrize(("name", "depends"), [("dependent", True), ("two_sinks", False)])
@@ -233,6 +233,6 @@ def test_copies_make_a_spike_that_no_neurons_are_known_of():
     made = sink_spike(setup)
     assert made is not None
     token = setup.tokenizer.encode(" the", add_special_tokens=False)[-1]
-    needed = RepeatsNeeded((RepeatedToken("the", token, 300),), 300.0, 0, 400)
+    needed = RepeatsNeeded((RepeatedToken("the", token, 300),), 300.0, 400)
     found = repetition_spike(setup, made.scan, needed, [setup.bos or 0], ())
     assert found is not None and [claim.verdict for claim in found.claims] == ["sufficient"]

@@ -254,7 +254,7 @@ def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[Attenti
         texts, batch = RATE_TEXTS // 4, RATE_TEXTS
     ids = text_rows(setup.tokenizer, setup.text, texts, length, setup.bos)
     received = attention_received(target, ids, without=without, progress=setup.progress, batch=batch)
-    return received, SinkRate(RATE_EPS, length, len(ids), received.rate)
+    return received, SinkRate(length, len(ids), received.rate)
 
 
 def long_texts(setup: Setup) -> TokenRows | None:

@@ -8,7 +8,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sinkscope.results.style import BAND, BLUE, GREY, ORANGE, RED, figure_of, panels
-from sinkscope.sinks.find.neurons import CAUSAL_DROP
 
 TITLES = ("Norm of the residual stream", "Norm lost by ablation")
 
@@ -48,7 +47,5 @@ def _draw_neurons(fig: Any, result: Any) -> None:
     label = {"textposition": "outside", "cliponaxis": False, "text": shown, "textangle": 0}
     name = "lost in the control: largest of 20 random draws"
     fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, **label, row=1, col=2)
-    fig.add_hline(CAUSAL_DROP, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=2)
     fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", col=2)
-    title = "neuron (orange: causal;<br>dotted: least drop of a causal one)"
-    fig.update_xaxes(title_text=title, type="category", tickangle=0, col=2)
+    fig.update_xaxes(title_text="neuron (orange: causal)", type="category", tickangle=0, col=2)

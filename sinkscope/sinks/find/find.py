@@ -55,10 +55,8 @@ def find_sinks(
     repeats, repetition = setup.once(
         (repetition_spike, survey, *words, limit), lambda: _repetition(setup, made, words, limit)
     )
-    whole = scan
-    for one in made:  # of several spikes at a place, the last one was read to the end
-        if one.spike.place == made[0].spike.place and len(one.scan.layers) > len(whole.layers):
-            whole = one.scan
+    same = [one.scan for one in made if one.spike.place == made[0].spike.place]
+    whole = max(same, key=lambda one: len(one.layers), default=scan)  # of several spikes, the last one's
     low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),
@@ -85,7 +83,7 @@ def _repetition(
 ) -> tuple[RepeatsNeeded, RepetitionSpike | None]:
     """After how many copies tokens become sinks, and whether the neurons of the first spike make that, too."""
     if not made or not made[0].scan.stages:
-        return RepeatsNeeded((), None, 0, limit), None
+        return RepeatsNeeded((), None, limit), None
     scan, neurons, before = made[0].scan, made[0].found.set, prefixes(setup, words)
     repeats = repeat_until_half(scan, words, before, limit, setup.progress)
     return repeats, repetition_spike(setup, scan, repeats, before, neurons)

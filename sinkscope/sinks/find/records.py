@@ -105,11 +105,6 @@ class Readers:
     claim: Claim | None = None
 
     @property
-    def needs(self) -> Parts:
-        """What each of these heads needs: the neurons of a spike, or components; empty if nothing was found."""
-        return () if self.claim is None else self.claim.subject
-
-    @property
     def found(self) -> bool:
         """Whether something was found that they need; of the position, that it is enough has to be shown."""
         return self.claim is not None and (not self.claim.brings or self.claim.verdict == "sufficient")
@@ -172,11 +167,10 @@ class RepeatedToken:
 
 @dataclass(frozen=True)
 class RepeatsNeeded:
-    """Repetitions until a token becomes a sink: the median over the tokens that did, and how many never did."""
+    """Repetitions until a token becomes a sink: the median over the tokens that did."""
 
     tokens: tuple[RepeatedToken, ...]
     median: float | None
-    unreached: int
     max_repeats: int
 
 
@@ -206,12 +200,11 @@ class RepetitionSpike:
 
 @dataclass(frozen=True)
 class SinkRate:
-    """Share of (layer, head) pairs whose mean attention to position 0 exceeds eps (Gu et al. 2024).
+    """Share of (layer, head) pairs whose mean attention to position 0 exceeds 0.3 (Gu et al. 2024).
 
     Layers without softmax attention do not count.
     """
 
-    eps: float
     length: int
     samples: int
     value: float

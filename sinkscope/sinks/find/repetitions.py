@@ -88,7 +88,7 @@ def repeat_until_half(
         read.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
     by_repetition = [token.repeats for token in read if token.by_repetition]  # the others are sinks already
     middle = float(median(by_repetition)) if by_repetition else None
-    return RepeatsNeeded(tuple(read), middle, repeats.count(None), limit)
+    return RepeatsNeeded(tuple(read), middle, limit)
 
 
 @torch.no_grad()

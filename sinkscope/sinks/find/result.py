@@ -12,6 +12,7 @@ from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
 from sinkscope.sinks.find.records import (
+    RATE_EPS,
     Candidates,
     PerLayer,
     RepeatsNeeded,
@@ -168,7 +169,7 @@ class FindSinks(SinkPlaces):
         if self.sink_rate is not None:
             rate = self.sink_rate
             lines.append(
-                f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
+                f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {RATE_EPS} of "
                 f"its attention ({rate.samples} texts of {rate.length} tokens)."
             )
         if self.spike is not None:

@@ -59,8 +59,7 @@ def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
 
 def layers_read(read: int, n_layers: int) -> str:
     """How many layers were read."""
-    others = ", and every sentence is about these" if read < n_layers else ""
-    return f"{read} of {n_layers} layers were read{others}."
+    return f"{read} of {n_layers} layers were read."
 
 
 def left_over(count: int, what: str) -> list[str]:

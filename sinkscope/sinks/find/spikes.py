@@ -65,7 +65,7 @@ def spike_runs(scan: LayerScan) -> list[tuple[int, int]]:
     """The first and last layer of each run of layers after which the norm stands out."""
     runs: list[tuple[int, int]] = []
     for layer in scan.spike_layers:
-        if runs and layer == runs[-1][1] + 1:
+        if layer - 1 in scan.spike_layers:
             runs[-1] = (runs[-1][0], layer)
         else:
             runs.append((layer, layer))
