@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.records import RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
+from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
@@ -85,5 +85,6 @@ def _repetition(
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, limit), None
     scan, neurons, before = made[0].scan, made[0].found.set, prefixes(setup, words)
-    repeats = repeat_until_half(scan, words, before, limit, setup.progress)
-    return repeats, repetition_spike(setup, scan, repeats, before, neurons)
+    entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
+    repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
+    return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)

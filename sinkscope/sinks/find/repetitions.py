@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
+from sinkscope.models.hooks import Hook, on_input
+from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.claims import Outcome, Search
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
@@ -43,6 +45,41 @@ def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int
     return int(reached[0]) + 1
 
 
+@dataclass(frozen=True)
+class Entered:
+    """What entered a layer in the first sequence of a pass over copies; a later pass over that sequence begins there.
+
+    Attributes:
+        start: What entered the layer in typical text. None: no pass may begin there.
+        of: What entered it in the sequence of a token.
+    """
+
+    start: LayerInput | None
+    of: dict[int, LayerInput] = field(default_factory=dict)
+
+    def hooks(self, target: Target, token: int) -> list[Hook]:
+        """The hook that takes down what enters the layer in a pass whose first sequence repeats a token."""
+        start = self.start
+        if start is None:
+            return []
+        self.of.pop(token, None)  # of a shorter pass
+
+        def take(hidden: Tensor) -> None:
+            self.of.setdefault(token, replace(start, hidden=hidden[:1].detach().clone()))
+
+        return [(target.layers[start.layer], "first", on_input(take))]
+
+    def before(self, token: int, length: int) -> Entering:
+        """Where a pass over so many tokens of a token's sequence may begin."""
+        start = self.of.get(token)
+        if start is None or start.hidden.shape[1] < length:
+            return NOT_READ
+        return Entering({start.layer: start}).part(slice(None), length)
+
+
+NOWHERE = Entered(None)
+
+
 @torch.no_grad()
 def repeat_until_half(
     scan: LayerScan,
@@ -50,6 +87,7 @@ def repeat_until_half(
     prefixes: Sequence[int],
     limit: int,
     progress: Progress = silent,
+    entered: Entered = NOWHERE,
 ) -> RepeatsNeeded:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
@@ -61,6 +99,7 @@ def repeat_until_half(
         prefixes: The first token of each row (BOS, or a token that stands in for it).
         limit: Largest n.
         progress: Called after each pass.
+        entered: Gets what enters a layer, up to the sink layer.
 
     Returns:
         For each token, the first n whose norm reaches half of the spike's.
@@ -77,7 +116,8 @@ def repeat_until_half(
     for length in lengths:
         waiting = [number for number, count in enumerate(repeats) if count is None]
         ids = rows[waiting, : length + 1]
-        norms = norms_at_sink(scan, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
+        with target.hooks(*entered.hooks(target, tokens[waiting[0]])):
+            norms = norms_at_sink(scan, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
         for number, row in zip(waiting, norms, strict=True):
             repeats[number] = repeats_until_half(row[1:], half_of)
         progress("repetitions", length, limit)
@@ -98,6 +138,7 @@ def repetition_spike(
     needed: RepeatsNeeded,
     prefixes: Sequence[int],
     neurons: Neurons,
+    entered: Entered = NOWHERE,
 ) -> RepetitionSpike | None:
     """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
 
@@ -109,6 +150,7 @@ def repetition_spike(
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         prefixes: The token before each.
         neurons: The neurons that make the spike.
+        entered: What entered a layer when the copies were read.
 
     Returns:
         None if no token reaches that by repetition.
@@ -123,7 +165,8 @@ def repetition_spike(
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
     reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
     edits = [neurons, *drawn] if neurons else []
-    trials = [Trial(rows, edits, **reading), Trial(torch.cat(beside), [], **reading)]
+    trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
+    trials.append(Trial(torch.cat(beside), [], **reading))
     edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
     intact = edited[0]
     heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]
