@@ -40,6 +40,7 @@ def compare(out: Path, alone: Path, models: list[Path]):
         assert results(out / model.name) == results(alone / model.name)
 
 
+@pytest.mark.slow
 def test_processes_side_by_side_give_the_cards_of_scans_one_by_one(models, alone, tmp_path):
     table = scan_many(models, tmp_path, workers=2, quick=True)
     assert table.exit_code == 0 and [row["scan"] for row in table.scans] == ["gpt2", "llama"]
