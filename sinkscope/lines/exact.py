@@ -16,9 +16,8 @@ from sinkscope.lines.attention import causal_cells, slash_sums
 from sinkscope.lines.head_lines import HeadLines, crossing_counts
 
 _UNCHECKED = 7  # rounds on a GPU before it is asked for the first time whether all heads are done
-_GROWTH = (
-    4  # how many times as many lines a round on a GPU takes as the one before; with 2, lines have 1 to 3 % fewer cells
-)
+_GROWTH = 4
+"""How many times as many lines a round on a GPU takes as the one before. With 2, lines have 1 to 3 % fewer cells."""
 _MOST = 2048  # lines that a round on a GPU takes at most
 _SPARE = 1.1  # how much of what is missing a round on a GPU takes at most: lines of one round cross, and hold less
 
