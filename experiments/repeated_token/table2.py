@@ -26,7 +26,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.models.checkpoints.names import published_for
+from sinkscope.models.checkpoints.published import published
+from sinkscope.sinks.reproduce.reproduce import known_as
 
 MODELS = {  # short name here -> as printed in Table 2
     "llama-1-7b": "LLaMa-1-7B-HF",
@@ -97,7 +98,7 @@ def measured_cells(row: Row | None) -> tuple[str, ...]:
 
 def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> list[Row]:
     """`evaluate_tasks` with the neurons of the paper's Table 1 on every task of Table 2."""
-    known = next(record for record in published_for(name) if record.quantity == "neurons")
+    known = next(one for one in published() if (one.model, one.quantity) == (known_as(name), "neurons"))
     tasks = list(dict.fromkeys(task for some in TASKS.values() for task, _ in some))
     setup = Setup.open(model, device=device, dtype=dtype, loading="whole")
     return evaluate_tasks(setup, SinkPatch(sites=known.value), tasks, questions=questions)

@@ -65,10 +65,12 @@ def scan_many(
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)), **os.environ}
     jobs: dict[str, Future[str]] = {}
     problems: dict[str, str] = {}
+    names = shard_of(list(folders), shard)
+    for name in names:
+        folder = check_writable(Path(out) / name, folder=True)
+        folder.mkdir(parents=True, exist_ok=True)  # the table then shows also a model that cannot be opened
     with ThreadPoolExecutor(workers) as pool:  # each thread waits for one process at a time
-        for name in shard_of(list(folders), shard):
-            folder = check_writable(Path(out) / name, folder=True)
-            folder.mkdir(parents=True, exist_ok=True)  # the table then shows also a model that cannot be opened
+        for name in names:
             words = ["--out", str(Path(out) / name), *options, *folders[name]]
             jobs[name] = pool.submit(_problem_of, words, environment)
         try:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
-from sinkscope.conformance.subject import Factory, factory_named
+from sinkscope.conformance.subject import EXPECTED, Factory, factory_named
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.results.notation import count_of
@@ -105,6 +105,8 @@ def check_cache(
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
     if isinstance(factory, str):
         factory = factory_named(factory)
+    if not hasattr(factory, "__name__"):
+        raise SinkscopeError(f"{factory!r} has no name: {EXPECTED}")
     kit = Kit(factory, tolerance)
     kit.subject()  # bad input is said before anything is checked
     names = [one for one in CHECKS if not only or one in only]

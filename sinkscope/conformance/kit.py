@@ -212,9 +212,9 @@ class Kit:
 
 def own_line(error: Exception) -> str:
     """The latest line in the code of whoever wrote the cache that led to an error, as " at file:line"; "" for none."""
-    ours = str(Path(inspect.getfile(sinkscope)).parent)
+    ours = [str(Path(inspect.getfile(module)).parent) for module in (sinkscope, inspect)]  # and the standard library
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "site-packages" not in frame.filename and not frame.filename.startswith((ours, "<")):
+        if "site-packages" not in frame.filename and not frame.filename.startswith((*ours, "<")):
             return f" at {frame.filename}:{frame.lineno}"
     return ""
 

@@ -32,7 +32,7 @@ from sinkscope.lines.exact import exact_lines, least_share
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import sample_queries
-from sinkscope.models.grouped_heads import beside_keys, by_query_head
+from sinkscope.models.grouped_heads import beside_keys
 
 Variant = Literal["exact", "faithful"]
 _SCATTERED = 1.25  # lines take at least so many times the cells of `least_share` where it is large, as measured
@@ -103,7 +103,7 @@ def select_lines(
         flat=flat,
         local=local,
         dense_above=dense_above,
-        sharp=math.inf if sharp is None else sharp,
+        sharp=sharp or math.inf,
         few_rounds=on_gpu,
     )
     return HeadLines(chosen, scores.queries)
@@ -115,9 +115,9 @@ def _sought(scores: Scores, begin: int, checked: int) -> Bool[Tensor, "head key"
     Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
     checked.
     """
-    grouped = beside_keys(scores.query[None], len(scores.key))
-    first_scores = by_query_head((grouped @ scores.key[:, :begin].mT).float(), 1, scores.heads)[0] * scores.scaling
-    rows = first_scores.logsumexp(2).topk(min(checked, scores.queries), largest=False).indices
+    grouped = beside_keys(scores.query[None], len(scores.key)).to(scores.key)
+    first_scores = ((grouped @ scores.key[:, :begin].mT).float() * scores.scaling).logsumexp(2).view(scores.heads, -1)
+    rows = first_scores.topk(min(checked, scores.queries), largest=False).indices
     cells = _AT_A_TIME
     if rows.is_cuda:
         cells *= 8

@@ -138,7 +138,7 @@ def exact_lines(
     search = _Search(every_head, left, weights, chosen, missing, one, done=flat.clone(), dense=flat.clone())
     if not few_rounds:
         search = search.unfinished()
-    for number in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
+    for number in range(2 * keys + _UNCHECKED):  # a round takes a line or more of every head that goes on, or ends it
         if not few_rounds or number >= _UNCHECKED:
             done = int(search.done.sum())
             if done == len(search.done):

@@ -244,7 +244,8 @@ def _dense(scores: Scores, value: Tensor, heads: list[int], out: Tensor) -> None
         rows = 1024  # at a time: on a CPU PyTorch builds their mask
     kv_head = partial(kv_head_of, heads=scores.heads, kv_heads=len(value))
     groups: list[tuple[slice | list[int], slice | list[int]]] = []  # kv heads, and the query heads that read them
-    if out.is_cuda and len(heads) == scores.heads:
+    by_flash = out.is_cuda and out.dtype.itemsize == 2 and scores.query.shape[-1] <= 256
+    if by_flash and len(heads) == scores.heads:  # other kernels do not share keys: PyTorch would build the whole matrix
         groups.append((slice(None), slice(None)))
     elif out.is_cuda:  # one kv head after another takes five times as long
         groups.append((list(map(kv_head, heads)), heads))

@@ -96,7 +96,8 @@ class Grid:
             table.add_column(head, justify=side, overflow="fold")
         for row in list(zip(*shown.columns.values(), strict=True))[:rows]:
             table.add_row(*row)
-        console = Console(file=printed, width=width or WIDEST, markup=False, highlight=False, emoji=False)
+        options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
+        console = Console(file=printed, width=width or WIDEST, **options)
         console.print(table)
         lines = [self.title, *printed.getvalue().splitlines()]
         for note in shown.notes(rows):

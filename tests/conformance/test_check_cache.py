@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from refusals import refused
 from transformers import DynamicCache
@@ -48,6 +50,8 @@ def test_exit_status_and_bad_input(typed, refusal):
     assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in shown
     with refused("check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
+    with refused("has no name: expected"):
+        ss.check_cache(partial(DynamicCache))
 
 
 def test_bytes_count_what_a_view_keeps_alive():

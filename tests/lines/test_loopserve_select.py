@@ -89,6 +89,21 @@ def test_few_rounds_hold_alpha_too_with_little_more_cells(keys, alpha, sharp, de
     assert few.vertical[:, :2].all() and few.slash[:, :3].all()
 
 
+@pytest.mark.parametrize("keys", [1, 2, 3, 4])
+@pytest.mark.parametrize("dense_above", [0.0, inf])
+def test_few_rounds_end_in_the_shortest_prompts(keys, dense_above):
+    few = as_on_a_gpu(drawn(4, 1, keys, 0), 0.9, dense_above=dense_above)
+    assert few.slash[:, 0].all() and ((few.density() == 1) | bool(dense_above)).all()
+
+
+@pytest.mark.parametrize("settings", [{"begin": 0}, {"sharp": 0.0}, {"dtype": torch.bfloat16}])
+def test_sought_keys_without_first_ones_no_sharp_lines_and_keys_of_another_dtype(settings):
+    scores = drawn(4, 40, 60, 0)
+    scores = replace(scores, query=scores.query.to(settings.pop("dtype", torch.float32)))
+    lines = select_lines(scores, 0.9, checked=4, **settings)
+    assert (recovered(scores, lines, sample_queries(40, 48)) >= 0.9 - 1e-4).all()
+
+
 def optimum(probs: Tensor, past: int, alpha: float) -> int:
     """Fewest cells of any choice of lines with the first of both kinds, by trying them all."""
     queries, keys = probs.shape

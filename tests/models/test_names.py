@@ -1,4 +1,4 @@
-"""Short names and published sink locations."""
+"""Short names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from organisms import MODEL_TYPES
 from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope.models.checkpoints.names import models, published_for, resolve
+from sinkscope.models.checkpoints.names import find, models, resolve
 from sinkscope.models.loading.config import reads_images
 
 
@@ -40,12 +40,8 @@ def decodes_text(model_type: str) -> bool:
         "a/b/Llama-2-7b-hf/",
     ],
 )
-def test_published_by_every_spelling(spelling):
-    assert "L1.N10411" in next(record for record in published_for(spelling) if record.quantity == "neurons").value
-
-
-def test_of_another_model_nothing_is_published():
-    assert published_for("my-own-model") == []
+def test_a_model_is_found_by_every_spelling_and_no_other_is(spelling):
+    assert find(spelling) == find("llama-2-7b") != find("my-own-model") is None
 
 
 def test_base_name_of_a_hub_id_resolves():

@@ -141,3 +141,8 @@ def test_a_table_says_how_many_rows_of_all_it_shows():
     assert grid.text(80, rows=1).splitlines()[1:] == ["a       99.0%", *grid.notes(1)]
     assert grid.notes() == ["Seen.", "3 of 9 rows are shown (--csv FILE writes them all)."]
     assert grid.notes()[1] in grid.html() and replace(grid, total=3).notes() == ["Seen."]
+
+
+def test_a_table_is_text_in_a_notebook_too(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert Grid({"a": ["1", "2"], "b": ["[bold]x", "y"]}).text(80) == "a  b\n1  [bold]x\n2  y"

@@ -107,7 +107,6 @@ class Explorer:
             provenance=setup.provenance(),
             layer=self.sink.layer,
             typical_norm=_rounded(np.array(self.sink.scan.typical_norm)),
-            first_norm=_rounded(np.array(self.sink.scan.spike_norm)),
             neurons=tuple(map(str, self.sink.neurons)),
             marks=tuple(map(str, self.sink.marks)),
             switches=tuple(switch.name for switch in switches_of(self.sink)),

@@ -102,7 +102,6 @@ class ModelView(Result):
     Attributes:
         layer: The sink layer. If no MLP makes a sink, the layer after which a token stands out most.
         typical_norm: Median norm over later positions of typical text.
-        first_norm: Norm of the first token of typical text.
         neurons: The sink neurons.
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
@@ -118,7 +117,6 @@ class ModelView(Result):
 
     layer: int
     typical_norm: Float[np.ndarray, " layer"]
-    first_norm: Float[np.ndarray, " layer"]
     neurons: tuple[str, ...]
     marks: tuple[str, ...]
     switches: tuple[str, ...]

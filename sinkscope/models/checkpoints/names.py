@@ -1,4 +1,4 @@
-"""Short names of public models, and where papers found their attention sinks."""
+"""Short names of public models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cache
 from importlib import resources
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.published import Published, published
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -77,11 +76,3 @@ def resolve(name: str) -> str:
         f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
         "org/name, a folder such as ./my-model, or a .gguf file"
     )
-
-
-def published_for(name_or_id: str) -> list[Published]:
-    """What papers report about a model's sink, by short name, hub id or base name of a folder."""
-    entry = find(name_or_id)
-    if entry is None:
-        return []
-    return [record for record in published() if record.model == entry.name]

@@ -76,7 +76,7 @@ def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
     norm, every = f"half of the norm at {place}", len(needed.tokens)
     if needed.median is None:
         within = count_of(needed.max_repeats, "repetition")
-        return [f"No token of {every} reaches {norm} at the sink layer by up to {within}."]
+        return [f"Up to {within} bring no token of {every} to {norm} at the sink layer."]
     reached, others = sum(token.by_repetition for token in needed.tokens), ""
     if reached < every:
         others = f"; the others do at once, or not within {needed.max_repeats}"
