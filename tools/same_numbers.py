@@ -67,7 +67,7 @@ COMMANDS = {
 ONCE = {  # these measure no model, or the recall model of the package
     "bench-recall": "bench --task recall --out recall --methods full,streaming:0.25,h2o:0.25,loopserve:0.25",
     "bench-recall-table": "bench table recall {json}",
-    "loops": "loops {inputs}/outputs.jsonl --max-new 300 {json}",
+    "loops": "loops {inputs}/outputs.jsonl {json}",
     "models": "models {json}",
 }
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
