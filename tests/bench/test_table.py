@@ -147,6 +147,13 @@ def test_a_conclusion(task: str, answers: list[str], said: str):
     assert not said.startswith(("h2o:8 has", "loopguard:64 has", "h2o:4 is")) or said == conclusion
 
 
+def test_a_printed_table_breaks_no_cell_and_names_the_columns_that_are_left_out():
+    (grid,) = table(*scored("loops", "full 1 1 0"), *scored("loops", "loopguard:1024 0*3")).grids()
+    lines = grid.text(50).splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("s ")] == [["s", "full"], ["s", "loopguard:1024"]]
+    assert "Not shown: " in grid.text(50) and max(map(len, lines)) <= 50
+
+
 def test_a_tile_shows_the_best_method_beside_the_control_of_the_task():
     found = table(*scored("text", "random:8 9"), *scored("text", "h2o:8 1"), *scored("text", "tova:8 2"))
     tile = found.headline()
