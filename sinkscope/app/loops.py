@@ -103,7 +103,7 @@ def _monitor_settings(file: str | None, variant: str) -> MonitorSettings:
     """
     data: Any = {}
     if file is not None:
-        data = read_json(file)
+        data = read_json(file, 'expected an object such as {"window": 128}')
     if not isinstance(data, dict):
         raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
     return MonitorSettings.variant(variant, **data)

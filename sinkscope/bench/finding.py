@@ -49,21 +49,21 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     compared, control = ranked(methods), control_of(methods)
     said = f"{task.control} was not run"
     if control is not None:
-        said = f"{control.method}, the control: {task.shown.format(control.score)}"
+        said = f"{control.method}, the control, has {task.shown.format(control.score)}"
     if not compared:
         return f"In {where}, {said}; no other method was run."
     best, count = compared[0], len(compared)
     full_read = next((group.metrics.get("read") for group in methods if group.method == FULL), None)
     score = _score(task, best, full_read)
     if count == 1:
-        found = f"{best.method} in {where} ({task.unit}): {score}"
+        found = f"{best.method} has {score} in {where} ({task.unit})"
         if control is not None and not best.differs(control):
             found = f"{found}, no difference shown"
     elif best.differs(compared[1]):
-        found = f"{best.method} is the best of {count} in {where} ({task.unit}): {score}"
+        found = f"{best.method} is the best of {count} in {where} ({task.unit}) with {score}"
     else:
-        other = f"{compared[1].method} {_score(task, compared[1], full_read)}"
-        found = f"Too close to rank in {where} ({task.unit}): {best.method} {score} and {other}"
+        other = f"{compared[1].method} with {_score(task, compared[1], full_read)}"
+        found = f"{best.method} with {score} and {other} are too close to rank in {where} ({task.unit})"
     return f"{found}; {said}."
 
 

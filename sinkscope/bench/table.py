@@ -75,7 +75,8 @@ class BenchTable(Result):
             if task_class(task).main in PERCENT:
                 percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
             columns = strings(rows, percent)
-            grids.append(Grid(columns, important=("set", "method", *[*columns][4:])))
+            order = dict.fromkeys(["set", "method", *[*columns][4:], *columns])  # of which the first are shown that fit
+            grids.append(Grid({name: columns[name] for name in order if name in columns}))
         return grids
 
     def headline(self) -> Number | None:

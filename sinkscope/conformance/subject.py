@@ -40,7 +40,7 @@ def factory_named(place: str) -> Factory:
         return policies()[name]
     factory = imported(place, place, f"; {EXPECTED}") if ":" in place else None
     if not callable(factory):
-        raise SinkscopeError(f"{place} is no module:function: {EXPECTED}")
+        raise SinkscopeError(f"{place} is no policy and no module:function: {EXPECTED}")
     for name, one in parameters(factory).items():
         if name not in KNOWN and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             raise SinkscopeError(f"{place} needs {name}=: {EXPECTED}, or have a default")

@@ -107,7 +107,8 @@ class Why(Result):
                 f"The weights alone keep {loop} going: after the first and the last token, in {self._of(share)} cases."
             )
         if not self.kept_by:
-            return f"Undecided: {loop} depends on none of {len(by_name)} things more than on random changes."
+            alone = sum(name in CAUSES for name in by_name)
+            return f"Undecided: {loop} depends on none of {alone} causes alone more than on random changes."
         causes = word_list([f"the {name}" for name in self.kept_by])
         taken = [by_name[name] for name in self.kept_by]
         if self.either:
@@ -325,6 +326,8 @@ def why(
         check_length(target, "the prompt", len(start), new)
         (written,), _ = decode(target, [start], new, setup.edit)
     else:
+        if isinstance(answer, str):
+            answer = answer.removesuffix("\n")  # which a file ends with that `generate` has written
         written = read_row(target, answer, special=False)
     ids = [*start, *written]
     loop = end_loop(ids)

@@ -240,7 +240,7 @@ class Result(Envelope):
         while details and height(details, width) > room - min(LEAST_TABLE, len(rows)):
             details.pop()
         rows = rows[: room - height(details, width)]
-        return "\n".join([*rows, "", *details, hint, *closing])
+        return "\n".join([*rows, "", *details, hint, *closing]).lstrip("\n")
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""

@@ -176,7 +176,7 @@ class MarkingHeads(Result):
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def facts(self) -> list[str]:
-        """The neurons, the tokens that fire them, and what all heads do if those of no layer are enough."""
+        """Where the mark is read, the tokens that have it, and what all heads do if those of no layer are enough."""
         if self.activation is None:
             return []
         where = f"the whole MLP of layer {self.sink_layer}, because no set of neurons makes the spike"
@@ -185,7 +185,7 @@ class MarkingHeads(Result):
         fires = int((self.activation >= PRESENT).sum())
         lines = [
             f"The mark is read at {where}.",
-            f"{fires} of {count_of(len(self.activation), 'token')} tried at {self.place} fire them.",
+            f"{fires} of {count_of(len(self.activation), 'token')} tried at {self.place} have the mark.",
         ]
         if self.marking_layer is None and self.all_drop is not None:
             lines.append(f"The heads of all layers together take {max(0.0, self.all_drop):.0%} of the mark.")

@@ -43,7 +43,7 @@ def test_exit_status_and_bad_input(typed, refusal):
         ("nothing.here:at_all", "cannot be imported"),
         ("transformers:QuantizedCache", "needs backend="),
         ("tempfile:gettempdir", "gave a str"),
-        ("torch", "is no module:function"),
+        ("torch", "is no policy and no module:function"),
     ):
         assert said in refusal(["check-cache", place])
     shown = typed("check-cache snapkv:0.25 --only the_first_tokens_survive").out

@@ -57,7 +57,7 @@ def test_base_name_of_a_hub_id_resolves():
     ],
 )
 def test_unknown_name_suggests_the_nearest(typed, meant):
-    with refused(rf"unknown model '{typed}': did you mean .*{meant}[? ]"):
+    with refused(rf"unknown model '{typed}': expected .* did you mean .*{meant}[? ]"):
         resolve(typed)
 
 

@@ -190,7 +190,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: give a shorter --prefix"),
         ({"tokens": ["all"], "read": "distance"}, "--tokens all belongs to --read norm"),
-        ({"tokens": ["all"], "prefix": "a poem"}, "--prefix belongs to some tokens: leave it out, or ask for that"),
+        ({"tokens": ["all"], "prefix": "a poem"}, "--prefix belongs to --tokens WORD: leave it out, or ask for that"),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
         ({"sample": 4}, "--sample belongs to --tokens all"),

@@ -7,6 +7,8 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
@@ -26,7 +28,7 @@ def view_model(
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     generation: bool = True,
-    port: Whole = 0,
+    port: Annotated[int, Field(ge=0, le=65535)] = 0,
     show: Annotated[bool, Option(name="--open")] = True,
     revision: str | None = None,
     device: str | None = None,

@@ -71,8 +71,8 @@ def resolve(name: str) -> str:
     if entry is not None:
         return entry.hub_id
     near = difflib.get_close_matches(name.lower(), _entries(), n=3, cutoff=0.6)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
     raise SinkscopeError(
-        f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
-        "org/name, a folder such as ./my-model, or a .gguf file"
+        f"unknown model {name!r}: expected a short name (`sinkscope models` lists them), a hub id such as org/name, a "
+        f"folder such as ./my-model, or a .gguf file{meant}"
     )

@@ -103,8 +103,8 @@ def refuse_unused(
     every = tokens is not None and list(tokens) == [EVERY_TOKEN]
     unused = {
         "--tokens all belongs to --read norm": every and read != "norm",
-        "--prefix belongs to some tokens": prefix is not None and every,
-        "--ablate belongs to --read norm of some tokens": ablate and (read != "norm" or every),
+        "--prefix belongs to --tokens WORD": prefix is not None and every,
+        "--ablate belongs to --read norm with --tokens WORD": ablate and (read != "norm" or every),
         "--patch belongs to --read probability": patch is not None and read != "probability",
         "--sample belongs to --tokens all": sample is not None and not every,
     }
