@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import sinkscope as ss
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, cache_argument, cache_in
 
 IDS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(5))
@@ -72,6 +73,17 @@ def test_positions_go_on_and_policies_act_whatever_the_cache_is_called(name, pos
         with edit.on(model) as run:
             assert generated(model) == text
         assert run.usage == expected.usage and run.usage
+
+
+@pytest.mark.parametrize("positional", [False, True], ids=["by name", "by place"])
+def test_a_cache_by_an_unknown_name_is_refused(positional):
+    expected = (
+        r"3 calls while it generates end at positions \[8, 9, 10\], and are counted to \[8, 0, 0\], "
+        r"because its cache does not come as cache or past_key_values, or .*; rename that argument"
+    )
+    for _ in range(2):  # also the second time
+        with pytest.raises(UnsupportedError, match=expected):
+            ss.Ablate(layer=1, neurons=[3], positions=0).on(named("memory", positional=positional))
 
 
 def test_positions_go_on_where_the_first_layer_keeps_a_state():

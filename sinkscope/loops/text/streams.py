@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
+from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
@@ -44,6 +45,11 @@ class Alarm(NamedTuple):
         return f'loop in {self.stream} at token {self.token}: {repetition}, "{self.text}"'
 
 
+def _number_of(key: object) -> int:
+    """The number by which a token is known that has none: the same in every run, and nothing has to be kept."""
+    return crc32(repr(key).encode())
+
+
 class Stream:
     """One output and its monitor.
 
@@ -55,7 +61,6 @@ class Stream:
         recent = deque[str](maxlen=KEPT_TOKENS)
         self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
         self._splitter = Splitter()
-        self._numbers: dict[object, int] = {}  # of different tokens
         self._recent = recent
         self._quiet_until = 0
 
@@ -65,11 +70,11 @@ class Stream:
             self.monitor.is_plain = None  # the tokens are no words
             key = piece.key
             if not isinstance(key, int):
-                key = self._numbers.setdefault(key, len(self._numbers))
+                key = _number_of(key)
             yield from self._advance(piece.stream, key, piece.text)
             return
         for word in self._splitter.feed(piece.text, piece.last):
-            yield from self._advance(piece.stream, self._numbers.setdefault(word, len(self._numbers)), word)
+            yield from self._advance(piece.stream, _number_of(word), word)
 
     def _advance(self, name: str, token: int, text: str) -> Iterator[Alarm]:
         """Yield the alarm that a token raises, if it does."""
