@@ -46,7 +46,7 @@ def stale() -> dict[str, list[str]]:
         data = json.loads(file.read_text(encoding="utf-8"))
         made = data["provenance"]
         argv = made.get("argv") or made["command"].split()
-        module = argv[2] if argv[:2] == ["python", "-m"] else kind_modules()[data["kind"]]
+        module = argv[argv.index("-m") + 1] if "-m" in argv else kind_modules()[data["kind"]]
         commit = made.get("commit") or git("log", "-1", "--format=%H", "--", str(file))[0]
         changed = git("diff", "--name-only", commit.rstrip("+"), "--", *CODE)
         files = [one for one in code_of(module) if one in changed]

@@ -31,7 +31,7 @@ def test_a_figure_is_stale_if_what_its_script_imports_has_changed(tmp_path, monk
     commit_of.cache_clear()
     first = commit_of(tmp_path)
     assert first == _git(tmp_path, "rev-parse", "HEAD")
-    made = {"argv": ["python", "-m", "experiments.stale_script"], "commit": first}
+    made = {"argv": ["torchrun", "--standalone", "-m", "experiments.stale_script"], "commit": first}
     (tmp_path / "figures/a.json").write_text(json.dumps({"kind": "a", "provenance": made}))
     monkeypatch.setattr(stale_figures, "ROOT", tmp_path)
     assert stale_figures.stale() == {}

@@ -53,7 +53,8 @@ def _of_model(model: Any) -> str:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         with brought(module):
-            parts[name] = _described(getattr(module, attribute), share)
+            described = _described(getattr(module, attribute), share)
+        parts[name.replace("._original_component", "")] = described  # a bridge around it is the same model
     return _digest(model.config.to_dict(), parts)
 
 
