@@ -26,7 +26,7 @@ from sinkscope.kv.generation import Generation
 from sinkscope.kv.owners import own_model
 from sinkscope.kv.policy_checks import unseen_queries, warn_of_idle
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.kv.windows import check_servable
+from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import by_name, with_cache
 from sinkscope.models.following import following
 from sinkscope.models.hooks import Args, Kwargs
@@ -51,6 +51,7 @@ class Session:
         check_servable(target)
         self.run = run
         self.target = target
+        self._config = target.config
         self.now = CurrentCall()
         self.watching = AttentionWatch(target, self.now)
         self.anchors = 0
@@ -172,6 +173,7 @@ class Session:
         if call is None:
             return
         kwargs = by_name(module, args, kwargs)
+        check_attention(self.target, self._config)
         cache = used_cache(kwargs, self.target, is_watched=bool(watching.watchers))
         layers = list[CacheLayer]()
         try:

@@ -11,6 +11,8 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
+from sinkscope.tap.internals import attention_name
+from sinkscope.tap.stock import NAME
 from sinkscope.tap.view import ChunkWindow
 
 
@@ -45,6 +47,24 @@ def check_servable(target: Target) -> None:
         raise UnsupportedError(
             f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
             "cache policies and attention observers"
+        )
+
+
+def check_attention(target: Target, config: Any) -> None:
+    """Refuse an attention that was set after a run was entered.
+
+    Args:
+        target: The model.
+        config: Its configuration, which takes long to look up at every token.
+
+    Raises:
+        UnsupportedError: It was.
+    """
+    name = attention_name(config)
+    if name != NAME and target.adapter.attention_interface:
+        raise UnsupportedError(
+            f"the attention of {target.name} was set to {name!r} inside the `with`, which would go past what acts "
+            "here: set it before the `with`"
         )
 
 

@@ -204,6 +204,7 @@ WAYS = {
     "weights assigned inside": inside(
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     ),
+    "another attention inside": inside(lambda model: model.set_attn_implementation("sdpa")),
     "edited through a wrapper": around(Around, edited=True),
     "functional": around(functional),
     "a pool": called(in_pool),
