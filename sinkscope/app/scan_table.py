@@ -156,11 +156,13 @@ def _natural(name: str) -> str:
 def _row(name: str, card: SinkCard | None, problem: str) -> dict[str, Any]:
     """The row of a scan: the numbers of its card."""
     row: dict[str, Any] = {"scan": name, **dict.fromkeys(ON_CARDS), "heads_margin": None, "loops_margin": None}
+    numbers = {}
     for part in () if card is None else card.parts:
         for number in part.numbers:
-            for column, key in ON_CARDS.items():
-                if key == (part.name, number.key):
-                    row[column] = number.value
-                    if f"{column}_margin" in row:
-                        row[f"{column}_margin"] = number.margin
+            numbers[part.name, number.key] = number
+    for column, key in ON_CARDS.items():
+        if key in numbers:
+            row[column] = numbers[key].value
+            if f"{column}_margin" in row:
+                row[f"{column}_margin"] = numbers[key].margin
     return row | {"problem": problem}

@@ -113,8 +113,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         if self.known is None:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
-            gapless = bool((columns.pos >= 0).all())
-            self.hold(self.keys[..., :count, :], self.values[..., :count, :], None, gapless)
+            self.hold(self.keys[..., :count, :], self.values[..., :count, :], None, gapless=not columns.padded)
         else:
             last = torch.nn.functional.pad(columns.pos, (1, 0), value=-1).amax(1)  # -1: nothing is left
             self.evict(self.pos <= last[:, None, None].to(self.keys.device))

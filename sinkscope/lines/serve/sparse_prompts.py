@@ -33,21 +33,21 @@ class PromptRow:
         scores: The parts of the scores.
         value: Values.
         layer: Decoder layer.
-        real: Which of the padded queries these are.
+        real: Which of the padded queries these are; a slice if all are.
     """
 
     scores: Scores
     value: Float[Tensor, "kv_head key d_value"]
     layer: int
-    real: Bool[Tensor, " padded"]
+    real: Bool[Tensor, " padded"] | slice
 
     @classmethod
     def of(cls, prompt: Attention, view: View, row: int, whole: bool) -> PromptRow:
         """A row of a prompt, which is `whole` without padding and holes; it has no queries if it is all padding."""
-        real = view.query_pos[row] >= 0
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        real = slice(None)
         if not whole:  # a choice by index copies
-            occupied = view.pos[row, 0] >= 0
+            real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
             query, key, value = query[:, real], key[:, occupied], value[:, occupied]
         return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
 
@@ -209,8 +209,7 @@ class SparsePrompts(Intervention):
             output = reads[number].output
             if output is None:
                 output = row.dense(row.scores.queries)
-            output = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
-            whole[number, slice(None) if whole_rows else row.real] = output
+            whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
         return whole
 
     def read(self, row: PromptRow) -> PromptRead:
@@ -246,8 +245,8 @@ class SparsePrompts(Intervention):
         padding or holes.
         """
         keys = prompt.key.shape[2]
-        cached = (view.pos[:, 0] >= 0).sum(-1)
-        if keys < self.shortest or (not whole and bool((cached < self.shortest).all())):
+        most = keys if whole else int((view.pos[:, 0] >= 0).sum(-1).max())  # of all rows
+        if most < self.shortest:
             return f"fewer than {self.shortest} keys"
         if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
