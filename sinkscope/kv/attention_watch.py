@@ -125,14 +125,14 @@ class AttentionWatch:
         Raises:
             UnsupportedError: It does.
         """
+        shown = attention.shown_to_last()
+        kv = self._layer(attention.layer)
+        if shown is None and kv is not None and kv.gapless and self._windows[attention.layer] is None:
+            return  # the last query certainly sees every slot
         view, last = attention.view, slice(attention.queries - 1, attention.queries)
         assert view is not None
         sees = view.section(last, slice(None)).sees().all(1, keepdim=True)
-        shown = attention.shown_to_last()
         if shown is None:
-            kv = self._layer(attention.layer)
-            if kv is not None and kv.gapless and view.window is None:
-                return  # the last query certainly sees every slot
             if bool((view.pos < 0).any()):
                 return  # the model is not told of padding
             shown = torch.ones_like(sees)

@@ -244,8 +244,10 @@ _ACTIVE_LOCK = threading.Lock()
 
 def _acts(run: Run) -> bool:
     me = threading.get_ident()
+    if me == run.thread:
+        return True
     with _ACTIVE_LOCK:
-        return me == run.thread or all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
+        return all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
 
 
 @contextmanager

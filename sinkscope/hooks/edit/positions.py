@@ -257,7 +257,7 @@ class Tracker:
         if cache is not None:
             sequence = self._sequences.get(cache)
         if sequence is not None and past > 0:
-            times, rest = divmod(batch, len(sequence.bos))
+            times, rest = divmod(batch, sequence.bos.shape[0])  # `len` of a tensor takes three times as long
             if times > 1 and rest == 0:
                 sequence.expand(times)
             if rest == 0:
