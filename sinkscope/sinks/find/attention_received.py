@@ -13,7 +13,6 @@ from einops import reduce
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.hooks import first_tensor, on_output
@@ -34,7 +33,6 @@ from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
-LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
 LIFT = 3.0  # times uniform attention, from which a query attends to a position among several
 LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
@@ -177,7 +175,7 @@ class AttentionReceived:
     @cached_property
     def places(self) -> Mask:
         """The positions of these that enough heads attend to."""
-        return sink_places(self.above[self.attending], self.judged)
+        return sink_places(self.above[self.attending])
 
     def _in_most(self, above: Bool[Tensor, "layer head case"], share: float) -> Heads:
         """The (layer, head) pairs that attend in most cases; none if they are too small a share for a sink."""
@@ -255,14 +253,3 @@ def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[Attenti
     ids = text_rows(setup.tokenizer, setup.text, texts, length, setup.bos)
     received = attention_received(target, ids, without=without, progress=setup.progress, batch=batch)
     return received, SinkRate(length, len(ids), received.rate)
-
-
-def long_texts(setup: Setup) -> TokenRows | None:
-    """A few longer texts; None if the context or the text is too short for any."""
-    length = min(LONG_LENGTH, setup.target.max_positions or LONG_LENGTH)
-    if length <= SHORT:
-        return None
-    try:
-        return text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos)
-    except SinkscopeError:  # the text is shorter than that
-        return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.results.style import BAND, BLUE, GREY, ORANGE, RED, figure_of, panels
+from sinkscope.results.style import BLUE, GREY, ORANGE, RED, figure_of, panels
 
 TITLES = ("Norm of the residual stream", "Norm lost by ablation")
 
@@ -24,9 +24,6 @@ def draw(result: Any) -> go.Figure:
 
 def _draw_norms(fig: Any, result: Any) -> None:
     layers = list(range(len(result.spike_norm)))
-    outline = [*result.typical_high, *result.typical_low[::-1]]
-    area = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
-    fig.add_scatter(x=[*layers, *layers[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
     place = "the first token" if result.spike is None else html.escape(result.spike.place.words)

@@ -8,7 +8,7 @@ if it is too little to be measured. Nothing assumes a position.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,19 +36,14 @@ Cases = tuple[tuple[int, int], ...]
 """Positions, as pairs of the number of a text and a position."""
 
 
-def by_count(tokens: Int[Tensor, " case"]) -> list[tuple[int, int]]:
-    """Tokens with their number, the most common first."""
-    return sorted(Counter(tokens.tolist()).items(), key=lambda item: (-item[1], item[0]))
-
-
 @dataclass(frozen=True)
 class Rule:
-    """Words that mean some positions of any texts. A position has to meet all conditions that are set.
+    """Words that mean some positions of any texts.
 
     Attributes:
         words: The words, as part of a sentence.
-        position: The only position. None: any.
-        tokens: Ids of the tokens that may stand there. Empty: any.
+        position: The only position. None: the tokens decide.
+        tokens: Ids of the tokens that stand there.
         first: Whether only the first of these tokens in a text counts.
     """
 
@@ -59,15 +54,11 @@ class Rule:
 
     def means(self, ids: TokenRows) -> Mask:
         """The positions of some texts that the words mean."""
-        fits = torch.ones_like(ids, dtype=torch.bool)
-        if self.tokens:
-            fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
+        if self.position is not None:
+            return (torch.arange(ids.shape[1], device=ids.device) == self.position).expand_as(ids)
+        fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
         if self.first:
             fits &= fits.cumsum(1) == 1
-        if self.position is not None:
-            at_position = torch.zeros_like(fits)
-            at_position[:, self.position : self.position + 1] = True
-            fits &= at_position
         return fits
 
 
@@ -102,7 +93,7 @@ class Place:
             coverage=int(piece.sum()) / int(whole.sum()),
             precision=int((meant & whole).sum()) / max(1, int(meant.sum())),
             share=float(piece.any(1).float().mean()),
-            common=tuple(decode([token]) for token, _ in by_count(ids[piece])[:COMMON]),
+            common=tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)),
         )
 
     @property
@@ -111,7 +102,8 @@ class Place:
         if self.rule is not None:
             return self.rule.words
         tokens = word_list([repr(token) for token in self.common])
-        return f"{len(self.cases):,} places without a common description (most often {tokens})"
+        what = "first tokens" if self.is_first else "places"
+        return f"{len(self.cases):,} {what} without a common description (most often {tokens})"
 
     @property
     def is_first(self) -> bool:
@@ -137,7 +129,7 @@ class Place:
 
 
 def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
-    """Numbers of some texts with a place, and its first position in each; those in which it comes first.
+    """Numbers of some texts with a place, and its position in each; those in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
@@ -146,15 +138,14 @@ def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[
         ids: The texts in which it was found, whole.
     """
     seen: Counter[int] = Counter()
-    turns: dict[tuple[int, int], tuple[int, int, int]] = {}
+    turns: list[tuple[int, int, int]] = []
     for text, position in sorted(cases, key=lambda case: case[1]):
         token = int(ids[text, position])
-        if (token, text) not in turns:
-            turns[token, text] = (seen[token], position, text)
-            seen[token] += 1
-    _, at, rows = torch.tensor(sorted(turns.values())).T
+        turns.append((seen[token], position, text))
+        seen[token] += 1
+    _, at, rows = torch.tensor(sorted(turns)).T
     number = PLACE_TEXTS
-    if len(ids[rows, at].unique()) >= LEAST_CASES:
+    if len(seen) >= LEAST_CASES:
         number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
     return rows[:number], at[:number]
 
@@ -162,7 +153,7 @@ def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
-def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Mask:
+def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
     """The positions that enough heads attend to.
 
     A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
@@ -170,7 +161,6 @@ def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Ma
 
     Args:
         above: Whether each head attends to each position; of layers with softmax attention only.
-        ids: The texts, up to the last position that was judged.
     """
     heads = above.shape[0] * above.shape[1]
     anywhere = reduce(above.int(), "layer head text at -> text at", "sum")
@@ -178,14 +168,8 @@ def sink_places(above: Bool[Tensor, "layer head text at"], ids: TokenRows) -> Ma
     steady = reduce(above.float(), "layer head text at -> layer head at", "mean") >= MOST_TEXTS
     steadily = (above & rearrange(steady, "layer head at -> layer head 1 at")).int().sum((0, 1))
     number = reduce(steady.int(), "layer head at -> at", "sum")
-    suffice = (number >= max(SINK_HEADS, POSITION_SHARE * heads)) & _is_varied(ids)
+    suffice = number >= max(SINK_HEADS, POSITION_SHARE * heads)
     return there | (suffice & (steadily >= MOST_TEXTS * number))
-
-
-def _is_varied(ids: TokenRows) -> Bool[Tensor, " at"]:
-    """Positions at which it is no matter of the word: the first one, and those with several different tokens."""
-    varied = [at == 0 or len(ids[:, at].unique()) >= LEAST_CASES for at in range(ids.shape[1])]
-    return torch.tensor(varied)
 
 
 def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
@@ -217,8 +201,8 @@ def pieces(
 ) -> tuple[tuple[Place, ...], int]:
     """The parts of a set of places, and how many are left over: too few, or such as do not hold.
 
-    Words have a precision of at least 0.9. Of single rules, then of pairs, the first one is taken whose coverage is at
-    least 0.9. If there is none, the rules that add most are joined. What no words cover is a piece of its own.
+    Words have a precision of at least 0.9. The rules that add most are joined: two single rules or, if these leave more
+    than a tenth, four of all. What no words cover is a piece of its own.
 
     Args:
         ids: The texts.
@@ -226,43 +210,32 @@ def pieces(
         decode: Writes token ids as text.
         holds: What else a piece has to meet.
     """
-    found: list[Place] = []
-    rest = whole
-    for rule in _rules(ids, whole, decode, holds):
-        fits = rule.means(ids) & rest  # the pieces have no place in common
-        if bool(fits.any()):
-            found.append(Place.of(ids, whole, fits, rule, decode))
-            rest = rest & ~fits
-    count, size = int(rest.sum()), int(whole.sum())
-    enough = count >= max(LEAST_CASES, (1 - ENOUGH) * size)
-    if enough and float(rest.any(1).float().mean()) >= SOME_TEXTS and holds(rest):
-        found.append(Place.of(ids, whole, rest, None, decode))
-        count = 0
-    return tuple(found), count
-
-
-def _rules(ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool]) -> list[Rule]:
-    """The words for the parts of a set of places."""
-    precise: dict[Rule, Tensor] = {}  # with the places that they mean
-    chosen: list[Rule] = []
-    least, few = min(LEAST_CASES, len(ids)), (1 - ENOUGH) * int(whole.sum())
+    precise: dict[Rule, Mask] = {}  # with the places that they mean, the simplest first
+    chosen: dict[Rule, Place] = {}
+    rest, size, least = whole, int(whole.sum()), min(LEAST_CASES, len(ids))
     for rules, most in ((_simple, FEW_PARTS), (_of_a_kind, MOST_PARTS)):
         for rule in rules(ids, whole, decode):
             fits = rule.means(ids)
-            there = fits & whole
-            if int(there.sum()) >= max(least, ENOUGH * int(fits.sum())) and holds(there):
-                precise[rule] = there
-        rest, chosen = whole, []
-        while len(chosen) < most and precise:
-            adding = {rule: int((rest & there).sum()) for rule, there in precise.items()}
-            best = max(precise, key=adding.__getitem__)
-            if adding[best] < least:
+            if int((fits & whole).sum()) >= max(least, ENOUGH * int(fits.sum())) and holds(fits & whole):
+                precise[rule] = fits
+        rest, chosen = whole, {}
+        while precise and len(chosen) < most:
+            best = max(precise, key=lambda rule, rest=rest: int((rest & precise[rule]).sum()))
+            piece = rest & precise[best]
+            if int(piece.sum()) < least:
                 break
-            chosen.append(best)
-            rest = rest & ~precise[best]
-        if int(rest.sum()) <= few:
+            chosen[best] = Place.of(ids, whole, piece, best, decode)
+            rest = rest & ~piece
+        if int(rest.sum()) <= (1 - ENOUGH) * size:
             break
-    return sorted(chosen, key=list(precise).index)
+    found = [chosen[rule] for rule in precise if rule in chosen]
+    behind = torch.arange(ids.shape[1]) > 0
+    for piece in (rest & ~behind, rest & behind):
+        enough = int(piece.sum()) >= max(LEAST_CASES, (1 - ENOUGH) * size)
+        if enough and float(piece.any(1).float().mean()) >= SOME_TEXTS and holds(piece):
+            found.append(Place.of(ids, whole, piece, None, decode))
+            rest = rest & ~piece
+    return tuple(found), int(rest.sum())
 
 
 def _simple(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
@@ -279,26 +252,25 @@ def _simple(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
 
 def _of_a_kind(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
     """What may be said of the places by a list of tokens."""
+    tokens = _tokens_behind(ids, there)
+    always = [token for token in tokens if float(there[:, 1:][ids[:, 1:] == token].float().mean()) >= ENOUGH]
     rules = []
-    seen = {token: repr(decode([token])) for token in _tokens_behind(ids, there)}
-    precise: dict[int, str] = {}
-    for token, name in seen.items():
-        if float(there[:, 1:][ids[:, 1:] == token].float().mean()) >= ENOUGH:
-            precise[token] = name
-    if len(precise) > 2:  # two have a rule each, because different neurons may make their spikes
-        names = word_list([*precise.values()], COMMON)
-        rules.append(Rule(f"{names} wherever they stand", tokens=tuple(precise)))
-    if len(seen) > 1:
-        names = word_list([*seen.values()], COMMON)
-        rules.append(Rule(f"the first of {names} in a text", tokens=tuple(seen), first=True))
-    return rules + _first_of_a_kind(ids, there)
+    if len(always) > 2:  # two have a rule each, because different neurons may make their spikes
+        rules.append(Rule(f"{_names(always, decode)} wherever they stand", tokens=tuple(always)))
+    if len(tokens) > 1:
+        rules.append(Rule(f"the first of {_names(tokens, decode)} in a text", tokens=tuple(tokens), first=True))
+    return rules
+
+
+def _names(tokens: Sequence[int], decode: Decode) -> str:
+    return word_list([repr(decode([token])) for token in tokens], COMMON)
 
 
 def _tokens_behind(ids: TokenRows, there: Mask) -> list[int]:
     """Tokens that stand at places after the first position, and not always at the same one; the most common first."""
     behind = ids[:, 1:]
-    most_common = by_count(behind[there[:, 1:]])
-    return [token for token, _ in most_common if int((behind == token).any(0).sum()) > 1]
+    seen = Counter(behind[there[:, 1:]].tolist())
+    return [token for token, _ in seen.most_common() if int((behind == token).any(0).sum()) > 1]
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
@@ -310,13 +282,3 @@ def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
     elif len(tokens) == 1:
         words = f"{decode(tokens)!r} at position {position}"
     return Rule(words, position=position)
-
-
-def _first_of_a_kind(ids: TokenRows, there: Mask) -> list[Rule]:
-    """Some first tokens: of different tokens, those that are never a first token elsewhere."""
-    texts = there[:, 0]
-    others = ids[~texts, 0]
-    tokens = [token for token in ids[texts, 0].unique().tolist() if token not in others]
-    if len(tokens) < LEAST_CASES or float(texts.float().mean()) < SOME_TEXTS:
-        return []
-    return [Rule("some first tokens", position=0, tokens=tuple(tokens))]

@@ -19,7 +19,6 @@ from sinkscope.results.claims import Outcome, Search
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
@@ -140,7 +139,7 @@ def repetition_spike(
     neurons: Neurons,
     entered: Entered = NOWHERE,
 ) -> RepetitionSpike | None:
-    """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
+    """Whether copies of a token make a norm as high as that of a spike, and whether the same neurons do.
 
     Twice as many copies as the first token needs are looked at, which is well inside the sink.
 
@@ -173,15 +172,10 @@ def repetition_spike(
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
-    if not neurons:
-        return RepetitionSpike(token.token, copies, (by_copies,))
-    left = edited[1:] / intact
-    place = f"the last of {copies} copies of {token.token!r}"
-    contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
-    same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
-    result = RepetitionSpike(token.token, copies, (by_copies, same))
-    if not result.other_neurons:
-        return result
-    there = scan.elsewhere(rows, torch.tensor([copies]), layer)
-    own = causal_set(there, by_copies.place, setup.seed)
-    return replace(result, others=own.members, claims=(*result.claims, *own.claims))
+    claims = [by_copies]
+    if neurons:
+        left = edited[1:] / intact
+        place = f"the last of {copies} copies of {token.token!r}"
+        contrasts, search = [INTACT, by_chance(neurons, left[1:, 0])], Search("repeated tokens", tried)
+        claims.append(claim_of("repeats", neurons, outcome, place, left[0], contrasts, search))
+    return RepetitionSpike(token.token, copies, tuple(claims))

@@ -72,14 +72,12 @@ class FindSinks(SinkPlaces):
         other_spikes: Number of positions whose norm stands out and that are too few to be measured.
         other_sinks: Number of positions that heads attend to and that are too few to be measured.
         repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
-        shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
+        shared_dims: Residual dimensions that are massive on all tokens alike; the norms leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
         spike_norm: L2 norm of the residual stream after each layer, median over texts: at the first spike, or at the
             first token if there is none.
         typical_norm: Median norm over later positions of typical text.
-        typical_low: The 5 % quantile of these norms.
-        typical_high: The 95 % quantile of these norms.
         repeats: Repetitions after which a repeated token becomes a sink.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
     """
@@ -99,8 +97,6 @@ class FindSinks(SinkPlaces):
     neurons: Candidates
     spike_norm: PerLayer
     typical_norm: PerLayer
-    typical_low: PerLayer
-    typical_high: PerLayer
     repeats: RepeatsNeeded
     sink_rate: SinkRate | None
 
@@ -152,8 +148,8 @@ class FindSinks(SinkPlaces):
         if sink is not None and sink.place is not None:
             share, mean = "share of heads that attend to the sink", "mean attention of these heads to the sink"
             numbers += [
-                Number("heads", share, sink.rate, margin=sink.rate_margin, share=True),
-                Number("attention", mean, sink.attention, None, sink.attention_margin, True),
+                Number("heads", share, sink.readers / sink.n_heads, share=True),
+                Number("attention", mean, sink.attention, None, sink.margin, True),
             ]
         return numbers
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sinkscope.results.claims import without_example
 from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.records import SHORT, RepeatsNeeded, Sink, Spike
+from sinkscope.sinks.find.records import RepeatsNeeded, Sink, Spike
 
 NOTHING = "nothing that was removed takes it away"
 
@@ -21,7 +21,7 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
         )
     attend = word_form(sink.readers, "attends", "attend")
     place = without_example(sink.words) if brief else sink.words
-    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place, sink.length, sink.window)}"
+    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place, sink.window)}"
     for group in sink.groups:
         if not group.found:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
@@ -29,13 +29,11 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
     return f"{said}."
 
 
-def when(place: Place, length: int, window: int | None) -> str:
+def when(place: Place, window: int | None) -> str:
     """In which texts and windows heads attend to a place, if not in all; as part of a sentence."""
     words = ""
     if place.share < 1 and place.is_first:
         words = f" in {place.share:.0%} of texts"
-    if length > SHORT:
-        words = f"{words or ' in texts'} of {length} tokens"
     if window is not None:
         words += f" (window {window})"
     return words
@@ -47,9 +45,7 @@ def spike_fact(spike: Spike) -> str:
         f"After {layers_in_words(spike.layers)} the norm at {spike.place.words} is up to {spike.ratio:.0f} times the "
         f"typical one (elsewhere {spike.usual:.1f})"
     )
-    return (
-        f"{said}." if any(claim.role != "depends" for claim in spike.claims) else f"{said}; {NOTHING} ({spike.search})."
-    )
+    return f"{said}." if spike.search is None else f"{said}; {NOTHING} ({spike.search})."
 
 
 def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
