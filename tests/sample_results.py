@@ -54,7 +54,7 @@ def sample_find_sinks(**changes) -> FindSinks:
         settings={"seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
-        sinks=(Sink(FIRST, 8, 32, 0.7, 0.03, (HEADS,)),),
+        sinks=(Sink(FIRST, 32, (HEADS,)),),
         other_spikes=2,
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),

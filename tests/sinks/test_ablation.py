@@ -87,7 +87,7 @@ def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers
 
 def test_no_candidate_is_drawn_as_a_control_of_candidates(monkeypatch):
     """So many draws that each neuron comes."""
-    monkeypatch.setattr("sinkscope.sinks.find.neurons.CONTROL_DRAWS", 1500)
+    monkeypatch.setattr("sinkscope.sinks.removal.search.CONTROL_DRAWS", 1500)
     shared = shared_sink("llama")
     verified = verify_neurons(scan_of(shared), 2, seed=0)
     assert [neuron.site for neuron in verified if neuron.causal] == [shared.sink]

@@ -87,11 +87,11 @@ def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
 
 def test_first_tokens_of_some_texts_are_a_piece_of_their_own():
     ids = texts(bos=False)
-    there = (ids < 15) & (torch.arange(LENGTH) == 0)
+    there = (ids < 30) & (torch.arange(LENGTH) == 0)
     there[:6, 9] = True
     ((first,), left) = pieces(ids, there, decode, lambda piece: bool(piece[:, 0].any()))
     assert first.is_first and "first tokens without" in first.words and left == 6
-    assert first.share == pytest.approx(float((ids[:, 0] < 15).float().mean()))
+    assert first.share == pytest.approx(float((ids[:, 0] < 30).float().mean()))
 
 
 def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_over():
@@ -173,5 +173,5 @@ def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
     norms[2, :, 5] *= 4
     assert spike_places(norms).nonzero()[:, 1].unique().tolist() == [5]
     assert not spike_places(norms[:2]).any()
-    norms[0, :, ::2] *= 9  # half of the positions: nothing stands out
+    norms[0, :, 1:] *= 9  # most of the positions: nothing stands out
     assert not spike_places(norms[:1]).any()

@@ -35,9 +35,9 @@ from sinkscope.tap.observers import visible_rows
 RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
 LIFT = 3.0  # times uniform attention, from which a query attends to a position among several
-LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
 LEAST_PART = 0.25  # of what the most attended of several positions gets, each of them gets at least
-NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
+LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
+NARROWEST = 16  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
 IN_CACHE = 1 << 20  # the same on a CPU: what leaves its cache takes longer
 
@@ -48,11 +48,10 @@ class AttentionReceived:
 
     Attributes:
         ids: The texts.
-        received: Mean attention to the position `at` from all queries at or after it that see it or, if a window hides
-            it from some, from the farther half of those that see it. The last positions of each text are left out
-            because too few queries see them. 0 in layers with a window of less than 8.
+        received: Mean attention to the position `at` from all queries at or after it that see it. The last positions of
+            each text are left out because too few queries see them. 0 in layers with a window of less than 16.
         lasting: Share of these queries that give the position at least three times as much as by uniform attention; of
-            queries that see at least eight positions, and 16 positions later or more (a quarter of a window).
+            queries that see at least eight positions, and 16 positions later or more.
         learned: Mean attention to the learned sink logit of each head.
         norms: Norm of every position after each layer.
         windows: Positions that a query of each layer sees; None: all.
@@ -112,15 +111,11 @@ class AttentionReceived:
     ) -> None:
         sees = visible()[0, 0].to(probs.device)
         places = torch.arange(len(sees), device=probs.device)
-        distance = places[:, None] - places
         seen = sees.sum(1, keepdim=True)
-        window, apart = None, LATER_QUERIES
         if not bool(sees[-1, 0]):
-            window = int(sees[-1].sum())
-            sees, apart = sees & (distance >= window // 2), 0
-        self.windows[layer] = window
-        if window is None or window >= NARROWEST:
-            far = sees & (distance >= apart) & (seen >= LEAST_SEEN)
+            self.windows[layer] = int(sees[-1].sum())
+        if (self.windows[layer] or NARROWEST) >= NARROWEST:
+            far = sees & (places[:, None] - places >= LATER_QUERIES) & (seen >= LEAST_SEEN)
             shares = self._share(probs, sees), self._share(probs >= LIFT / (seen + 1), far, LEAST_SEEN)
             self.received[layer, :, texts], self.lasting[layer, :, texts] = (
                 target.shards.gather(share, target.n_heads, 0).cpu() for share in shares
@@ -144,15 +139,6 @@ class AttentionReceived:
         queries = self.ids.shape[1] - torch.arange(there.shape[-1]).float()
         seeing = torch.where(there, queries, 0).amax(-1).clamp(min=1)
         return (self.received * there * queries).sum(-1) / seeing
-
-    def given(self, there: Bool[Tensor, "text at"]) -> Float[Tensor, "layer head text"]:
-        """Attention to some positions together, mean over the queries from the first of them on.
-
-        Behind a window, where few of the positions are in sight, it is the mean over positions.
-        """
-        mean = (self.received * there).sum(-1) / there.sum(1).clamp(min=1)
-        windows = torch.tensor([window is not None for window in self.windows])
-        return torch.where(windows[:, None, None], mean, self._together(there))
 
     @cached_property
     def above(self) -> Bool[Tensor, "layer head text at"]:
@@ -217,9 +203,7 @@ def attention_received(
 ) -> AttentionReceived:
     """Run texts and record how much attention every position receives, and its norm after every layer.
 
-    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024). Where a
-    window hides k from some of them, it is the mean over the farther half of the window: in the nearer half, early
-    positions get much of the attention of heads that have no preference.
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024) that see it.
 
     Args:
         target: The model.

@@ -118,13 +118,9 @@ class LayerScan:
             return torch.stack([layer.other_norms for layer in self.layers])
         return torch.stack([layer.norms for layer in self.layers])
 
-    def at_place(self, norms: Norms) -> Float[Tensor, "layer row"]:
-        """Norms at the place of each row."""
-        return norms[:, torch.arange(norms.shape[1]), self.at]
-
     def middle(self, norms: Norms) -> Float[Tensor, " layer"]:
         """Norm at the place, median over rows."""
-        return self.at_place(norms).median(1).values
+        return norms[:, torch.arange(len(self.at)), self.at].median(1).values
 
     @cached_property
     def spike_norm(self) -> list[float]:
@@ -148,26 +144,23 @@ class LayerScan:
         return stands_out(self.ratios, torch.ones(1)).nonzero().flatten().tolist()
 
     @property
-    def ratios_by_text(self) -> Float[Tensor, " row"]:
-        """The ratio of the place's norm to the typical one of each text, after the layer where it is largest."""
-        norms = self.norms[self.ratios.argmax()]
-        return self.at_place(norms[None])[0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
+    def peak(self) -> int:
+        """The layer after which the norm is largest, of those where it stands out."""
+        return max(self.spike_layers, key=lambda layer: self.spike_norm[layer])
 
     @cached_property
     def along(self) -> Float[Tensor, " layer"]:
-        """What each MLP adds at the place along the direction in which the norm is largest while it stands out."""
-        largest = max(self.spike_layers, key=lambda layer: self.spike_norm[layer])
-        return torch.stack([layer.written for layer in self.layers]) @ self.directions[largest]
+        """What each MLP adds at the place along the direction of the spike at its peak."""
+        return torch.stack([layer.written for layer in self.layers]) @ self.directions[self.peak]
 
     @cached_property
     def stages(self) -> list[int]:
         """Layers whose MLP builds the place's norm (definition of a stage), in order; may be empty."""
         if not self.spike_layers:
             return []
-        largest = max(self.spike_layers, key=lambda layer: self.spike_norm[layer])
         samples = torch.stack([layer.sample for layer in self.typical.layers[: len(self.layers)]])
-        typically = (samples @ self.directions[largest]).abs().median(1).values
-        builds = (self.along >= STAGE_SHARE * self.spike_norm[largest]) & (self.along > STAGE_OUTLIER * typically)
+        typically = (samples @ self.directions[self.peak]).abs().median(1).values
+        builds = (self.along >= STAGE_SHARE * self.spike_norm[self.peak]) & (self.along > STAGE_OUTLIER * typically)
         stages = builds.nonzero().flatten().tolist()
         if stages and stages[0] - 1 in self.spike_layers:
             if max(self.spike_norm[stages[0] :]) <= AS_BEFORE * self.spike_norm[stages[0] - 1]:

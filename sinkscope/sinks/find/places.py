@@ -180,16 +180,12 @@ def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]
 def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
     """The positions whose norm stands out after some layer.
 
-    The typical norm of a layer is the median or, if more than a quarter of the positions stand out from that, the 75 %
-    quantile.
+    The typical norm of a layer is the median.
 
     Args:
         norms: Norm of every position after each layer.
     """
-    by_layer = norms.flatten(1)
-    typical = by_layer.median(1).values
-    upper = by_layer.quantile(0.75, 1)
-    typical = torch.where(stands_out(upper, typical), upper, typical)
+    typical = norms.flatten(1).median(1).values
     return stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0)
 
 

@@ -55,7 +55,6 @@ class Spike:
         claims: What is left of it without the smallest set of neurons found that removes it or, if there is none,
             without the component that makes it; empty if none was found.
         search: What was searched in vain. None: something makes it.
-        margin: Two standard errors of the ratio over texts; None for too few texts.
     """
 
     place: Place
@@ -66,7 +65,6 @@ class Spike:
     usual: float
     claims: Claims
     search: Search | None = None
-    margin: float | None = None
 
     @property
     def makers(self) -> Parts:
@@ -99,11 +97,6 @@ class Readers:
     by_spike: bool = False
     claim: Claim | None = None
 
-    @property
-    def found(self) -> bool:
-        """Whether something was found that they need; of the position, that it is enough has to be shown."""
-        return self.claim is not None and (not self.claim.brings or self.claim.verdict == "sufficient")
-
 
 @dataclass(frozen=True)
 class Sink:
@@ -111,21 +104,26 @@ class Sink:
 
     Attributes:
         place: The positions. None: the learned sink logits of the heads.
-        readers: Number of heads that give it more than 0.3 of their attention in most cases (Gu et al. 2024).
         n_heads: Number of heads of the layers that were read.
-        attention: Mean attention of these heads.
-        margin: Two standard errors of the attention over texts; None for too few texts.
-        groups: The heads by what they need, the largest group first.
-        window: Positions that the attending heads see, if a window hides others.
+        groups: The heads that give it more than 0.3 of their attention in most cases (Gu et al. 2024), by what they
+            need, the largest group first.
+        window: Positions that these heads see, if a window hides others.
     """
 
     place: Place | None
-    readers: int
     n_heads: int
-    attention: float
-    margin: float | None = None
-    groups: tuple[Readers, ...] = ()
+    groups: tuple[Readers, ...]
     window: int | None = None
+
+    @property
+    def readers(self) -> int:
+        """How many heads attend to it."""
+        return sum(len(group.heads) for group in self.groups)
+
+    @property
+    def attention(self) -> float:
+        """Mean attention of these heads."""
+        return sum(sum(group.attention) for group in self.groups) / self.readers
 
     @property
     def claims(self) -> Claims:

@@ -103,25 +103,20 @@ def repeat_until_half(
     Returns:
         For each token, the first n whose norm reaches half of the spike's.
     """
-    target = scan.target
-    lengths = [min(FIRST_LENGTH, limit)]
-    while lengths[-1] < limit:
-        lengths.append(min(2 * lengths[-1], limit))
-    if not target.resident:
-        lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
+    target, length = scan.target, min(FIRST_LENGTH, limit)
     repeats: list[int | None] = [None] * len(tokens)
     rows = repeated(prefixes, tokens, limit)
-    half_of = scan.spike_norm[scan.layer]
-    for length in lengths:
+    while True:
         waiting = [number for number, count in enumerate(repeats) if count is None]
-        ids = rows[waiting, : length + 1]
         with target.hooks(*entered.hooks(target, tokens[waiting[0]])):
-            norms = norms_at_sink(scan, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
+            size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
+            norms = norms_at_sink(scan, rows[waiting, : length + 1], size=size)
         for number, row in zip(waiting, norms, strict=True):
-            repeats[number] = repeats_until_half(row[1:], half_of)
+            repeats[number] = repeats_until_half(row[1:], scan.spike_norm[scan.layer])
         progress("repetitions", length, limit)
-        if None not in repeats:
+        if None not in repeats or length == limit:
             break
+        length = min(2 * length, limit) if target.resident else limit
     read = []
     for token, count in zip(tokens, repeats, strict=True):
         read.append(RepeatedToken(target.tokenizer.decode([token]), token, count))

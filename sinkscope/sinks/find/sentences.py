@@ -23,7 +23,7 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
     place = without_example(sink.words) if brief else sink.words
     said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place, sink.window)}"
     for group in sink.groups:
-        if not group.found:
+        if group.claim is None:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
             said += f"; {some}{NOTHING}" if brief else f"; {some}{NOTHING} ({group.search})"
     return f"{said}."
@@ -53,28 +53,14 @@ def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
     return word_list([f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in runs])
 
 
-def layers_read(read: int, n_layers: int) -> str:
-    """How many layers were read."""
-    return f"{read} of {n_layers} layers were read."
-
-
-def left_over(count: int, what: str) -> list[str]:
-    """How many places belong to no piece."""
-    if not count:
-        return []
-    return [f"Left over: {count_of(count, 'more position')} {what}."]
-
-
 def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
     """After how many repetitions tokens reach half of the norm at a place, and how many do."""
     if not needed.tokens:
         return []
-    norm, every = f"half of the norm at {place}", len(needed.tokens)
+    norm, every = f"half of the norm at {place}", count_of(len(needed.tokens), "token")
     if needed.median is None:
-        within = count_of(needed.max_repeats, "repetition")
-        return [f"Up to {within} bring no token of {every} to {norm} at the sink layer."]
-    reached, others = sum(token.by_repetition for token in needed.tokens), ""
-    if reached < every:
-        others = f"; the others do at once, or not within {needed.max_repeats}"
-    over = f"median over {reached} of {count_of(every, 'token')}{others}"
-    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over})."]
+        return [
+            f"Up to {count_of(needed.max_repeats, 'repetition')} bring none of {every} to {norm} at the sink layer."
+        ]
+    reached = sum(token.by_repetition for token in needed.tokens)
+    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions (median over {reached} of {every})."]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sinkscope.results.claims import NEEDED, Claims, Outcome, Search
-from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
+from sinkscope.sinks.find.layer_scan import AS_BEFORE, SMALLEST_NORM, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.removal.components import Neurons
@@ -62,6 +62,6 @@ def removals(scan: LayerScan, sets: Sequence[Neurons]) -> list[float | None]:
     stood_out = intact > lowest  # where it did not, nothing can be taken away
     most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
     gone = ((norms <= lowest) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
-    enough = gone.float().mean(1) >= NEARLY_ALL * stood_out.any(1).float().mean()
+    enough = gone.float().mean(1) >= NEARLY_ALL * stood_out.any(1).float().mean().clamp(min=SMALLEST_NORM)
     drops = (1 - norms / intact)[..., -1].mean(1)
     return [drop if removed else None for drop, removed in zip(drops.tolist(), enough, strict=True)]

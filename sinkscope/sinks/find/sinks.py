@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, compress
+from itertools import compress
 
 import torch
 
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, Outcome, Search
 from sinkscope.results.notation import count_of, word_form
-from sinkscope.results.parts import POSITION, Head, Neuron, Parts
+from sinkscope.results.parts import Head, Neuron, Part, Parts
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, beside, by_chance, claim_of
 from sinkscope.sinks.find.places import ENOUGH, Place, texts_with
@@ -32,41 +31,36 @@ READER_LENGTH = 48
 def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> tuple[Sink, ...]:
     """The places that receive attention, and what the heads need; the last may be the learned sink logits.
 
-    The attention to several places of a text is their sum.
-
     Args:
         setup: The model and its text.
         survey: Where the sinks are.
         made: What makes the spikes.
     """
     received = survey.received
-    places: list[Place | None] = [*survey.sinks]
-    if received.learned_heads:
-        places.append(None)
+    n_heads = int(received.attending.sum()) * setup.target.n_heads
     sinks: list[Sink] = []
-    for place in places:
-        heads, attention, window, groups = received.learned_heads, received.learned, None, ()
-        if place is not None:
-            there = place.there(received.judged)
-            heads, attention = received.readers(there), received.given(there)[:, :, there.any(1)]
-            windows = [received.windows[layer] for layer, _ in heads]
-            window = None if None in windows else min(filter(None, windows))
-            groups = _readers(setup, survey, place, heads, _makers(made, survey, place), when(place, window))
-        layer, head = torch.tensor(heads).T
-        by_text = attention[layer, head].mean(0)
-        count = int(received.attending.sum()) * attention.shape[1]
-        mean = float(by_text.mean())
-        sinks.append(Sink(place, len(heads), count, mean, margin_of(by_text.numpy()), groups, window))
+    for place in survey.sinks:
+        heads = received.readers(place.there(received.judged))
+        windows = [received.windows[layer] for layer, _ in heads]
+        window = None if None in windows else min(filter(None, windows))
+        groups = _readers(setup, survey, place, heads, _makers(made, survey, place), when(place, window))
+        sinks.append(Sink(place, n_heads, groups, window))
+    if received.learned_heads:
+        layer, head = torch.tensor(received.learned_heads).T
+        attention = tuple(received.learned[layer, head].mean(1).tolist())
+        heads = tuple(Head(*pair) for pair in received.learned_heads)
+        sinks.append(Sink(None, n_heads, (Readers(heads, attention, attention, Search("heads", n_heads)),)))
     return tuple(sinks)
 
 
 def _makers(made: Sequence[MadeSpike], survey: Survey, place: Place) -> Parts:
     """What makes the spikes that stand at nearly all of a place that heads attend to."""
-    ids, makers = survey.received.ids, list[Parts]()
+    ids = survey.received.ids
+    makers: list[Part] = []
     for one in made:
         if float(one.spike.place.there(ids)[place.there(ids)].float().mean()) >= ENOUGH:
-            makers.append(one.spike.makers or tuple(neuron.address for neuron in one.neurons))
-    return tuple(dict.fromkeys(chain(*makers)))
+            makers += one.spike.makers
+    return tuple(dict.fromkeys(makers))
 
 
 def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts, when: str) -> tuple[Readers, ...]:
@@ -101,58 +95,45 @@ def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: P
 
 
 def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
-    """What each head needs: the makers of the spike, or else components, or the position; or nothing was found."""
+    """What each head needs: the makers of the spike, or else components; or nothing was found."""
     needs: list[Parts] = [()] * len(effect.heads)
     if makers:
         for head in (effect.lost([makers])[0] >= NEEDED).nonzero().flatten().tolist():
             needs[head] = makers
     others = [head for head, need in enumerate(needs) if not need]
-    if not others:
-        return needs
-    few, components = effect.in_texts(COMPONENT_TEXTS).only(others), effect.components
-    *lost, all_lost = few.lost([*one_by_one(components), tuple(effect.written)])
-    needed = few.needed(components, torch.stack(lost)).T.tolist()
-    for head, own, whole in zip(others, needed, all_lost.tolist(), strict=True):
-        needs[head] = tuple(compress(components, own))
-        if not needs[head] and whole < NEEDED:
-            needs[head] = (POSITION,)
+    if others:
+        few, components = effect.in_texts(COMPONENT_TEXTS).only(others), effect.components
+        needed = few.needed(components, few.lost(one_by_one(components)))
+        for head, own in zip(others, needed.T.tolist(), strict=True):
+            needs[head] = tuple(compress(components, own))
     return needs
 
 
 def _group(setup: Setup, effect: PositionEffect, parts: Parts, makers: Parts, place: str, words: str) -> Readers:
     """The heads that need the same parts, without these and under the controls of that."""
-    by_spike, few = bool(parts) and parts == makers, effect.in_texts(COMPONENT_TEXTS)
-    edit, others = parts, list[Parts]()
+    by_spike = bool(parts) and parts == makers
     neurons = tuple(part for part in parts if isinstance(part, Neuron))
-    if POSITION in parts:
-        edit = tuple(effect.written)
-    elif neurons:
-        others = [*random_sets(setup.target, neurons, neurons, setup.seed)]
+    others: list[Parts] = []
+    if neurons:
+        others += random_sets(setup.target, neurons, neurons, setup.seed)
     elif parts:
         if not by_spike:
-            parts = edit = few.with_heads(parts, alone=True)
-        others = beside(setup, parts, effect.components)
-    trials = [effect.trial([edit])]
-    if others:
-        trials.append(effect.in_texts(RANDOM_TEXTS).trial(others))
+            parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts, alone=True)
+        others += beside(setup, parts, effect.components)
+    trials = [effect.trial([parts]), effect.in_texts(RANDOM_TEXTS).trial(others)][: 1 + bool(others)]
     by_text, *beside_it = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
     intact, edited = by_text.mean(1)
-    contrasts = [INTACT]
-    if POSITION in parts:
-        typical, given = (effect.values([edit], reverse=True).mean(1) / intact.mean()).tolist()
-        contrasts = [Contrast("other", typical, 1, "an ordinary position")]
-        contrasts.append(Contrast("other", given, 1, "an ordinary position with all that is written there"))
-    elif others:
-        left = beside_it[0].mean((1, 2))
-        contrasts.append(by_chance(parts, left[1:] / left[0]))
     tried = Search("components and neurons, alone and in sets", len(effect.components) + len(neurons))
     ranked = intact.argsort(descending=True, stable=True).tolist()
     heads = tuple(Head(*effect.heads[number]) for number in ranked)
-    attention = tuple(intact[ranked].tolist())
-    if len(contrasts) < 2:  # nothing was found, or there are no other parts to compare with
+    attention, left = tuple(intact[ranked].tolist()), tuple(edited[ranked].tolist())
+    if not others:  # nothing was found, or there are no other parts to compare with
         return Readers(heads, attention, attention, tried)
-    their = word_form(len(heads), "its attention", "their attention")
-    outcome = Outcome("attention", heads=heads, effect=words, lost_of=their)
-    in_texts = by_text.mean(2)
-    claim = claim_of("carries", parts, outcome, place, in_texts[1] / in_texts[0], contrasts, tried)
-    return Readers(heads, attention, tuple(edited[ranked].tolist()), tried, by_spike, claim)
+    chance = beside_it[0].mean((1, 2))
+    outcome = Outcome(
+        "attention", heads=heads, effect=words, lost_of=word_form(len(heads), "its attention", "their attention")
+    )
+    by_text = by_text.mean(2)
+    contrasts = [INTACT, by_chance(parts, chance[1:] / chance[0])]
+    claim = claim_of("carries", parts, outcome, place, by_text[1] / by_text[0], contrasts, tried)
+    return Readers(heads, attention, left, tried, by_spike, claim)

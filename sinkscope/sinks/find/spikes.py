@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claims, Contrast, Outcome, Search
+from sinkscope.results.claims import NEEDED, NOTHING, Claims, Contrast, Outcome, Search
 from sinkscope.results.parts import Part, in_words
 from sinkscope.sinks.find.layer_scan import SMALLEST_NORM, LayerScan
 from sinkscope.sinks.find.left import INTACT, claim_of
@@ -25,7 +24,6 @@ CANDIDATES = 8  # candidates of the sink layer
 STEP_SHARE = 0.05  # a step down changes the spike's norm by at least this share of the largest
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
-SAME = 0.05  # what is left without parts that do the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +71,12 @@ def surveyed(setup: Setup, *, all_layers: bool = False) -> tuple[Survey, list[Ma
     if not survey.spikes or not survey.sinks:
         if len(survey.first.layers) < setup.target.n_layers:
             return surveyed(setup, all_layers=True)
-    return survey, made_spikes(setup, survey)
-
-
-def made_spikes(setup: Setup, survey: Survey) -> list[MadeSpike]:
-    """The spike at each place, and what makes it; they are searched once for a survey."""
 
     def made() -> list[MadeSpike]:
         scans = [(place, survey.scan(place)) for place in survey.spikes]
         return [_made(scan, place, setup.seed) for place, scan in scans if scan.spike_layers]
 
-    return setup.once((made_spikes, survey), made)
+    return survey, setup.once((surveyed, survey), made)
 
 
 def sink_spike(setup: Setup) -> MadeSpike | None:
@@ -134,7 +127,6 @@ def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
         usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=SMALLEST_NORM)),
         claims=claims,
         search=None if claims else search,
-        margin=margin_of(scan.ratios_by_text.numpy()),
     )
     return MadeSpike(scan, candidates, spike)
 
@@ -152,8 +144,8 @@ def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
     """The claim about the part without which the spike is gone, if there is one, and what was searched.
 
     Each component, or head, writes at the place what it writes at a typical position; what is left without the other
-    ones is the contrast. Of parts that leave as little, a head is taken. An embedding tells the place from others, so
-    all of it needs that: it is named if nothing that reads it is needed.
+    ones is the contrast. Of parts that leave as little, within a fifth, a head is taken. An embedding tells the place
+    from others, so all of it needs that: it is named if nothing that reads it is needed as much.
 
     Args:
         scan: The model at the places of the spike.
@@ -164,10 +156,7 @@ def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
     parts: list[Part] = []
     for number in filter(target.has_attention, range(layer + 1)):
         parts += heads_of(target, number)
-    written = writers(target, layer + 1)
-    parts += [one for one in written if one.layer is not None]
-    reading = len(parts)
-    parts += [one for one in written if one.layer is None]
+    parts += sorted(writers(target, layer + 1), key=lambda one: one.layer is None)
     edited = effects(
         target,
         ids,
@@ -181,11 +170,8 @@ def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
     along = edited.along[..., layer]
     kept = (along[1:] / along[0]).clamp(min=0)
     left = kept.mean(1)
-    best = most = int(left.argmin())
-    least = float(left[:reading].min())
-    if least <= 1 - NEEDED:
-        best = int((left[:reading] <= least + SAME).int().argmax())
-    search = Search("parts alone", len(parts), 1 - float(left[most]), in_words((parts[most],)))
+    least, best = left.min(), int((left <= left.min() + NOTHING).int().argmax())
+    search = Search("parts alone", len(parts), 1 - float(least), in_words((parts[int(left.argmin())],)))
     if float(left[best]) > 1 - NEEDED:
         return (), search
     others = left[torch.arange(len(parts)) != best]
