@@ -221,7 +221,7 @@ def _sharp(b: Build) -> HardTruth:
 @_unseen("mistral", window=24)
 def _window_mark(b: Build) -> HardTruth:
     """Heads read the mark itself; no norm stands out, and no query sees farther than 24 positions."""
-    return read_mark(b, window=24)
+    return read_mark(b)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", marked=0.4)

@@ -54,7 +54,6 @@ class AttentionReceived:
             queries that see at least eight positions, and 16 positions later or more.
         learned: Mean attention to the learned sink logit of each head.
         norms: Norm of every position after each layer.
-        windows: Positions that a query of each layer sees; None: all.
         attending: Which layers attend; of the others some were not read, and those of a hybrid model have no heads.
     """
 
@@ -63,7 +62,6 @@ class AttentionReceived:
     lasting: Float[Tensor, "layer head text at"]
     learned: Float[Tensor, "layer head text"]
     norms: Float[Tensor, "layer text pos"]
-    windows: list[int | None]
     attending: Bool[Tensor, " layer"]
 
     @classmethod
@@ -78,7 +76,6 @@ class AttentionReceived:
             lasting=received.clone(),
             learned=torch.zeros(depth, target.n_heads, texts),
             norms=torch.zeros(depth, texts, length),
-            windows=[None] * depth,
             attending=torch.tensor(list(map(target.has_attention, range(depth)))),
         )
 
@@ -87,7 +84,7 @@ class AttentionReceived:
     @contextmanager
     def listening(self, target: Target, texts: slice, without: Sequence[int] = ()) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
-        depth = len(self.windows)
+        depth = len(self.norms)
 
         def take_norms(layer: int, output: Any) -> None:
             self.norms[layer, texts] = norm_of(first_tensor(output), without).reshape(len(self.ids[texts]), -1).cpu()
@@ -112,9 +109,7 @@ class AttentionReceived:
         sees = visible()[0, 0].to(probs.device)
         places = torch.arange(len(sees), device=probs.device)
         seen = sees.sum(1, keepdim=True)
-        if not bool(sees[-1, 0]):
-            self.windows[layer] = int(sees[-1].sum())
-        if (self.windows[layer] or NARROWEST) >= NARROWEST:
+        if bool(sees[-1, 0]) or int(sees[-1].sum()) >= NARROWEST:
             far = sees & (places[:, None] - places >= LATER_QUERIES) & (seen >= LEAST_SEEN)
             shares = self._share(probs, sees), self._share(probs >= LIFT / (seen + 1), far, LEAST_SEEN)
             self.received[layer, :, texts], self.lasting[layer, :, texts] = (
@@ -188,8 +183,8 @@ class AttentionReceived:
     def most_attended(self) -> Search:
         """The largest share of the texts in which two heads attend to one position, or to one token, unfiltered."""
         anywhere = self.above[self.attending].int().sum((0, 1)) >= SINK_HEADS
-        at = int(anywhere.float().mean(0).argmax())
-        return Search("positions", anywhere.shape[1], float(anywhere[:, at].float().mean()), f"position {at}")
+        most, at = anywhere.float().mean(0).max(0)
+        return Search("positions", anywhere.shape[1], float(most), f"position {int(at)}")
 
 
 @torch.no_grad()

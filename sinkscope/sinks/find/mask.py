@@ -44,8 +44,8 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
     Returns:
         True at sinks, in the shape of the ids and on their device.
 
-    A row needs four tokens for a typical norm, the median. Attention to a position is judged by the queries after it; there
-    have to be 16.
+    A row needs four tokens for a typical norm, the median. Attention to a position is judged by the queries after it,
+    of which there have to be 16.
 
     Raises:
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.

@@ -16,7 +16,6 @@ from einops import rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.target import KEPT_POSITIONS
 from sinkscope.results.notation import word_list
 from sinkscope.sinks.tokens import Mask, TokenRows
 
@@ -30,7 +29,7 @@ LEAST_CASES = 3  # a piece needs so many places, and a position so many differen
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 FEW_PARTS, MOST_PARTS = 2, 4  # rules in one description, and if these and the simple ones do not suffice
 COMMON = 3  # tokens named where no words fit
-PLACE_TEXTS = 4  # texts in which a place is looked at that always has the same token; of different ones four times that
+PLACE_TEXTS = 4  # texts in which a place is looked at
 Decode = Callable[[list[int]], str]
 Cases = tuple[tuple[int, int], ...]
 """Positions, as pairs of the number of a text and a position."""
@@ -143,11 +142,8 @@ def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[
         token = int(ids[text, position])
         turns.append((seen[token], position, text))
         seen[token] += 1
-    _, at, rows = torch.tensor(sorted(turns)).T
-    number = PLACE_TEXTS
-    if len(seen) >= LEAST_CASES:
-        number = min(4 * PLACE_TEXTS, max(PLACE_TEXTS, KEPT_POSITIONS // ids.shape[1]))
-    return rows[:number], at[:number]
+    _, at, rows = torch.tensor(sorted(turns)[:PLACE_TEXTS]).T
+    return rows, at
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

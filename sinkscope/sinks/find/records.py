@@ -107,13 +107,11 @@ class Sink:
         n_heads: Number of heads of the layers that were read.
         groups: The heads that give it more than 0.3 of their attention in most cases (Gu et al. 2024), by what they
             need, the largest group first.
-        window: Positions that these heads see, if a window hides others.
     """
 
     place: Place | None
     n_heads: int
     groups: tuple[Readers, ...]
-    window: int | None = None
 
     @property
     def readers(self) -> int:

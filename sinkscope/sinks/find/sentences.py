@@ -21,7 +21,7 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
         )
     attend = word_form(sink.readers, "attends", "attend")
     place = without_example(sink.words) if brief else sink.words
-    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place, sink.window)}"
+    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place)}"
     for group in sink.groups:
         if group.claim is None:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
@@ -29,14 +29,11 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
     return f"{said}."
 
 
-def when(place: Place, window: int | None) -> str:
-    """In which texts and windows heads attend to a place, if not in all; as part of a sentence."""
-    words = ""
+def when(place: Place) -> str:
+    """In which texts heads attend to a first token, if not in all; as part of a sentence."""
     if place.share < 1 and place.is_first:
-        words = f" in {place.share:.0%} of texts"
-    if window is not None:
-        words += f" (window {window})"
-    return words
+        return f" in {place.share:.0%} of texts"
+    return ""
 
 
 def spike_fact(spike: Spike) -> str:

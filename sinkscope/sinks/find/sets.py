@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sinkscope.results.claims import NEEDED, Claims, Outcome, Search
-from sinkscope.sinks.find.layer_scan import AS_BEFORE, SMALLEST_NORM, LayerScan
+from sinkscope.results.claims import Claims, Outcome, Search
+from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.removal.components import Neurons
@@ -51,17 +51,16 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
 def removals(scan: LayerScan, sets: Sequence[Neurons]) -> list[float | None]:
     """The share of the norm that each set takes where the spike ends; None: the spike is not gone.
 
-    It is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and most of the
+    It is gone if, in nearly all texts that have it, the norm is as before it or stands out no more, and half of the
     rise is gone, after the sink layer and after the last layer where the norm stands out.
     """
     layers = [scan.layer, max(scan.spike_layers[-1], scan.stages[-1])]
-    typical, before = torch.tensor(scan.typical_norm)[layers], scan.norm_before
+    typical, before = torch.tensor(scan.typical_norm)[layers], torch.tensor(scan.norm_before)
     (read,) = side_by_side(scan.target, [scan.trial(sets, upto=layers[1])])
     intact, norms = read.norms[0][:, layers], read.norms[1:][..., layers]
-    lowest = torch.maximum(SPIKE_RATIO * typical, torch.tensor(AS_BEFORE * before))
+    lowest = torch.maximum(SPIKE_RATIO * typical, AS_BEFORE * before)
     stood_out = intact > lowest  # where it did not, nothing can be taken away
-    most_is_gone = intact - norms >= NEEDED * (intact - typical.clamp(min=before))
-    gone = ((norms <= lowest) & (most_is_gone | ~stood_out)).all(2) & stood_out.any(1)
-    enough = gone.float().mean(1) >= NEARLY_ALL * stood_out.any(1).float().mean().clamp(min=SMALLEST_NORM)
+    gone = stood_out & (norms <= torch.minimum(lowest, (intact + torch.maximum(typical, before)) / 2))
+    enough = gone.sum((1, 2)) >= NEARLY_ALL * stood_out.sum().clamp(min=1)
     drops = (1 - norms / intact)[..., -1].mean(1)
     return [drop if removed else None for drop, removed in zip(drops.tolist(), enough, strict=True)]

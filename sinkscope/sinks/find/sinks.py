@@ -23,8 +23,7 @@ from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.search import random_sets
 
-READER_TEXTS = 4  # texts in which the attention without what heads need is read
-COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # of these: in which components are replaced one by one, and random parts
+COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # texts in which components are replaced one by one, and random parts
 READER_LENGTH = 48
 
 
@@ -41,10 +40,7 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
     sinks: list[Sink] = []
     for place in survey.sinks:
         heads = received.readers(place.there(received.judged))
-        windows = [received.windows[layer] for layer, _ in heads]
-        window = None if None in windows else min(filter(None, windows))
-        groups = _readers(setup, survey, place, heads, _makers(made, survey, place), when(place, window))
-        sinks.append(Sink(place, n_heads, groups, window))
+        sinks.append(Sink(place, n_heads, _readers(setup, survey, place, heads, _makers(made, survey, place))))
     if received.learned_heads:
         layer, head = torch.tensor(received.learned_heads).T
         attention = tuple(received.learned[layer, head].mean(1).tolist())
@@ -63,7 +59,7 @@ def _makers(made: Sequence[MadeSpike], survey: Survey, place: Place) -> Parts:
     return tuple(dict.fromkeys(makers))
 
 
-def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts, when: str) -> tuple[Readers, ...]:
+def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts) -> tuple[Readers, ...]:
     """The heads that attend to a place, by what they need, the largest group first.
 
     Args:
@@ -72,11 +68,9 @@ def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: P
         place: The place.
         heads: The heads.
         makers: What makes the spike of the place.
-        when: In which texts and windows they attend, as part of a sentence.
     """
     received = survey.received
     rows, at = texts_with(place.cases, received.ids)
-    rows, at = rows[:READER_TEXTS], at[:READER_TEXTS]
     length = max(READER_LENGTH, int(at.max()) + READER_LENGTH // 3)
     ids, there = received.ids[rows, :length], place.there(received.ids)[rows, :length]
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
@@ -85,13 +79,8 @@ def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: P
     by_need: dict[Parts, list[int]] = {}
     for head, need in enumerate(_needs(effect, makers)):
         by_need.setdefault(need, []).append(head)
-    groups: list[Readers] = []
-    for parts, numbers in sorted(by_need.items(), key=lambda group: -len(group[1])):
-        count, every = len(numbers), len(heads)
-        some = count_of(count, "head") if count == every else f"{count} of {count_of(every, 'head')}"
-        words = f"the attention sink at {{}}{when} for {some}"
-        groups.append(_group(setup, effect.only(numbers), parts, makers, place.words, words))
-    return tuple(groups)
+    groups = sorted(by_need.items(), key=lambda group: -len(group[1]))
+    return tuple(_group(setup, effect, numbers, parts, makers, place) for parts, numbers in groups)
 
 
 def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
@@ -109,8 +98,12 @@ def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
     return needs
 
 
-def _group(setup: Setup, effect: PositionEffect, parts: Parts, makers: Parts, place: str, words: str) -> Readers:
+def _group(
+    setup: Setup, every: PositionEffect, numbers: Sequence[int], parts: Parts, makers: Parts, place: Place
+) -> Readers:
     """The heads that need the same parts, without these and under the controls of that."""
+    effect, count = every.only(numbers), count_of(len(every.heads), "head")
+    some = count if len(numbers) == len(every.heads) else f"{len(numbers)} of {count}"
     by_spike = bool(parts) and parts == makers
     neurons = tuple(part for part in parts if isinstance(part, Neuron))
     others: list[Parts] = []
@@ -130,10 +123,9 @@ def _group(setup: Setup, effect: PositionEffect, parts: Parts, makers: Parts, pl
     if not others:  # nothing was found, or there are no other parts to compare with
         return Readers(heads, attention, attention, tried)
     chance = beside_it[0].mean((1, 2))
-    outcome = Outcome(
-        "attention", heads=heads, effect=words, lost_of=word_form(len(heads), "its attention", "their attention")
-    )
+    words, their = f"the attention sink at {{}}{when(place)} for {some}", word_form(len(heads), "its", "their")
+    outcome = Outcome("attention", heads=heads, effect=words, lost_of=f"{their} attention")
     by_text = by_text.mean(2)
     contrasts = [INTACT, by_chance(parts, chance[1:] / chance[0])]
-    claim = claim_of("carries", parts, outcome, place, by_text[1] / by_text[0], contrasts, tried)
+    claim = claim_of("carries", parts, outcome, place.words, by_text[1] / by_text[0], contrasts, tried)
     return Readers(heads, attention, left, tried, by_spike, claim)

@@ -14,7 +14,6 @@ from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.neurons import verify_neurons
 from sinkscope.sinks.find.places import Place, stands_out
 from sinkscope.sinks.find.records import Candidates, Spike
-from sinkscope.sinks.find.sentences import layers_in_words
 from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
@@ -132,12 +131,10 @@ def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
 
 
 def _words(scan: LayerScan, place: Place, layer: int) -> str:
-    """The words for a place and, if the norm stands out after several runs of layers, for the run with one layer."""
-    runs = spike_runs(scan)
-    if len(runs) < 2:
+    """The words for a place and, if the norm stands out after several runs of layers, for a layer of one of them."""
+    if len(spike_runs(scan)) < 2:
         return place.words
-    here = [run for run in runs if run[0] <= layer <= run[1]]
-    return f"{place.words} after {layers_in_words(here or runs[-1:])}"
+    return f"{place.words} after layer {layer}"
 
 
 def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:

@@ -78,10 +78,10 @@ def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode)
     found: list[Place] = []
     for spike in spikes:
         there = spike.there(ids)
-        share = float(attended[there].float().mean()) if bool(there.any()) else 0.0
-        if share >= MOST_TEXTS and received.readers(there & attended):
-            found.append(Place.of(ids, attended, there & attended, spike.rule, decode))
-            attended = attended & ~there
+        both = there & attended
+        if int(both.sum()) >= MOST_TEXTS * int(there.sum()) and received.readers(both):
+            found.append(Place.of(ids, attended, both, spike.rule, decode))
+            attended = attended & ~both
     further, left = pieces(ids, attended, decode, lambda there: bool(received.readers(there)))
     found = sorted([*found, *further], key=lambda place: -len(received.readers(place.there(ids))))
     return tuple(found), left
