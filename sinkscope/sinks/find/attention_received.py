@@ -20,13 +20,7 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Search
-from sinkscope.sinks.find.places import (
-    MOST_TEXTS,
-    PLACE_SHARE,
-    POSITION_SHARE,
-    SINK_HEADS,
-    sink_places,
-)
+from sinkscope.sinks.find.places import MOST_TEXTS, SINK_HEADS, sink_places
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import Mask, TokenRows
@@ -158,26 +152,20 @@ class AttentionReceived:
         """The positions of these that enough heads attend to."""
         return sink_places(self.above[self.attending])
 
-    def _in_most(self, above: Bool[Tensor, "layer head case"], share: float) -> Heads:
-        """The (layer, head) pairs that attend in most cases; none if they are too small a share for a sink."""
+    def _in_most(self, above: Bool[Tensor, "layer head case"]) -> Heads:
+        """The (layer, head) pairs that attend in most cases; none if they are too few for a sink."""
         steady = reduce(above.float(), "layer head case -> layer head", "mean").nan_to_num() >= MOST_TEXTS
-        if int(steady.sum()) < max(SINK_HEADS, share * int(self.attending.sum()) * len(steady[0])):
-            return []
-        return [(layer, head) for layer, head in steady.nonzero().tolist()]
+        heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
+        return heads if len(heads) >= SINK_HEADS else []
 
     def readers(self, there: Mask) -> Heads:
-        """The (layer, head) pairs that attend to most of some places; empty if too few for a sink.
-
-        Fewer heads are enough at a single position than at others, which may be a word that some heads prefer.
-        """
-        there = there[:, : self.received.shape[-1]]
-        share = PLACE_SHARE if int(there.any(0).sum()) > 1 else POSITION_SHARE
-        return self._in_most(self.above[:, :, there], share)
+        """The (layer, head) pairs that attend to most of some places; empty if too few for a sink."""
+        return self._in_most(self.above[:, :, there[:, : self.received.shape[-1]]])
 
     @cached_property
     def learned_heads(self) -> Heads:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return self._in_most(self.learned > RATE_EPS, POSITION_SHARE)
+        return self._in_most(self.learned > RATE_EPS)
 
     @property
     def most_attended(self) -> Search:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -294,74 +294,67 @@ def scan_layers(
         SinkscopeError: A layer gives infinite or NaN norms.
     """
     scan = LayerScan(target, ids, torch.as_tensor(at).expand(len(ids)), [])
+    added: list[Tensor] = []  # by the MLP of the layer that runs, before and after a norm
+    calls: list[Any] = []
 
-    def read() -> None:
+    def take(given: Tensor) -> None:
+        added.append(given.detach().float() * target.adapter.write_factor)
+
+    def done(layer: int, output: Any) -> None:
+        written = torch.zeros_like(first_tensor(output))  # it may have no MLP
+        if calls:
+            written = calls.pop().added(first_tensor(output))
+        elif added:
+            written = added[-1]
+        added.clear()
+        scan.layers.append(_reading(scan, layer, output, written))
         progress("layers", len(scan.layers), target.n_layers)
         if not whole and replace(scan).is_flat:  # a copy, because the scan keeps what it has worked out
             target.stop()
 
-    with target.hooks(*_Passing(scan, read).hooks()):
+    hooks: list[Hook] = []
+    for number, layer in enumerate(target.layers):
+        if target.has_neurons(number) and not target.adapter.adds:
+            hooks.append(keep_call(target, number, calls))
+        elif target.has_neurons(number):
+            hooks += target.on_mlp(number, take)
+            hooks += target.part_hooks(number, "post_mlp_norm", "post", on_hidden(take))
+        hooks.append((layer, "post", on_output(partial(done, number))))
+    with target.hooks(*hooks):
         target.forward(ids, upto=upto)
     return scan
 
 
-class _Passing:
-    """What passes through the layers of a model in a pass, read into a scan layer by layer."""
-
-    def __init__(self, scan: LayerScan, read: Callable[[], None]) -> None:
-        self.scan, self.target = scan, scan.target
-        self.read = read
-        self.keeps = self.target.skips_layers and scan.ids.numel() <= KEPT_POSITIONS
-        self._written: Tensor | None = None  # by the layer that runs
-        self._calls: list[Any] = []
-
-    def hooks(self) -> list[Hook]:
-        """The hooks that read."""
-        hooks: list[Hook] = []
-        for number, layer in enumerate(self.target.layers):
-            if self.target.has_neurons(number) and not self.target.adapter.adds:
-                hooks.append(keep_call(self.target, number, self._calls))
-            elif self.target.has_neurons(number):
-                hooks += self.target.on_mlp(number, self._added)
-                hooks += self.target.part_hooks(number, "post_mlp_norm", "post", on_hidden(self._added))
-            hooks.append((layer, "post", on_output(partial(self._done, number))))
-        return hooks
-
-    def _by_row(self, tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
-        flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
-        return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(self.scan.ids))
-
-    def _added(self, given: Tensor) -> None:
-        self._written = self._by_row(given).float() * self.target.adapter.write_factor
-
-    def _done(self, layer: int, output: Any) -> None:
-        resid = self._by_row(first_tensor(output))
-        written, self._written = self._written, None
-        if self._calls:
-            written = self._by_row(self._calls.pop().added(first_tensor(output))).float()
-        elif written is None:
-            written = torch.zeros_like(resid, dtype=torch.float32)  # it has no MLP
-        next_input = None
-        if self.keeps and layer + 1 < self.target.n_layers:  # a copy, because some layers add to it in place
-            next_input = LayerInput(layer + 1, first_tensor(output).detach().clone(), isinstance(output, tuple))
-        norms = norms_of(resid)
-        if not bool(norms.isfinite().all()):
-            raise SinkscopeError(
-                f"layer {layer} of {self.target.name} gives infinite or NaN norms in {self.target.dtype}; "
-                "try --dtype float32, and check the checkpoint"
-            )
-        place = torch.arange(len(resid)), self.scan.at
-        here, sample = resid[place].float(), _sample(resid)
-        massive = massive_dims(sample, here)
-        reading = LayerReading(
-            norms=norms.cpu(),
-            other_norms=norm_of(resid, massive).cpu(),
-            massive_dims=massive,
-            residual=here.mean(0).cpu(),
-            hidden=float(sample.abs().median()),
-            written=written[place].mean(0).cpu(),
-            sample=_sample(written).cpu().clone(),
-            next_input=next_input,
+def _reading(scan: LayerScan, layer: int, output: Any, written: Tensor) -> LayerReading:
+    """What the texts of a scan show at a layer, from its output and what its MLP has written."""
+    target = scan.target
+    resid = _by_row(scan, first_tensor(output))
+    written = _by_row(scan, written).float()
+    next_input = None
+    if target.skips_layers and scan.ids.numel() <= KEPT_POSITIONS and layer + 1 < target.n_layers:
+        hidden = first_tensor(output).detach().clone()  # a copy, because some layers add to it in place
+        next_input = LayerInput(layer + 1, hidden, isinstance(output, tuple))
+    norms = norms_of(resid)
+    if not bool(norms.isfinite().all()):
+        raise SinkscopeError(
+            f"layer {layer} of {target.name} gives infinite or NaN norms in {target.dtype}; "
+            "try --dtype float32, and check the checkpoint"
         )
-        self.scan.layers.append(reading)
-        self.read()
+    place = torch.arange(len(resid)), scan.at
+    here, sample = resid[place].float(), _sample(resid)
+    massive = massive_dims(sample, here)
+    return LayerReading(
+        norms=norms.cpu(),
+        other_norms=norm_of(resid, massive).cpu(),
+        massive_dims=massive,
+        residual=here.mean(0).cpu(),
+        hidden=float(sample.abs().median()),
+        written=written[place].mean(0).cpu(),
+        sample=_sample(written).cpu().clone(),
+        next_input=next_input,
+    )
+
+
+def _by_row(scan: LayerScan, tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
+    flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
+    return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(scan.ids))

@@ -8,7 +8,7 @@ if it is too little to be measured. Nothing assumes a position.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,6 @@ PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that pre
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
 LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
 SOME_TEXTS = 0.2  # least share of the texts that have a place
-FEW_PARTS, MOST_PARTS = 2, 4  # rules in one description, and if these and the simple ones do not suffice
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at
 Decode = Callable[[list[int]], str]
@@ -191,10 +190,10 @@ def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
 def pieces(
     ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
 ) -> tuple[tuple[Place, ...], int]:
-    """The parts of a set of places, and how many are left over: too few, or such as do not hold.
+    """The parts of a set of places, and how many are left over: in too few texts, or such as do not hold.
 
-    Words have a precision of at least 0.9. The rules that add most are joined: two single rules or, if these leave more
-    than a tenth, four of all. What no words cover is a piece of its own.
+    Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
+    its own, first tokens apart from others.
 
     Args:
         ids: The texts.
@@ -202,67 +201,44 @@ def pieces(
         decode: Writes token ids as text.
         holds: What else a piece has to meet.
     """
-    precise: dict[Rule, Mask] = {}  # with the places that they mean, the simplest first
-    chosen: dict[Rule, Place] = {}
-    rest, size, least = whole, int(whole.sum()), min(LEAST_CASES, len(ids))
-    for rules, most in ((_simple, FEW_PARTS), (_of_a_kind, MOST_PARTS)):
-        for rule in rules(ids, whole, decode):
-            fits = rule.means(ids)
-            if int((fits & whole).sum()) >= max(least, ENOUGH * int(fits.sum())) and holds(fits & whole):
-                precise[rule] = fits
-        rest, chosen = whole, {}
-        while precise and len(chosen) < most:
-            best = max(precise, key=lambda rule, rest=rest: int((rest & precise[rule]).sum()))
-            piece = rest & precise[best]
-            if int(piece.sum()) < least:
-                break
-            chosen[best] = Place.of(ids, whole, piece, best, decode)
-            rest = rest & ~piece
-        if int(rest.sum()) <= (1 - ENOUGH) * size:
-            break
-    found = [chosen[rule] for rule in precise if rule in chosen]
-    behind = torch.arange(ids.shape[1]) > 0
-    for piece in (rest & ~behind, rest & behind):
-        enough = int(piece.sum()) >= max(LEAST_CASES, (1 - ENOUGH) * size)
-        if enough and float(piece.any(1).float().mean()) >= SOME_TEXTS and holds(piece):
-            found.append(Place.of(ids, whole, piece, None, decode))
+    found: list[Place] = []
+    rest, least = whole, min(LEAST_CASES, len(ids))
+    first, behind = Rule("", position=0), (torch.arange(ids.shape[1]) > 0).expand_as(ids)
+    for rule, fits in [*_rules(ids, whole, decode), (None, first.means(ids)), (None, behind)]:
+        piece = fits & rest
+        precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
+        enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
+        if precise and enough and holds(piece):
+            found.append(Place.of(ids, whole, piece, rule, decode))
             rest = rest & ~piece
     return tuple(found), int(rest.sum())
 
 
-def _simple(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
-    """What may be said of the places in a few words: positions, single tokens, tokens that come for the first time."""
-    rules = []
+def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask]]:
+    """What may be said of the places in a few words, the simplest first, and the positions that the words mean.
+
+    Positions, tokens wherever they stand (of more than two, all of them in one), and tokens that come for the first
+    time. The tokens are those that stand at places after the first position, and not always at the same one.
+    """
+    rules: list[Rule] = []
     for position in there.any(0).nonzero().flatten().tolist():
         rules.append(_at_position(ids, position, decode))
-    for token in _tokens_behind(ids, there):
-        name = decode([token])
-        rules.append(Rule(f"{name!r} wherever it stands", tokens=(token,)))
-        rules.append(Rule(f"the first {name!r} of a text", tokens=(token,), first=True))
-    return rules
-
-
-def _of_a_kind(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
-    """What may be said of the places by a list of tokens."""
-    tokens = _tokens_behind(ids, there)
-    always = [token for token in tokens if float(there[:, 1:][ids[:, 1:] == token].float().mean()) >= ENOUGH]
-    rules = []
-    if len(always) > 2:  # two have a rule each, because different neurons may make their spikes
-        rules.append(Rule(f"{_names(always, decode)} wherever they stand", tokens=tuple(always)))
+    behind, here = ids[:, 1:], there[:, 1:]
+    seen = Counter(behind[here].tolist()).most_common()
+    tokens = tuple(token for token, _ in seen if int((behind == token).any(0).sum()) > 1)
+    always = tuple(token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH)
+    names = {token: repr(decode([token])) for token in tokens}
+    if len(always) > 2:  # two have words each, because different neurons may make their spikes
+        listed = word_list([names[token] for token in always], COMMON)
+        rules.append(Rule(f"{listed} wherever they stand", tokens=always))
+    for token in always:
+        rules.append(Rule(f"{names[token]} wherever it stands", tokens=(token,)))
+    for token in tokens:
+        rules.append(Rule(f"the first {names[token]} of a text", tokens=(token,), first=True))
     if len(tokens) > 1:
-        rules.append(Rule(f"the first of {_names(tokens, decode)} in a text", tokens=tuple(tokens), first=True))
-    return rules
-
-
-def _names(tokens: Sequence[int], decode: Decode) -> str:
-    return word_list([repr(decode([token])) for token in tokens], COMMON)
-
-
-def _tokens_behind(ids: TokenRows, there: Mask) -> list[int]:
-    """Tokens that stand at places after the first position, and not always at the same one; the most common first."""
-    behind = ids[:, 1:]
-    seen = Counter(behind[there[:, 1:]].tolist())
-    return [token for token, _ in seen.most_common() if int((behind == token).any(0).sum()) > 1]
+        listed = word_list([*names.values()], COMMON)
+        rules.append(Rule(f"the first of {listed} in a text", tokens=tokens, first=True))
+    return [(rule, rule.means(ids)) for rule in rules]
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:

@@ -10,7 +10,7 @@ import torch
 from sinkscope.measure import Setup
 from sinkscope.results.claims import NEEDED, Outcome, Search
 from sinkscope.results.notation import count_of, word_form
-from sinkscope.results.parts import Head, Neuron, Part, Parts
+from sinkscope.results.parts import Head, Neuron, Parts
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, beside, by_chance, claim_of
 from sinkscope.sinks.find.places import ENOUGH, Place, texts_with
@@ -50,13 +50,12 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
 
 
 def _makers(made: Sequence[MadeSpike], survey: Survey, place: Place) -> Parts:
-    """What makes the spikes that stand at nearly all of a place that heads attend to."""
+    """What makes the spike that stands at nearly all of a place that heads attend to; nothing if there is none."""
     ids = survey.received.ids
-    makers: list[Part] = []
-    for one in made:
+    for one in made:  # their places have no position in common
         if float(one.spike.place.there(ids)[place.there(ids)].float().mean()) >= ENOUGH:
-            makers += one.spike.makers
-    return tuple(dict.fromkeys(makers))
+            return one.spike.makers
+    return ()
 
 
 def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts) -> tuple[Readers, ...]:
@@ -113,7 +112,9 @@ def _group(
         if not by_spike:
             parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts, alone=True)
         others += beside(setup, parts, effect.components)
-    trials = [effect.trial([parts]), effect.in_texts(RANDOM_TEXTS).trial(others)][: 1 + bool(others)]
+    trials = [effect.trial([parts])]
+    if others:
+        trials.append(effect.in_texts(RANDOM_TEXTS).trial(others))
     by_text, *beside_it = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
     intact, edited = by_text.mean(1)
     tried = Search("components and neurons, alone and in sets", len(effect.components) + len(neurons))
