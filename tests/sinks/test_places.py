@@ -90,7 +90,7 @@ def test_first_tokens_of_some_texts_are_a_piece_of_their_own():
     there = (ids < 30) & (torch.arange(LENGTH) == 0)
     there[:6, 9] = True
     ((first,), left) = pieces(ids, there, decode, lambda piece: bool(piece[:, 0].any()))
-    assert first.is_first and "first tokens without" in first.words and left == 6
+    assert first.is_first and first.words.startswith("some first tokens (") and left == 6
     assert first.share == pytest.approx(float((ids[:, 0] < 30).float().mean()))
 
 

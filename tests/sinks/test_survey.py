@@ -35,7 +35,8 @@ def test_attention_that_underflows_hides_no_position():
     assert_close(received.norms, norms(model, ids)[:3], rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_is_read_from_the_mask():
+def test_a_window_is_read_from_the_mask(monkeypatch):
+    monkeypatch.setattr("sinkscope.sinks.find.attention_received.NARROWEST", 16)
     model, tokenizer = tiny_model("mistral")
     ids = rows(tokenizer)
     received = attention_received(target_of(model, tokenizer), ids)

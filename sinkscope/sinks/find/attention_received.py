@@ -31,7 +31,7 @@ LATER_QUERIES = 16  # later queries a position needs: heads that attend to thems
 LIFT = 3.0  # times uniform attention, from which a query attends to a position among several
 LEAST_PART = 0.25  # of what the most attended of several positions gets, each of them gets at least
 LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
-NARROWEST = 16  # smallest window of which heads can be judged: in a smaller one every position gets much attention
+NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
 IN_CACHE = 1 << 20  # the same on a CPU: what leaves its cache takes longer
 
@@ -43,7 +43,7 @@ class AttentionReceived:
     Attributes:
         ids: The texts.
         received: Mean attention to the position `at` from all queries at or after it that see it. The last positions of
-            each text are left out because too few queries see them. 0 in layers with a window of less than 16.
+            each text are left out because too few queries see them. 0 in layers with a window of less than 24.
         lasting: Share of these queries that give the position at least three times as much as by uniform attention; of
             queries that see at least eight positions, and 16 positions later or more.
         learned: Mean attention to the learned sink logit of each head.

@@ -100,8 +100,9 @@ class Place:
         if self.rule is not None:
             return self.rule.words
         tokens = word_list([repr(token) for token in self.common])
-        what = "first tokens" if self.is_first else "places"
-        return f"{len(self.cases):,} {what} without a common description (most often {tokens})"
+        if self.is_first:
+            return f"some first tokens (most often {tokens})"
+        return f"{len(self.cases):,} places without a common description (most often {tokens})"
 
     @property
     def is_first(self) -> bool:
