@@ -44,7 +44,7 @@ HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), TRIED, True, 
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (), True, PAIR, (MADE,), TRIED)
+    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (MADE,))
 
 
 def sample_find_sinks(**changes) -> FindSinks:
@@ -54,7 +54,7 @@ def sample_find_sinks(**changes) -> FindSinks:
         settings={"seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
-        sinks=(Sink(FIRST, 0.4, 32, 8, 0.7, 0.02, 0.03, (HEADS,), 0),),
+        sinks=(Sink(FIRST, 32, (HEADS,)),),
         other_spikes=2,
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),
@@ -62,8 +62,6 @@ def sample_find_sinks(**changes) -> FindSinks:
         neurons=NEURONS,
         spike_norm=(3.0, 20.0, 930.0, 931.0),
         typical_norm=(2.0, 3.0, 4.0, 5.0),
-        typical_low=(1.5, 2.5, 3.5, 4.5),
-        typical_high=(2.5, 3.5, 4.5, 5.5),
         layers_read=4,
         repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1024),
         sink_rate=SinkRate(64, 100, 0.4),

@@ -50,8 +50,8 @@ class ScanTable(Result):
         "sink_layer": "the layer that adds most to the norm of the spike",
         "neurons": "the smallest set of neurons found whose ablation removes the spike",
         "heads": "share of heads that attend to the sink",
-        "heads_margin": "two standard errors over texts, as for every margin",
         "loops": "share of greedy answers that loop",
+        "loops_margin": "two standard errors of that",
         "problem": "why there is no card",
     }
 
@@ -89,10 +89,10 @@ def draw(result: ScanTable) -> Any:
 
     from sinkscope.results.style import figure_of  # with plotly, which a printed table does not need
 
-    frame = result.to_frame().fillna({"heads": 0.0, "heads_margin": 0.0})
+    frame = result.to_frame().fillna({"heads": 0.0})
     frame["scan"] = frame["scan"].map(html.escape)
     labels = {"heads": "share of heads that attend to the sink"}
-    fig = px.scatter(frame, x="scan", y="heads", error_y="heads_margin", labels=labels, render_mode="svg")
+    fig = px.scatter(frame, x="scan", y="heads", labels=labels, render_mode="svg")
     return figure_of(fig, result, width=1200, height=480)
 
 
@@ -155,7 +155,7 @@ def _natural(name: str) -> str:
 
 def _row(name: str, card: SinkCard | None, problem: str) -> dict[str, Any]:
     """The row of a scan: the numbers of its card."""
-    row: dict[str, Any] = {"scan": name, **dict.fromkeys(ON_CARDS), "heads_margin": None, "loops_margin": None}
+    row: dict[str, Any] = {"scan": name, **dict.fromkeys(ON_CARDS), "loops_margin": None}
     numbers = {}
     for part in () if card is None else card.parts:
         for number in part.numbers:

@@ -16,7 +16,7 @@ NOTHING = 0.2
 NAMED = 4  # parts that a sentence names
 MANY = 10.0  # shares from here on are multiples, in a sentence
 DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
-EXAMPLES = (" (most often ", " (where ", " (any token")
+EXAMPLES = (" (most often ", " (any token")
 """How brackets begin that a short sentence leaves out of the words for a place."""
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
@@ -107,7 +107,7 @@ class Claim:
     All values are shares of one unit, so that 1 is all of the effect and 0 nothing.
 
     Attributes:
-        role: What the subject is thought to do: "makes", "serves", "adds", "depends", "marks", "carries",
+        role: What the subject is thought to do: "makes", "marks", "carries", or
             "repeats".
         subject: What was edited.
         outcome: What was read.

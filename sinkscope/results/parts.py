@@ -9,7 +9,7 @@ from typing import Literal
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
 ComponentKind = Literal[
-    "token embedding", "position embedding", "attention", "mixer", "mlp", "layer", "key bias", "position", "value"
+    "token embedding", "position embedding", "attention", "mixer", "mlp", "layer", "key bias", "value"
 ]
 Swap = Literal["copies", "one cluster", "sink places", "first tokens"]
 
@@ -76,7 +76,7 @@ class Component:
         return f"{kind} of layer {self.layer}"
 
 
-VALUE, POSITION = Component("value"), Component("position")
+VALUE = Component("value")
 
 
 @dataclass(frozen=True)

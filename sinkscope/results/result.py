@@ -14,7 +14,7 @@ from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
-from sinkscope.results.parts import POSITION, in_words, kind_of, removed
+from sinkscope.results.parts import in_words, kind_of, removed
 from sinkscope.results.tables import WIDTH, Grid, Table, glossary, height, strings
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def number_of(claim: Claim) -> Number:
         value, control = 1 - value, 1 - control
         label = f"{kind} lost {removed(claim.subject, claim.edit, names)}"
     contrast = claim.control.in_words(claim.subject)
-    parts = "position" if claim.subject == (POSITION,) else kind_of(claim.subject)
-    key = f"{kind}.{parts}"
+    key = f"{kind}.{kind_of(claim.subject)}"
     return Number(key, label, value, control, claim.margin, share=True, contrast=contrast)
 
 

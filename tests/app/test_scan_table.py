@@ -17,12 +17,12 @@ from sinkscope.results.result import Number
 pytestmark = pytest.mark.few_texts
 
 
-def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None, margin: float = 0.01):
+def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None):
     """A card whose sink has this share of heads; without one, there is no sink."""
     sinks, *others = card.parts
     numbers = [Number("sink", "where it is", "no position")]
     if share is not None:
-        numbers = [Number("sink", "where it is", "the first token"), Number("heads", "who", share, margin=margin)]
+        numbers = [Number("sink", "where it is", "the first token"), Number("heads", "who", share)]
     (folder / name).mkdir()
     replace(card, parts=(replace(sinks, numbers=tuple(numbers)), *others)).save(folder / name / "card.json")
 
@@ -31,7 +31,7 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(alone, typed):
     _, row = csv.DictReader(StringIO(typed(f"scan table {alone} --csv -").out))
     numbers = {number.label: number for part in read_card(alone / "llama").parts for number in part.numbers}
     heads = numbers["share of heads that attend to the sink"]
-    assert (float(row["heads"]), float(row["heads_margin"])) == (heads.value, heads.margin)
+    assert float(row["heads"]) == heads.value
     ((layer, neuron),) = organism("llama", 2).truth.neurons
     assert (row["neurons"], row["sink_layer"], row["sink"]) == (f"L{layer}.N{neuron}", str(layer), "the first token")
     assert (row["scan"], row["loops"], row["problem"]) == ("llama", "", "")  # the part about loops did not run
@@ -47,4 +47,4 @@ def test_scans_stand_in_the_order_of_their_numbers_and_those_without_a_card_are_
     assert table.conclusion() == "2 of 4 models have an attention sink."
     assert table.exit_code == 1 and any("run-checkpoint-30 has no card" in line for line in table.details())
     (points,) = table.figure().data
-    assert list(points.y) == [0, 0.1, 0, 0, 0.5] and list(points.error_y.array) == [0, 0.01, 0, 0, 0.01]
+    assert list(points.y) == [0, 0.1, 0, 0, 0.5]

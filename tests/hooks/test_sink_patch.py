@@ -212,7 +212,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
 def test_from_result(tmp_path):
     """Causal neurons, with the values of ordinary text that are known."""
     found = sample_find_sinks()
-    found = replace(found, spikes=(replace(found.spikes[0], set=()),))
+    found = replace(found, spikes=(replace(found.spikes[0], claims=()),))
     one, other, idle = found.neurons
     found = replace(found, neurons=(one, replace(other, layer=3, expert=2, neutral_up=None), idle))
     patch, up = SinkPatch.from_result(found), SinkPatch.from_result(found, site="up")

@@ -26,8 +26,8 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type, monkeypa
     ids = torch.randint(3, 90, (5, 24), generator=torch.Generator().manual_seed(0))
     received = []
     for probs in attention(model, ids)[..., 0]:  # layer batch head query key
-        if float(probs[..., -1].max()) == 0:  # a window of 16 hides the first token: the farther half of it counts
-            probs = probs[..., 8:16]
+        if float(probs[..., -1].max()) == 0:  # a window of 16 hides the first token, and is too narrow to be judged
+            probs = 0 * probs
         received.append(probs.mean(-1))
     to_first = torch.stack(received)
     ranked = to_first.flatten().sort().values

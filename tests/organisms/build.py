@@ -56,7 +56,6 @@ class HardTruth:
         repeated: Neurons that make the spike of repeated tokens, where they are others than the first token's.
         bos: Texts begin with BOS.
         share: Share of the vocabulary that is a sink where it stands first.
-        window: Positions that the reading heads see.
     """
 
     spike: tuple[Place, ...] = ()
@@ -75,7 +74,6 @@ class HardTruth:
     repeated: tuple[Site, ...] = ()
     bos: bool = True
     share: float = 1.0
-    window: int | None = None
 
 
 @dataclass(frozen=True)

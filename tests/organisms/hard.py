@@ -24,8 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .build import FIRST, KINDS, SECOND, Build, Group, HardTruth, Place, kinds
 from .noise import NORM
 from .organism import mixed
-from .plant import MARK, unit
-from .tokens import BOS, N_SPECIAL, tokenizer_for
+from .tokens import BOS, tokenizer_for
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
@@ -123,20 +122,6 @@ def _plain(b: Build) -> HardTruth:
     return textbook(b)
 
 
-@_kind(*ALL, layers=(28, 30), behind=(11, 12), count=1, spike=42.0)
-def _small_stages(b: Build) -> HardTruth:
-    """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
-    b.mark()
-    deep = b.at
-    size, way = b.surgeon.size(deep), b.way
-    before = {layer: b.const(layer) for layer in (2, deep)}
-    b.fire(b.space.mark, b.side, 0.027 * size, layer=1, neuron=b.spare[0])
-    rows = b.surgeon.steady(2, b.surgeon.on(2, b.space.mark), b.side, before[2])
-    b.write(rows, b.side, 0.027 * size, layer=2, neuron=b.spare[1])
-    b.write(b.surgeon.steady(deep, b.surgeon.on(deep, b.space.mark), b.side, before[deep]), way, size)
-    return sink(b, way, step_up=(1, 2, deep))
-
-
 @_kind(*ALL, spike=1.2, massive_layer=None)
 def _both(b: Build) -> HardTruth:
     """One dimension is massive on every token, beside a real sink."""
@@ -151,7 +136,7 @@ def _no_norm(b: Build) -> HardTruth:
     return read_mark(b)
 
 
-@_kind(*ALL)
+@_kind(*ALL, layers=(9, 9), behind=(6, 6))
 def _spike_only(b: Build) -> HardTruth:
     b.mark()
     b.surgeon.make_sink()
@@ -166,22 +151,6 @@ def _redundant_pair(b: Build) -> HardTruth:
     b.fire(b.space.mark, b.way, b.surgeon.size(b.at), ballast=8.0)
     b.copy(*b.plan.neurons)
     return sink(b, b.way)
-
-
-@_kind(*ALL, layers=(6, 8), behind=(3, 4), count=1)
-def _backup_next(b: Build) -> HardTruth:
-    """A neuron of the next layer does the same where there is no spike yet; it is planted before the other one."""
-    b.mark()
-    size, neuron = b.surgeon.size(b.at), b.spare[0]
-    site = b.fire(b.space.mark, b.way, size, layer=b.at + 1, neuron=neuron)
-    view, expert = b.views.layers[b.at + 1], site[1] if len(site) == 3 else 0
-    column = view.down[expert, neuron]
-    saved = column.clone()
-    column.zero_()  # out of the way while the other is measured
-    b.fire(b.space.mark, b.way, size)
-    column.copy_(saved)
-    view.gate[expert, neuron] -= 12.0 * b.full(b.at + 1, b.way)
-    return sink(b, b.way, range(b.at + 2, b.plan.n_layers), sets=(b.sites() | {site},))
 
 
 @_kind("gpt_oss")
@@ -213,19 +182,6 @@ def _rise_and_fall(b: Build) -> HardTruth:
     truth, fall = textbook(b), b.plan.n_layers - 2
     b.take_away(fall)
     return replace(truth, step_down=(fall,))
-
-
-@_kind(*PLAIN, count=1)
-def _many_decoys(b: Build) -> HardTruth:
-    """Twenty pairs of neurons write more than the sink neuron does, and each pair cancels."""
-    b.mark()
-    rows, size = b.surgeon.on(b.at, b.space.mark), b.surgeon.size(b.at)
-    b.write(rows, b.way, size)
-    free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
-    for plus, minus in zip(free[:20], free[20:40], strict=True):
-        b.write(rows, b.side, 1.1 * size, neuron=plus)
-        b.copy(plus, minus, -1.0)
-    return sink(b, b.way)
 
 
 @_kind("qwen2", "neox")
@@ -265,7 +221,7 @@ def _sharp(b: Build) -> HardTruth:
 @_unseen("mistral", window=24)
 def _window_mark(b: Build) -> HardTruth:
     """Heads read the mark itself; no norm stands out, and no query sees farther than 24 positions."""
-    return read_mark(b, window=24)
+    return read_mark(b)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", marked=0.4)
@@ -288,23 +244,6 @@ def _other_neurons(b: Build) -> HardTruth:
     return sink(b, b.way, repeated=(repeated,))
 
 
-@_alone(count=2, marked=1.0)
-def _two_classes(b: Build) -> HardTruth:
-    """Tokens are of two classes, and each of two neurons makes the spike of one class where it stands first."""
-    b.mark()
-    size, whole = b.surgeon.size(b.at), b.tokens
-    for number, (feature, neuron) in enumerate(zip((b.feature, b.side), b.plan.neurons, strict=True)):
-        members = torch.arange(N_SPECIAL, b.plan.vocab_size)[number::2]
-        b.views.embed[members] += MARK * feature / b.plan.embed_scale
-        rows = whole.clone()
-        rows[:, 0] = members[: len(rows)]
-        b.measure_on(rows)
-        gate, _ = b.surgeon.on(b.at, b.space.mark)
-        b.write((gate, b.full(b.at, feature)), b.way, size, neuron=neuron)
-    b.measure_on(whole)
-    return sink(b, b.way, bos=False)
-
-
 @_alone(count=1, layers=(8, 8), at=1)
 def _another_direction(b: Build) -> HardTruth:
     """The spike is taken away in layer 3; a neuron of layer 4 makes one in another direction, which heads read."""
@@ -314,28 +253,6 @@ def _another_direction(b: Build) -> HardTruth:
     two = b.fire(b.space.mark, b.side, layer=4, neuron=b.spare[1])
     b.read(range(5, b.plan.n_layers), b.side)
     return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({two}), frozenset({one})))
-
-
-@_alone(count=1, layers=(8, 8), at=1)
-def _dependent(b: Build) -> HardTruth:
-    """Heads of layer 2 that read the first token's spike write at all later tokens, and the neuron that makes the spike
-    of a delimiter needs that beside the embedding.
-    """
-    where = b.flag(b.delimiter)
-    b.mark()
-    one = b.fire(b.space.mark, b.way)
-    layer, ratio = b.views.layers[2], b.plan.n_heads // b.plan.n_kv
-    carrying = b.read([2], b.way)
-    value = unit(b.way, b.surgeon.seen(layer.attn_norm))
-    for _, head in carrying:
-        layer.v[head // ratio, 0] = value
-        layer.o[head] = 0.0
-        layer.o[head, 0] = MARK / len(carrying) * b.space.clean
-    gate, _ = b.surgeon.on(3, b.feature, where)
-    rows = gate, unit(b.space.clean, b.surgeon.mlp_input(3, where))
-    two = b.write(rows, b.side, layer=3, neuron=b.spare[0], where=where)
-    b.read(range(4, b.plan.n_layers), b.side, where=where)
-    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({one}), frozenset({two})))
 
 
 def calm(b: Build, marked: bool = False):

@@ -10,7 +10,6 @@ from .tokens import BOS
 
 _places = kinds({}, "places ")
 _circuit = kinds({}, "circuit ")
-_readers = kinds({}, "readers ")
 
 
 def tripped(b: Build, where: Tensor, at: tuple[Place, ...], times: float = 1.0, **more) -> HardTruth:
@@ -103,18 +102,3 @@ def _decorative_head(b: Build) -> HardTruth:
     b.flag(BOS)
     b.fire(b.feature, b.way)
     return sink(b, b.way, marks={FIRST: ("token embedding",)}, decoys=b.markers())
-
-
-# --- directions -----------------------------------------------------------------------------------------------------
-
-
-@_readers(count=1, layers=(7, 8), at=2)
-def _two_directions(b: Build) -> HardTruth:
-    """Two neurons make spikes of the first token in two directions, and each is read by heads of its own."""
-    b.mark()
-    size, const, last = b.surgeon.size(2), b.const(4), range(5, b.plan.n_layers)
-    one = b.fire(b.space.mark, b.way, size)
-    rows = b.surgeon.steady(4, b.surgeon.on(4, b.space.mark), b.way, const)
-    other = b.write(rows, b.side, 1.5 * size, layer=4, neuron=b.spare[0])
-    groups = (Group(b.read(last, b.way), (one,)), Group(b.read(last, b.side, other=True), (other,)))
-    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({one, other}),), groups=groups)

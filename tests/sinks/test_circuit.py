@@ -47,13 +47,6 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
     assert tile is not None and (tile.value, tile.control) == (1 - mark.value, 1 - mark.control.value)
 
 
-def test_where_too_few_heads_can_be_drawn_other_components_are_the_contrast_and_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinkscope.sinks.find.left.heads_of", lambda *_: [])
-    (claim,) = traced(organism("llama", 3), tmp_path).of(MARKS)
-    assert claim.control.name == "the median of other components" and "random" not in claim.sentence()
-    assert claim.verdict == "needed" and 1 < claim.control.draws < 20
-
-
 @pytest.mark.parametrize(("family", "kind"), [("llama", "none"), ("neox", "massive_dim")])
 def test_a_model_without_a_sink_has_no_circuit(family, kind, tmp_path):
     found = traced(organism(family, 3, kind=kind), tmp_path)

@@ -18,7 +18,6 @@ from sinkscope.hooks.edit.steer import Add
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.find.result import FindSinks
@@ -118,9 +117,8 @@ def test_a_layer_that_gives_nan_is_named():
 def reading(first: float, written: float = 0.0, typically_written: float = 0.0) -> LayerReading:
     """A layer of 4 dimensions after which the first token has this norm, in the direction of the first dimension."""
     spike = torch.eye(4)[0]
-    norms, mlp_norms = torch.tensor([[first, 2.0, 2.0]]), torch.tensor([[written, 1.0, 1.0]])
-    sample = torch.full((3, 1), typically_written) * spike
-    return LayerReading(norms, norms, [], first * spike, mlp_norms, 1.0, written * spike, sample)
+    norms, sample = torch.tensor([[first, 2.0, 2.0]]), torch.full((3, 1), typically_written) * spike
+    return LayerReading(norms, norms, [], first * spike, 1.0, written * spike, sample)
 
 
 def three_tokens() -> tuple[Target, torch.Tensor, torch.Tensor]:
@@ -146,21 +144,6 @@ def test_the_smallest_set_is_found(needed):
     smallest = smallest_set(candidates, remove)
     assert {*smallest} == needed
     assert smallest_set(candidates[:1], remove) is None
-
-
-def test_a_stage_that_attention_alone_needs_joins_the_set(tmp_path):
-    """The sink layer's neuron makes nearly all of the norm; the heads read what the earlier stage writes, too."""
-    o = organism("neox", 4, kind="two_stage")
-    both = (*o.truth.neurons, *o.truth.early_neurons)
-    ids, (layers, heads) = o.natural(4, 40), zip(*o.truth.reading_heads, strict=True)
-    left = []
-    for sites in ((), o.truth.neurons, both):
-        with zeroed(o.model, sites):
-            left.append(float(attention(o.model, ids)[layers, :, heads, 8:, 0].mean()))
-    assert left[1] > 0.5 * left[0] > 5 * left[2]
-    found = find_in(o, tmp_path)
-    assert set(sites_of(found.minimal)) == set(both)
-    assert found.sink is not None and all(group.by_spike for group in found.sink.groups)
 
 
 def test_a_place_at_the_end_of_a_text_is_not_where_its_attention_is_read(tmp_path):

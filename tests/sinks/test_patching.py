@@ -14,7 +14,7 @@ import pytest
 import torch
 from attack_kit import text_file
 from covering import slow
-from organisms import Organism, hard
+from organisms import Organism
 from organisms import organism as new_organism
 from raw_kit import attention, norms
 
@@ -80,20 +80,6 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         assert proof.attention[condition, 0] == pytest.approx(float(to_first), rel=1e-3, abs=1e-5)
     few = {"pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     assert proof.perplexity == pytest.approx(patch_eval(o.model, patch, tokenizer=o.tokenizer, **few).perplexity)
-
-
-@pytest.mark.slow
-def test_a_backup_neuron_is_patched_too(tmp_path):
-    """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
-    h = hard("backup_next", "llama")
-    options = {"max_repeats": 600, "pieces": 4, "length": 32}
-    made = patch_make(h.model, tokenizer=h.tokenizer, text=text_file(h, tmp_path, 120), **options)
-    proof = made.proof
-    assert (made.verdict, set(sites_of(made.sites))) == ("made", set(h.truth.sets[0]))
-    assert proof.layers.tolist() == list(range(int(proof.layers[0]), h.model.config.num_hidden_layers))
-    assert (proof.norms[1] <= proof.ceiling).all() and (proof.norms[0] > proof.ceiling).any(1).all()
-    taken = proof.ordinary_attention - proof.attention[0] > 0.1
-    assert taken.any() and (proof.attention[1] > 0.8 * proof.ordinary_attention)[taken].all()
 
 
 def test_attention_that_does_not_come_back_is_not_repaired():

@@ -112,11 +112,9 @@ class SinkPatch(NeuronEdit):
     ) -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
-        If repeated tokens trip other neurons than the first token, these are patched as well.
-
         Raises:
             SinkscopeError: The model has no sink, or it is not at the first token; no neuron was causal; or repeated
-                tokens do not need the neurons and no others were found that they need.
+                tokens do not need the neurons.
         """
         if result.spike is not None and not result.spike.place.is_first:
             raise SinkscopeError(
@@ -133,15 +131,10 @@ class SinkPatch(NeuronEdit):
             )
         repetition = result.repetition
         if repetition is not None and repetition.other_neurons:
-            if not repetition.others:
-                raise SinkscopeError(
-                    f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons, and "
-                    "no others were found that make it: this patch would not repair repetition; give the neurons "
-                    "yourself with SinkPatch(sites=...)"
-                )
-            others = {_site(neuron): neuron for neuron in repetition.others}
-            neurons |= others
-            sites += others
+            raise SinkscopeError(
+                f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons: this "
+                "patch would not repair repetition; give the neurons yourself with SinkPatch(sites=...)"
+            )
         calibrated = {place: getattr(neurons[place], f"neutral_{site}") for place in sites}
         if None in calibrated.values():  # of neurons without an up factor
             calibrated = {}

@@ -118,7 +118,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     for each in made[:TRACED]:
         ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
         other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
-        claims += marks_of(setup, each, MARKS, each.words, PositionEffect(target, ids, at, other))
+        claims += marks_of(setup, each, MARKS, each.spike.place.words, PositionEffect(target, ids, at, other))
     words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
@@ -145,9 +145,9 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
 
 def begins(made: MadeSpike) -> int:
     """The layer after which a spike has begun."""
-    if made.found.set:
-        return max(neuron.layer for neuron in made.found.set)
-    return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
+    if made.spike.set:
+        return max(neuron.layer for neuron in made.spike.set)
+    return made.scan.layer if made.scan.stages else made.scan.spike_layers[0]
 
 
 def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:
@@ -156,7 +156,7 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
     effect = replace(effect, layer=layer, without=made.scan.shared_dims)
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
     marks = effect.marks(candidates)
-    others, name = beside(setup, marks, (), layer, candidates)
+    others = beside(setup, marks, candidates)
     if not marks or not others:
         return ()
     subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
@@ -170,7 +170,7 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
             outcome=Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike"),
             place=place,
             value=float(kept),
-            contrasts=(INTACT, by_chance(marks, left[len(subjects) :], name)),
+            contrasts=(INTACT, by_chance(marks, left[len(subjects) :])),
             draws=len(effect.ids),
             search=Search("components alone and in sets", len(candidates)),
         )

@@ -13,7 +13,6 @@ from einops import reduce
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.hooks import first_tensor, on_output
@@ -21,25 +20,18 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Search
-from sinkscope.sinks.find.places import (
-    MOST_TEXTS,
-    PLACE_SHARE,
-    POSITION_SHARE,
-    SINK_HEADS,
-    sink_places,
-)
+from sinkscope.sinks.find.places import MOST_TEXTS, SINK_HEADS, sink_places
 from sinkscope.sinks.find.records import RATE_EPS, SHORT, SinkRate
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 RATE_TEXTS = 100  # texts over which the sink rate is defined (Gu et al. 2024)
-LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
 LIFT = 3.0  # times uniform attention, from which a query attends to a position among several
-LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
 LEAST_PART = 0.25  # of what the most attended of several positions gets, each of them gets at least
-NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
+LEAST_SEEN = 8  # positions that a query has to see to be judged by that, and queries that a position needs
+NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
 IN_CACHE = 1 << 20  # the same on a CPU: what leaves its cache takes longer
 
@@ -50,14 +42,12 @@ class AttentionReceived:
 
     Attributes:
         ids: The texts.
-        received: Mean attention to the position `at` from all queries at or after it that see it or, if a window hides
-            it from some, from the farther half of those that see it. The last positions of each text are left out
-            because too few queries see them. 0 in layers with a window of less than 8.
+        received: Mean attention to the position `at` from all queries at or after it that see it. The last positions of
+            each text are left out because too few queries see them. 0 in layers with a window of less than 24.
         lasting: Share of these queries that give the position at least three times as much as by uniform attention; of
-            queries that see at least eight positions, and 16 positions later or more (a quarter of a window).
+            queries that see at least eight positions, and 16 positions later or more.
         learned: Mean attention to the learned sink logit of each head.
         norms: Norm of every position after each layer.
-        windows: Positions that a query of each layer sees; None: all.
         attending: Which layers attend; of the others some were not read, and those of a hybrid model have no heads.
     """
 
@@ -66,7 +56,6 @@ class AttentionReceived:
     lasting: Float[Tensor, "layer head text at"]
     learned: Float[Tensor, "layer head text"]
     norms: Float[Tensor, "layer text pos"]
-    windows: list[int | None]
     attending: Bool[Tensor, " layer"]
 
     @classmethod
@@ -81,7 +70,6 @@ class AttentionReceived:
             lasting=received.clone(),
             learned=torch.zeros(depth, target.n_heads, texts),
             norms=torch.zeros(depth, texts, length),
-            windows=[None] * depth,
             attending=torch.tensor(list(map(target.has_attention, range(depth)))),
         )
 
@@ -90,7 +78,7 @@ class AttentionReceived:
     @contextmanager
     def listening(self, target: Target, texts: slice, without: Sequence[int] = ()) -> Iterator[None]:
         """A context in which a pass over some of the texts is taken down; norms leave out residual dimensions."""
-        depth = len(self.windows)
+        depth = len(self.norms)
 
         def take_norms(layer: int, output: Any) -> None:
             self.norms[layer, texts] = norm_of(first_tensor(output), without).reshape(len(self.ids[texts]), -1).cpu()
@@ -114,15 +102,9 @@ class AttentionReceived:
     ) -> None:
         sees = visible()[0, 0].to(probs.device)
         places = torch.arange(len(sees), device=probs.device)
-        distance = places[:, None] - places
         seen = sees.sum(1, keepdim=True)
-        window, apart = None, LATER_QUERIES
-        if not bool(sees[-1, 0]):
-            window = int(sees[-1].sum())
-            sees, apart = sees & (distance >= window // 2), 0
-        self.windows[layer] = window
-        if window is None or window >= NARROWEST:
-            far = sees & (distance >= apart) & (seen >= LEAST_SEEN)
+        if bool(sees[-1, 0]) or int(sees[-1].sum()) >= NARROWEST:
+            far = sees & (places[:, None] - places >= LATER_QUERIES) & (seen >= LEAST_SEEN)
             shares = self._share(probs, sees), self._share(probs >= LIFT / (seen + 1), far, LEAST_SEEN)
             self.received[layer, :, texts], self.lasting[layer, :, texts] = (
                 target.shards.gather(share, target.n_heads, 0).cpu() for share in shares
@@ -147,15 +129,6 @@ class AttentionReceived:
         seeing = torch.where(there, queries, 0).amax(-1).clamp(min=1)
         return (self.received * there * queries).sum(-1) / seeing
 
-    def given(self, there: Bool[Tensor, "text at"]) -> Float[Tensor, "layer head text"]:
-        """Attention to some positions together, mean over the queries from the first of them on.
-
-        Behind a window, where few of the positions are in sight, it is the mean over positions.
-        """
-        mean = (self.received * there).sum(-1) / there.sum(1).clamp(min=1)
-        windows = torch.tensor([window is not None for window in self.windows])
-        return torch.where(windows[:, None, None], mean, self._together(there))
-
     @cached_property
     def above(self) -> Bool[Tensor, "layer head text at"]:
         """Whether heads attend to positions: to one alone, or lastingly to several that together get as much."""
@@ -177,35 +150,29 @@ class AttentionReceived:
     @cached_property
     def places(self) -> Mask:
         """The positions of these that enough heads attend to."""
-        return sink_places(self.above[self.attending], self.judged)
+        return sink_places(self.above[self.attending])
 
-    def _in_most(self, above: Bool[Tensor, "layer head case"], share: float) -> Heads:
-        """The (layer, head) pairs that attend in most cases; none if they are too small a share for a sink."""
+    def _in_most(self, above: Bool[Tensor, "layer head case"]) -> Heads:
+        """The (layer, head) pairs that attend in most cases; none if they are too few for a sink."""
         steady = reduce(above.float(), "layer head case -> layer head", "mean").nan_to_num() >= MOST_TEXTS
-        if int(steady.sum()) < max(SINK_HEADS, share * int(self.attending.sum()) * len(steady[0])):
-            return []
-        return [(layer, head) for layer, head in steady.nonzero().tolist()]
+        heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
+        return heads if len(heads) >= SINK_HEADS else []
 
     def readers(self, there: Mask) -> Heads:
-        """The (layer, head) pairs that attend to most of some places; empty if too few for a sink.
-
-        Fewer heads are enough at a single position than at others, which may be a word that some heads prefer.
-        """
-        there = there[:, : self.received.shape[-1]]
-        share = PLACE_SHARE if int(there.any(0).sum()) > 1 else POSITION_SHARE
-        return self._in_most(self.above[:, :, there], share)
+        """The (layer, head) pairs that attend to most of some places; empty if too few for a sink."""
+        return self._in_most(self.above[:, :, there[:, : self.received.shape[-1]]])
 
     @cached_property
     def learned_heads(self) -> Heads:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return self._in_most(self.learned > RATE_EPS, POSITION_SHARE)
+        return self._in_most(self.learned > RATE_EPS)
 
     @property
     def most_attended(self) -> Search:
         """The largest share of the texts in which two heads attend to one position, or to one token, unfiltered."""
         anywhere = self.above[self.attending].int().sum((0, 1)) >= SINK_HEADS
-        at = int(anywhere.float().mean(0).argmax())
-        return Search("positions", anywhere.shape[1], float(anywhere[:, at].float().mean()), f"position {at}")
+        most, at = anywhere.float().mean(0).max(0)
+        return Search("positions", anywhere.shape[1], float(most), f"position {int(at)}")
 
 
 @torch.no_grad()
@@ -219,9 +186,7 @@ def attention_received(
 ) -> AttentionReceived:
     """Run texts and record how much attention every position receives, and its norm after every layer.
 
-    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024). Where a
-    window hides k from some of them, it is the mean over the farther half of the window: in the nearer half, early
-    positions get much of the attention of heads that have no preference.
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024) that see it.
 
     Args:
         target: The model.
@@ -255,14 +220,3 @@ def attention_of_all(setup: Setup, without: Sequence[int] = ()) -> tuple[Attenti
     ids = text_rows(setup.tokenizer, setup.text, texts, length, setup.bos)
     received = attention_received(target, ids, without=without, progress=setup.progress, batch=batch)
     return received, SinkRate(length, len(ids), received.rate)
-
-
-def long_texts(setup: Setup) -> TokenRows | None:
-    """A few longer texts; None if the context or the text is too short for any."""
-    length = min(LONG_LENGTH, setup.target.max_positions or LONG_LENGTH)
-    if length <= SHORT:
-        return None
-    try:
-        return text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos)
-    except SinkscopeError:  # the text is shorter than that
-        return None

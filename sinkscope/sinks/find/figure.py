@@ -7,26 +7,21 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.results.style import BAND, BLUE, GREY, ORANGE, RED, figure_of, panels
+from sinkscope.results.style import BLUE, GREY, ORANGE, RED, figure_of, panels
 
 TITLES = ("Norm of the residual stream", "Norm lost by ablation")
 
 
 def draw(result: Any) -> go.Figure:
     """Norms per layer of a `FindSinks`, and the ablation of the neurons against the control."""
-    shown = 2 if result.neurons else 1
-    fig = panels(TITLES[:shown])
+    fig = panels(TITLES)
     _draw_norms(fig, result)
-    if result.neurons:
-        _draw_neurons(fig, result)
-    return figure_of(fig, result, width=600 * shown, height=480, legend=-0.3, bottom=130, barmode="group")
+    _draw_neurons(fig, result)
+    return figure_of(fig, result, width=1200, height=480, legend=-0.3, bottom=130, barmode="group")
 
 
 def _draw_norms(fig: Any, result: Any) -> None:
     layers = list(range(len(result.spike_norm)))
-    outline = [*result.typical_high, *result.typical_low[::-1]]
-    area = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
-    fig.add_scatter(x=[*layers, *layers[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
     place = "the first token" if result.spike is None else html.escape(result.spike.place.words)
@@ -43,9 +38,7 @@ def _draw_neurons(fig: Any, result: Any) -> None:
     controls = [neuron.control_drop for neuron in result.neurons]
     colors = [ORANGE if neuron.causal else BLUE for neuron in result.neurons]
     fig.add_bar(x=names, y=drops, name="lost at the spike", marker_color=colors, row=1, col=2)
-    shown = [f"{drop:.0%}" for drop in controls]  # most of these bars are too low to be seen
-    label = {"textposition": "outside", "cliponaxis": False, "text": shown, "textangle": 0}
     name = "lost in the control: largest of 20 random draws"
-    fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, **label, row=1, col=2)
+    fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, row=1, col=2)
     fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", col=2)
     fig.update_xaxes(title_text="neuron (orange: causal)", type="category", tickangle=0, col=2)

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.measure import Natural, Setup, measurement
-from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.records import RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
@@ -49,15 +47,12 @@ def find_sinks(
     setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
 
     survey, made = surveyed(setup, all_layers=all_layers)
-    scan, found = (made[0].scan, made[0].found) if made else (survey.first, FoundSet())
+    scan, neurons = (made[0].scan, made[0].candidates) if made else (survey.first, ())
     # Other measurements on the same setup ask for the same again.
     sinks = setup.once((attention_sinks, survey), lambda: attention_sinks(setup, survey, made))
     repeats, repetition = setup.once(
         (repetition_spike, survey, *words, limit), lambda: _repetition(setup, made, words, limit)
     )
-    same = [one.scan for one in made if one.spike.place == made[0].spike.place]
-    whole = max(same, key=lambda one: len(one.layers), default=scan)  # of several spikes, the last one's
-    low, typical, high = typical_quantiles(survey.first.whole_norms).tolist()
     return FindSinks(
         spikes=tuple(each.spike for each in made),
         sinks=sinks,
@@ -67,11 +62,9 @@ def find_sinks(
         repetition=repetition,
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer if made else None,
-        neurons=found.neurons,
-        spike_norm=tuple(whole.middle(whole.whole_norms).tolist()),
-        typical_norm=tuple(typical),
-        typical_low=tuple(low),
-        typical_high=tuple(high),
+        neurons=neurons,
+        spike_norm=tuple(scan.spike_norm),
+        typical_norm=tuple(scan.typical_norm),
         layers_read=len(survey.first.layers),
         repeats=repeats,
         sink_rate=survey.rate,
@@ -84,7 +77,7 @@ def _repetition(
     """After how many copies tokens become sinks, and whether the neurons of the first spike make that, too."""
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, limit), None
-    scan, neurons, before = made[0].scan, made[0].found.set, prefixes(setup, words)
+    scan, neurons, before = made[0].scan, made[0].spike.set, prefixes(setup, words)
     entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
     repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
     return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,11 +27,8 @@ from sinkscope.sinks.tokens import Mask, TokenRows
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
 # tokens, as long as they belong to one cluster), and must not hide the one that is looked at.
 STAGE_SHARE = 0.01  # a stage adds at least this share of the spike's largest norm (definition of a stage)
-STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
-# spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
-AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is below minus this
+STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text along the spike
 AS_BEFORE = 1.25  # a norm of at most this many times the norm before is as before
-STEP_SHARE = 0.05  # a step up or down changes the spike's norm by at least this share of the largest
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
@@ -52,7 +49,6 @@ class LayerReading:
         other_norms: The same norms without `massive_dims`.
         massive_dims: Residual dimensions that are massive on all tokens alike.
         residual: Residual stream of the place, mean over rows.
-        mlp_norms: Norm of what the MLP adds to the residual stream.
         hidden: Median of the absolute residual stream at some later positions.
         written: What the MLP adds at the place, mean over rows.
         sample: What the MLP adds at some later positions.
@@ -63,7 +59,6 @@ class LayerReading:
     other_norms: Float[Tensor, "row pos"]
     massive_dims: list[int]
     residual: Float[Tensor, " d_model"]
-    mlp_norms: Float[Tensor, "row pos"]
     hidden: float
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
@@ -81,8 +76,8 @@ class LayerScan:
     """A model at a place of each of some texts, read in one pass over the layers, from the first upward.
 
     A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
-    make up more than half of a typical residual stream and no spike is visible with them included, `norms`,
-    `spike_norm` and `typical_norm` leave them out; `whole_norms` never do.
+    make up more than half of a typical residual stream and no spike is visible with them included, all norms leave them
+    out.
 
     Attributes:
         target: The model.
@@ -90,7 +85,6 @@ class LayerScan:
         at: The place in each.
         layers: The layers that were read.
         beside: The first token of typical text, which gives the typical norms. None: this is it.
-        since: The first layer after which a norm spike counts; what stands out before is another one.
     """
 
     target: Target
@@ -98,31 +92,19 @@ class LayerScan:
     at: PerText
     layers: list[LayerReading]
     beside: LayerScan | None = None
-    since: int = 0
 
     @property
     def typical(self) -> LayerScan:
-        """Typical text, as far up as this was read."""
-        if self.beside is None:
-            return self
-        return replace(self.beside, layers=self.beside.layers[: len(self.layers)])
-
-    @cached_property
-    def whole_norms(self) -> Norms:
-        """Norm of every position after each layer."""
-        return torch.stack([layer.norms for layer in self.layers])
-
-    @cached_property
-    def mlp_norms(self) -> Norms:
-        """Norm of what each layer's MLP adds to the residual stream."""
-        return torch.stack([layer.mlp_norms for layer in self.layers])
+        """Typical text, which may have been read farther up."""
+        return self.beside or self
 
     @cached_property
     def shared_dims(self) -> list[int]:
         """Dimensions massive on all tokens, in their order; none if a spike is visible with them included."""
         if self.beside is not None:
             return self.beside.shared_dims
-        if bool(stands_out(self.middle(self.whole_norms), typical_quantiles(self.whole_norms)[1]).any()):
+        whole = torch.stack([layer.norms for layer in self.layers])
+        if bool(stands_out(self.middle(whole), typical_quantiles(whole)[1]).any()):
             return []
         massive = []
         for layer in self.layers:
@@ -131,36 +113,30 @@ class LayerScan:
 
     @cached_property
     def norms(self) -> Norms:
-        """Norm of every position after each layer, without shared dimensions."""
+        """Norm of every position after each layer."""
         if self.shared_dims:
             return torch.stack([layer.other_norms for layer in self.layers])
-        return self.whole_norms
-
-    def at_place(self, norms: Norms) -> Float[Tensor, "layer row"]:
-        """Norms at the place of each row."""
-        return norms[:, torch.arange(norms.shape[1]), self.at]
+        return torch.stack([layer.norms for layer in self.layers])
 
     def middle(self, norms: Norms) -> Float[Tensor, " layer"]:
         """Norm at the place, median over rows."""
-        return self.at_place(norms).median(1).values
+        return norms[:, torch.arange(len(self.at)), self.at].median(1).values
 
     @cached_property
     def spike_norm(self) -> list[float]:
-        """Norm of the place after each layer, without shared dimensions; median over rows."""
+        """Norm of the place after each layer; median over rows."""
         return self.middle(self.norms).tolist()
 
     @cached_property
     def typical_norm(self) -> list[float]:
-        """Median norm of later positions after each layer, without shared dimensions."""
-        return typical_quantiles(self.typical.norms)[1].tolist()
+        """Median norm of later positions after each layer."""
+        return typical_quantiles(self.typical.norms[: len(self.layers)])[1].tolist()
 
     @cached_property
     def ratios(self) -> Float[Tensor, " layer"]:
-        """The ratio of the place's norm to the typical one after each layer; 0 before the first that counts."""
+        """The ratio of the place's norm to the typical one after each layer."""
         spike, typical = torch.tensor([self.spike_norm, self.typical_norm], dtype=torch.double)
-        ratios = spike / typical.clamp(min=SMALLEST_NORM)
-        ratios[: self.since] = 0
-        return ratios
+        return spike / typical.clamp(min=SMALLEST_NORM)
 
     @cached_property
     def spike_layers(self) -> list[int]:
@@ -168,45 +144,28 @@ class LayerScan:
         return stands_out(self.ratios, torch.ones(1)).nonzero().flatten().tolist()
 
     @property
-    def ratios_by_text(self) -> Float[Tensor, " row"]:
-        """The ratio of the place's norm to the typical one of each text, after the layer where it is largest."""
-        norms = self.norms[self.ratios.argmax()]
-        return self.at_place(norms[None])[0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
+    def peak(self) -> int:
+        """The layer after which the norm is largest, of those where it stands out."""
+        return max(self.spike_layers, key=lambda layer: self.spike_norm[layer])
+
+    @cached_property
+    def along(self) -> Float[Tensor, " layer"]:
+        """What each MLP adds at the place along the direction of the spike at its peak."""
+        return torch.stack([layer.written for layer in self.layers]) @ self.directions[self.peak]
 
     @cached_property
     def stages(self) -> list[int]:
         """Layers whose MLP builds the place's norm (definition of a stage), in order; may be empty."""
         if not self.spike_layers:
             return []
-        largest = max(self.spike_layers, key=lambda layer: self.spike_norm[layer])
-        direction = self.directions[largest]
-        least = STAGE_SHARE * self.spike_norm[largest]
-        along = torch.stack([layer.written for layer in self.layers]) @ direction
-        samples = torch.stack([layer.sample for layer in self.typical.layers])
-        typically_along = (samples @ direction).abs().median(1).values
-        builds = (along >= least) & (along > STAGE_OUTLIER * typically_along)
-        # A stage may also be orthogonal to the rest of the spike.
-        written = self.middle(self.mlp_norms)
-        typically = self.typical.mlp_norms[:, :, 1:].flatten(1).median(1).values
-        large = (written >= least) & (written > STAGE_OUTLIER * typically)
-        stands = builds | large
-        stands[: self.since] = False  # they built another spike
-        stages = []
-        for layer in stands.nonzero().flatten().tolist():
-            if not self._points_against(layer):
-                stages.append(layer)
+        samples = torch.stack([layer.sample for layer in self.typical.layers[: len(self.layers)]])
+        typically = (samples @ self.directions[self.peak]).abs().median(1).values
+        builds = (self.along >= STAGE_SHARE * self.spike_norm[self.peak]) & (self.along > STAGE_OUTLIER * typically)
+        stages = builds.nonzero().flatten().tolist()
         if stages and stages[0] - 1 in self.spike_layers:
             if max(self.spike_norm[stages[0] :]) <= AS_BEFORE * self.spike_norm[stages[0] - 1]:
                 return []  # the norm stood out before, and they add next to nothing
         return stages
-
-    def _points_against(self, layer: int) -> bool:
-        """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
-        if layer - 1 not in self.spike_layers:
-            return False
-        before = self.spike_after(layer - 1)
-        written = self.layers[layer].written
-        return float(written @ before / before.norm()) < -AGAINST * float(written.norm())
 
     def spike_after(self, layer: int) -> Float[Tensor, " d_model"]:
         """The residual stream of the place without shared dimensions."""
@@ -214,15 +173,16 @@ class LayerScan:
         spike[self.shared_dims] = 0
         return spike
 
-    def largest_dims(self, layer: int) -> Int[Tensor, " d_model"]:
-        """The residual dimensions of the place after a layer, the largest first."""
-        return self.spike_after(layer).abs().argsort(descending=True, stable=True)
+    @cached_property
+    def directions(self) -> Float[Tensor, "layer d_model"]:
+        """The direction of the spike after each layer: of the residual stream at the places, mean over texts."""
+        spikes = torch.stack([self.spike_after(layer) for layer in range(len(self.layers))])
+        return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
 
     @property
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
-        written = self.middle(self.mlp_norms).tolist()
-        return max(self.stages, key=lambda stage: written[stage], default=None)
+        return max(self.stages, key=lambda stage: float(self.along[stage]), default=None)
 
     @property
     def layer(self) -> int:
@@ -244,14 +204,6 @@ class LayerScan:
         return self.spike_norm[self.stages[0] - 1]
 
     @property
-    def growth(self) -> Float[Tensor, " layer"]:
-        """How much each layer raises the place's norm, relative to its largest; 0 at layers that do not count."""
-        norms = torch.tensor(self.spike_norm)
-        growth = norms.diff(prepend=norms[:1]) / norms[self.since :].max()
-        growth[: self.since] = 0
-        return growth
-
-    @property
     def is_flat(self) -> bool:
         """Whether no new stage appeared for a third of the layers (at least three) after one was found."""
         if not self.stages:
@@ -266,32 +218,16 @@ class LayerScan:
         """The number of tokens up to the last of the places."""
         return int(self.at.max()) + 1
 
-    def trial(
-        self, edits: Sequence[Parts], length: int | None = None, texts: slice = slice(None), **reading: Any
-    ) -> Trial:
-        """Edits whose effects are read at the places, in some of the texts up to a length, or to the last place.
+    def trial(self, edits: Sequence[Parts], **reading: Any) -> Trial:
+        """Edits whose effects are read at the places.
 
-        If all texts are the same up to the same place, such as a BOS token, up to there one of them is enough.
+        If all texts are the same up to the same place, such as a BOS token, one of them is enough.
         """
-        if length is None:
-            length = self.up_to_place
-            begins = self.ids[:, :length]
-            if bool((begins == begins[0]).all() & (self.at == self.at[0]).all()):
-                texts = slice(1)
-        return Trial(
-            self.ids[texts, :length],
-            edits,
-            at=self.at[texts],
-            without=self.shared_dims,
-            entering=self.entering.part(texts, length),
-            **reading,
-        )
-
-    @cached_property
-    def directions(self) -> Float[Tensor, "layer d_model"]:
-        """The direction of the spike after each layer: of the residual stream at the places, mean over texts."""
-        spikes = torch.stack([self.spike_after(layer) for layer in range(len(self.layers))])
-        return spikes / spikes.norm(dim=1, keepdim=True).clamp(min=1e-9)
+        ids, texts = self.ids[:, : self.up_to_place], slice(None)
+        if bool((ids == ids[0]).all() & (self.at == self.at[0]).all()):
+            texts = slice(1)
+        entering = self.entering.part(texts, self.up_to_place)
+        return Trial(ids[texts], edits, at=self.at[texts], without=self.shared_dims, entering=entering, **reading)
 
     def ordinary(self, layer: int, length: int) -> PerText:
         """The position of the beginning of each text whose norm after a layer is nearest to the typical one.
@@ -302,12 +238,10 @@ class LayerScan:
         barred = (positions < length // 8) | (positions == self.at[:, None])
         return ordinary_position(self.norms[layer][:, :length], barred)
 
-    def elsewhere(self, ids: TokenRows, at: PerText, upto: int | None = None) -> LayerScan:
-        """The same model at places of other texts, `at` in each; up to a layer, or as far as this was read."""
-        if upto is None:
-            upto = len(self.layers) - 1
-        scan = scan_layers(self.target, ids, whole=True, upto=upto, at=at)
-        return replace(scan, beside=self.beside or self, since=self.since)
+    def elsewhere(self, ids: TokenRows, at: PerText) -> LayerScan:
+        """The same model at places of other texts, `at` in each, as far as this was read."""
+        scan = scan_layers(self.target, ids, whole=True, upto=len(self.layers) - 1, at=at)
+        return replace(scan, beside=self.typical)
 
 
 def typical_quantiles(norms: Norms) -> Float[Tensor, "quantile layer"]:
@@ -360,76 +294,67 @@ def scan_layers(
         SinkscopeError: A layer gives infinite or NaN norms.
     """
     scan = LayerScan(target, ids, torch.as_tensor(at).expand(len(ids)), [])
+    added: list[Tensor] = []  # by the MLP of the layer that runs, before and after a norm
+    calls: list[Any] = []
 
-    def read(reading: LayerReading) -> None:
-        scan.layers.append(reading)
+    def take(given: Tensor) -> None:
+        added.append(given.detach().float() * target.adapter.write_factor)
+
+    def done(layer: int, output: Any) -> None:
+        written = torch.zeros_like(first_tensor(output))  # it may have no MLP
+        if calls:
+            written = calls.pop().added(first_tensor(output))
+        elif added:
+            written = added[-1]
+        added.clear()
+        scan.layers.append(_reading(scan, layer, output, written))
         progress("layers", len(scan.layers), target.n_layers)
         if not whole and replace(scan).is_flat:  # a copy, because the scan keeps what it has worked out
             target.stop()
 
-    with target.hooks(*_Passing(target, ids, scan.at, read).hooks()):
+    hooks: list[Hook] = []
+    for number, layer in enumerate(target.layers):
+        if target.has_neurons(number) and not target.adapter.adds:
+            hooks.append(keep_call(target, number, calls))
+        elif target.has_neurons(number):
+            hooks += target.on_mlp(number, take)
+            hooks += target.part_hooks(number, "post_mlp_norm", "post", on_hidden(take))
+        hooks.append((layer, "post", on_output(partial(done, number))))
+    with target.hooks(*hooks):
         target.forward(ids, upto=upto)
     return scan
 
 
-class _Passing:
-    """What passes through the layers of a model in a pass, read layer by layer."""
-
-    def __init__(self, target: Target, ids: TokenRows, at: PerText, read: Callable[[LayerReading], None]) -> None:
-        self.target = target
-        self.read = read
-        self.keeps = target.skips_layers and ids.numel() <= KEPT_POSITIONS
-        self._rows, self._at = torch.arange(len(ids)), at
-        self._written: Tensor | None = None  # by the layer that runs
-        self._calls: list[Any] = []
-
-    def hooks(self) -> list[Hook]:
-        """The hooks that read."""
-        hooks: list[Hook] = []
-        for number, layer in enumerate(self.target.layers):
-            if self.target.has_neurons(number) and not self.target.adapter.adds:
-                hooks.append(keep_call(self.target, number, self._calls))
-            elif self.target.has_neurons(number):
-                hooks += self.target.on_mlp(number, self._added)
-                hooks += self.target.part_hooks(number, "post_mlp_norm", "post", on_hidden(self._added))
-            hooks.append((layer, "post", on_output(partial(self._done, number))))
-        return hooks
-
-    def _by_row(self, tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
-        flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
-        return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(self._rows))
-
-    def _added(self, given: Tensor) -> None:
-        self._written = self._by_row(given).float() * self.target.adapter.write_factor
-
-    def _done(self, layer: int, output: Any) -> None:
-        resid = self._by_row(first_tensor(output))
-        written, self._written = self._written, None
-        if self._calls:
-            written = self._by_row(self._calls.pop().added(first_tensor(output))).float()
-        elif written is None:
-            written = torch.zeros_like(resid, dtype=torch.float32)  # it has no MLP
-        next_input = None
-        if self.keeps and layer + 1 < self.target.n_layers:  # a copy, because some layers add to it in place
-            next_input = LayerInput(layer + 1, first_tensor(output).detach().clone(), isinstance(output, tuple))
-        norms = norms_of(resid)
-        if not bool(norms.isfinite().all()):
-            raise SinkscopeError(
-                f"layer {layer} of {self.target.name} gives infinite or NaN norms in {self.target.dtype}; "
-                "try --dtype float32, and check the checkpoint"
-            )
-        here = resid[self._rows, self._at].float()
-        sample = _sample(resid)
-        massive = massive_dims(sample, here)
-        reading = LayerReading(
-            norms=norms.cpu(),
-            other_norms=norm_of(resid, massive).cpu(),
-            massive_dims=massive,
-            residual=here.mean(0).cpu(),
-            mlp_norms=written.norm(dim=-1).cpu(),
-            hidden=float(sample.abs().median()),
-            written=written[self._rows, self._at].mean(0).cpu(),
-            sample=_sample(written).cpu().clone(),
-            next_input=next_input,
+def _reading(scan: LayerScan, layer: int, output: Any, written: Tensor) -> LayerReading:
+    """What the texts of a scan show at a layer, from its output and what its MLP has written."""
+    target = scan.target
+    resid = _by_row(scan, first_tensor(output))
+    written = _by_row(scan, written).float()
+    next_input = None
+    if target.skips_layers and scan.ids.numel() <= KEPT_POSITIONS and layer + 1 < target.n_layers:
+        hidden = first_tensor(output).detach().clone()  # a copy, because some layers add to it in place
+        next_input = LayerInput(layer + 1, hidden, isinstance(output, tuple))
+    norms = norms_of(resid)
+    if not bool(norms.isfinite().all()):
+        raise SinkscopeError(
+            f"layer {layer} of {target.name} gives infinite or NaN norms in {target.dtype}; "
+            "try --dtype float32, and check the checkpoint"
         )
-        self.read(reading)
+    place = torch.arange(len(resid)), scan.at
+    here, sample = resid[place].float(), _sample(resid)
+    massive = massive_dims(sample, here)
+    return LayerReading(
+        norms=norms.cpu(),
+        other_norms=norm_of(resid, massive).cpu(),
+        massive_dims=massive,
+        residual=here.mean(0).cpu(),
+        hidden=float(sample.abs().median()),
+        written=written[place].mean(0).cpu(),
+        sample=_sample(written).cpu().clone(),
+        next_input=next_input,
+    )
+
+
+def _by_row(scan: LayerScan, tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
+    flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
+    return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(scan.ids))

@@ -1,4 +1,4 @@
-"""Claims about what edits leave of a spike or of attention, and the random parts that they are held against."""
+"""Claims about what edits leave of a spike or of attention, and the other parts that they are held against."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
-from sinkscope.sinks.removal.components import Neurons, heads_of, one_by_one
-from sinkscope.sinks.removal.search import CONTROL_DRAWS, random_sets
+from sinkscope.sinks.removal.components import one_by_one
+from sinkscope.sinks.removal.search import CONTROL_DRAWS
 
 INTACT = Contrast("intact", 1.0)
-OTHER_PARTS = "the median of other components"
 
 
 def claim_of(
@@ -44,46 +43,16 @@ def claim_of(
     )
 
 
-def by_chance(parts: Parts, left: Float[Tensor, " draw"], name: str = "") -> Contrast:
-    """What is left without random parts: of neurons the least; of heads the median, as some are of the circuit."""
+def by_chance(parts: Parts, left: Float[Tensor, " draw"]) -> Contrast:
+    """What is left without random neurons, the least; or without other components, the median: some are needed, too."""
     if all(isinstance(part, Neuron) for part in parts):
-        return Contrast("random", float(left.min()), len(left), name)
-    return Contrast("random", float(left.median()), len(left), name)
+        return Contrast("random", float(left.min()), len(left))
+    return Contrast("random", float(left.median()), len(left), "the median of other components")
 
 
-def beside(
-    setup: Setup, parts: Parts, excluded: Neurons, depth: int, components: Sequence[Part]
-) -> tuple[list[Parts], str]:
-    """What the edit of some parts is held against: 20 edits of as many random neurons of the same layers, or heads.
-
-    If there are too few heads, other components are replaced one by one.
-
-    Args:
-        setup: The model.
-        parts: The parts.
-        excluded: Neurons that are not drawn.
-        depth: The last layer whose heads are drawn.
-        components: What may be replaced instead.
-
-    Returns:
-        The edits, and their name in a sentence if they are not random.
-    """
-    neurons = tuple(part for part in parts if isinstance(part, Neuron))
-    swapped = tuple(part for part in parts if not isinstance(part, Neuron))
-    if not swapped:
-        return [*random_sets(setup.target, neurons, excluded, setup.seed)], ""
-    barred: set[Part] = {*swapped}
-    whole = {part.layer for part in swapped if isinstance(part, Component) and part.kind == "attention"}
-    pool: list[Head] = []
-    for layer in filter(setup.target.has_attention, range(depth + 1)):
-        if layer not in whole:
-            pool += [head for head in heads_of(setup.target, layer) if head not in barred]
-    size = len(swapped)
-    if size <= len(pool):
-        generator = draws(setup.seed, f"heads beside {swapped}")
-        edits: list[Parts] = []
-        for _ in range(CONTROL_DRAWS):
-            edits.append(tuple(some_of(pool, size, generator)))
-        return edits, ""
-    barred |= {Component("attention", part.layer) for part in swapped if isinstance(part, Head)}
-    return one_by_one([one for one in components if one not in barred]), OTHER_PARTS
+def beside(setup: Setup, parts: Parts, components: Sequence[Part]) -> list[Parts]:
+    """What the edit of components or heads is held against: up to 20 other components, each replaced alone."""
+    barred: set[Part] = {*parts}
+    barred |= {Component("attention", part.layer) for part in parts if isinstance(part, Head)}
+    others = [one for one in components if one not in barred]
+    return one_by_one(some_of(others, CONTROL_DRAWS, draws(setup.seed, f"components beside {parts}")))

@@ -44,8 +44,8 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
     Returns:
         True at sinks, in the shape of the ids and on their device.
 
-    A row needs four tokens for a typical norm. If more than a quarter of it stands out, nothing does. Attention to a
-    position is judged by the queries after it; there have to be 16.
+    A row needs four tokens for a typical norm, the median. Attention to a position is judged by the queries after it,
+    of which there have to be 16.
 
     Raises:
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.
@@ -88,8 +88,9 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
 def dims_of(scan: LayerScan) -> list[int]:
     """The fewest dimensions of a spike without which its norm no longer stands out, where it stands out most."""
     layer = int(scan.ratios.argmax())
-    order = scan.largest_dims(layer)
-    squares = scan.spike_after(layer)[order].double().square()
+    spike = scan.spike_after(layer)
+    order = spike.abs().argsort(descending=True, stable=True)
+    squares = spike[order].double().square()
     left = squares.flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
     return order[stands_out(left, torch.tensor(scan.typical_norm[layer]))].tolist()
 

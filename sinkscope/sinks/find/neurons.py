@@ -13,13 +13,12 @@ from sinkscope.hooks.trace.layer_view import (
     neutral_view,
     view_layer,
 )
-from sinkscope.models.draws import draws
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.records import Candidate, Candidates
 from sinkscope.sinks.removal.components import one_by_one
 from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.search import CONTROL_DRAWS
+from sinkscope.sinks.removal.search import random_sets
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
@@ -63,21 +62,13 @@ def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int 
         contribution, rank = contributions(target, place).mean(1)  # a neuron may fire in some of the texts only
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
-        spare = contribution > 0  # silent neurons, such as those of an expert that was not chosen, are no control
-        spare[top] = False
-        others = spare.nonzero().flatten()
-        drawn = torch.zeros(0, dtype=torch.long)
-        if len(others):
-            generator = draws(seed, f"neurons of layer {stage} beside {top}")
-            drawn = torch.randint(len(others), (CONTROL_DRAWS,), generator=generator)
-        members = []
-        for number in top + others[drawn.to(others.device)].tolist():
-            members.append(Neuron(stage, *expert_and_neuron(target, stage, number)))
+        members = tuple(Neuron(stage, *expert_and_neuron(target, stage, number)) for number in top)
+        beside = random_sets(target, members[:1], members, seed)
         neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
         read = max(stage, upto)
-        (edited,) = side_by_side(target, [scan.trial(one_by_one(members), upto=read)])
+        (edited,) = side_by_side(target, [scan.trial([*one_by_one(members), *beside], upto=read)])
         drops = edited.drops(read).tolist()
-    control = max(drops[len(top) :], default=0.0)
+    control = max(drops[len(top) :])
     mlp_norm = float(place.mlp.norm(dim=-1).median())
     neurons = []
     for number, member, drop, (post, up) in zip(top, members, drops, neutral, strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sinkscope.results.claims import Claim, Claims, Search
-from sinkscope.results.parts import Component, Head, Neuron, Parts
+from sinkscope.results.parts import Head, Neuron, Parts
 from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.removal.components import Neurons
 
@@ -48,18 +48,13 @@ class Spike:
     Attributes:
         place: The positions.
         layers: The first and last layer of each run of layers after which the norm stands out.
-        step_up: Layers that build the spike.
+        step_up: Layers whose MLP builds the spike; empty if no MLP does.
         step_down: Layers that reduce it by at least 5 %.
         ratio: The largest ratio of the spike's norm to the typical norm.
         usual: The 95 % quantile of that ratio over ordinary positions.
-        maker: The parts without which the spike is gone, if no set of neurons makes it. If one does, the parts that
-            make a norm which stands out before the neurons amplify it. Empty if none were found, or there is no such
-            norm.
-        by_mlp: Whether MLPs make it.
-        set: The smallest set of neurons found whose ablation removes the spike; empty if none was found.
-        claims: Of its makers, and of those of other spikes without which this one is gone (role "depends").
-        search: What was searched.
-        margin: Two standard errors of the ratio over texts; None for too few texts.
+        claims: What is left of it without the smallest set of neurons found that removes it or, if there is none,
+            without the component that makes it; empty if none was found.
+        search: What was searched in vain. None: something makes it.
     """
 
     place: Place
@@ -68,20 +63,18 @@ class Spike:
     step_down: tuple[int, ...]
     ratio: float
     usual: float
-    maker: Parts
-    by_mlp: bool
-    set: Neurons
     claims: Claims
-    search: Search
-    margin: float | None = None
+    search: Search | None = None
 
     @property
     def makers(self) -> Parts:
-        """The parts that make the spike."""
-        made = [*self.maker]
-        if self.by_mlp and (self.set or not self.maker):
-            made += [Component("mlp", layer) for layer in self.step_up]
-        return tuple(made)
+        """The parts that make the spike; empty if none were found."""
+        return self.claims[0].subject if self.claims else ()
+
+    @property
+    def set(self) -> Neurons:
+        """The smallest set of neurons found whose ablation removes the spike; empty if none was found."""
+        return tuple(part for part in self.makers if isinstance(part, Neuron))
 
 
 @dataclass(frozen=True)
@@ -104,11 +97,6 @@ class Readers:
     by_spike: bool = False
     claim: Claim | None = None
 
-    @property
-    def found(self) -> bool:
-        """Whether something was found that they need; of the position, that it is enough has to be shown."""
-        return self.claim is not None and (not self.claim.brings or self.claim.verdict == "sufficient")
-
 
 @dataclass(frozen=True)
 class Sink:
@@ -116,29 +104,24 @@ class Sink:
 
     Attributes:
         place: The positions. None: the learned sink logits of the heads.
-        rate: Share of the (layer, head) pairs whose mean attention to the place exceeds 0.3 (Gu et al. 2024).
         n_heads: Number of heads of the layers that were read.
-        readers: Number of heads that attend in most cases.
-        attention: Mean attention of these heads.
-        rate_margin: Two standard errors of the rate over texts; None for too few texts.
-        attention_margin: The same of the attention.
-        groups: The heads that attend in most cases, by what they need, the largest group first.
-        spike: Number of the spike of `FindSinks.spikes` that stands at most of these positions. None: there is none.
-        length: Length of the texts, in tokens.
-        window: Positions that the attending heads see, if a window hides others.
+        groups: The heads that give it more than 0.3 of their attention in most cases (Gu et al. 2024), by what they
+            need, the largest group first.
     """
 
     place: Place | None
-    rate: float
     n_heads: int
-    readers: int
-    attention: float
-    rate_margin: float | None = None
-    attention_margin: float | None = None
-    groups: tuple[Readers, ...] = ()
-    spike: int | None = None
-    length: int = SHORT
-    window: int | None = None
+    groups: tuple[Readers, ...]
+
+    @property
+    def readers(self) -> int:
+        """How many heads attend to it."""
+        return sum(len(group.heads) for group in self.groups)
+
+    @property
+    def attention(self) -> float:
+        """Mean attention of these heads."""
+        return sum(sum(group.attention) for group in self.groups) / self.readers
 
     @property
     def claims(self) -> Claims:
@@ -176,25 +159,23 @@ class RepeatsNeeded:
 
 @dataclass(frozen=True)
 class RepetitionSpike:
-    """What makes the spike of repeated tokens.
+    """What makes the norm of a repeated token.
 
     Attributes:
         token: The repeated token.
         repeats: Number of repetitions; the last one was examined.
-        claims: What of the norm is there with these copies, beside one copy and other tokens at that position; what is
-            left of it without the neurons that make the model's spike, if any do; and without other neurons.
-        others: Other neurons that make it, as they are on the last repetition; empty if these do, or none were found.
+        claims: What of the norm is there with these copies, beside one copy and other tokens at that position; and what
+            is left of it without the neurons that make the model's spike, if any do.
     """
 
     token: str
     repeats: int
     claims: Claims
-    others: Candidates = ()
 
     @property
     def other_neurons(self) -> bool:
-        """Whether copies make a spike that does not need the neurons of the model's spike."""
-        copies, *same = self.claims[:2]
+        """Whether copies make a norm that does not need the neurons of the model's spike."""
+        copies, *same = self.claims
         return copies.verdict == "sufficient" and not any(claim.verdict == "needed" for claim in same)
 
 

@@ -19,7 +19,6 @@ from sinkscope.results.claims import Outcome, Search
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
@@ -104,25 +103,20 @@ def repeat_until_half(
     Returns:
         For each token, the first n whose norm reaches half of the spike's.
     """
-    target = scan.target
-    lengths = [min(FIRST_LENGTH, limit)]
-    while lengths[-1] < limit:
-        lengths.append(min(2 * lengths[-1], limit))
-    if not target.resident:
-        lengths = list(dict.fromkeys([lengths[0], lengths[-1]]))
+    target, length = scan.target, min(FIRST_LENGTH, limit)
     repeats: list[int | None] = [None] * len(tokens)
     rows = repeated(prefixes, tokens, limit)
-    half_of = scan.spike_norm[scan.layer]
-    for length in lengths:
+    while True:
         waiting = [number for number, count in enumerate(repeats) if count is None]
-        ids = rows[waiting, : length + 1]
         with target.hooks(*entered.hooks(target, tokens[waiting[0]])):
-            norms = norms_at_sink(scan, ids, size=max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp)))
+            size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
+            norms = norms_at_sink(scan, rows[waiting, : length + 1], size=size)
         for number, row in zip(waiting, norms, strict=True):
-            repeats[number] = repeats_until_half(row[1:], half_of)
+            repeats[number] = repeats_until_half(row[1:], scan.spike_norm[scan.layer])
         progress("repetitions", length, limit)
-        if None not in repeats:
+        if None not in repeats or length == limit:
             break
+        length = min(2 * length, limit) if target.resident else limit
     read = []
     for token, count in zip(tokens, repeats, strict=True):
         read.append(RepeatedToken(target.tokenizer.decode([token]), token, count))
@@ -140,7 +134,7 @@ def repetition_spike(
     neurons: Neurons,
     entered: Entered = NOWHERE,
 ) -> RepetitionSpike | None:
-    """Whether the neurons that make a spike make that of a repeated token, too, or which others do.
+    """Whether copies of a token make a norm as high as that of a spike, and whether the same neurons do.
 
     Twice as many copies as the first token needs are looked at, which is well inside the sink.
 
@@ -173,15 +167,10 @@ def repetition_spike(
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
-    if not neurons:
-        return RepetitionSpike(token.token, copies, (by_copies,))
-    left = edited[1:] / intact
-    place = f"the last of {copies} copies of {token.token!r}"
-    contrasts = [INTACT, by_chance(neurons, left[1:, 0])]
-    same = claim_of("repeats", neurons, outcome, place, left[0], contrasts, Search("repeated tokens", tried))
-    result = RepetitionSpike(token.token, copies, (by_copies, same))
-    if not result.other_neurons:
-        return result
-    there = scan.elsewhere(rows, torch.tensor([copies]), layer)
-    own = causal_set(there, by_copies.place, setup.seed)
-    return replace(result, others=own.members, claims=(*result.claims, *own.claims))
+    claims = [by_copies]
+    if neurons:
+        left = edited[1:] / intact
+        place = f"the last of {copies} copies of {token.token!r}"
+        contrasts, search = [INTACT, by_chance(neurons, left[1:, 0])], Search("repeated tokens", tried)
+        claims.append(claim_of("repeats", neurons, outcome, place, left[0], contrasts, search))
+    return RepetitionSpike(token.token, copies, tuple(claims))

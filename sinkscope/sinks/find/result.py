@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claim, Claims, Search, without_example
-from sinkscope.results.notation import short_sentence, word_list
+from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
@@ -47,7 +47,7 @@ class SinkPlaces(Result):
         """Where heads attend, if nothing was found that they need; or that they attend nowhere, and to what spike."""
         if self.sinks:
             sink = self.sinks[0]
-            if sink.groups[:1] and sink.groups[0].found:
+            if sink.groups[0].claim is not None:
                 return None
             return short_sentence(sentences.sink_fact(sink, brief=brief) for brief in (False, True))
         if not self.spikes:
@@ -59,7 +59,8 @@ class SinkPlaces(Result):
 
     def facts(self) -> list[str]:
         """Who attends where, and the layers."""
-        return [*map(sentences.sink_fact, self.sinks), sentences.layers_read(self.layers_read, self.model.n_layers)]
+        read = f"{self.layers_read} of {self.model.n_layers} layers were read."
+        return [*map(sentences.sink_fact, self.sinks), read]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +73,12 @@ class FindSinks(SinkPlaces):
         other_spikes: Number of positions whose norm stands out and that are too few to be measured.
         other_sinks: Number of positions that heads attend to and that are too few to be measured.
         repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
-        shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
+        shared_dims: Residual dimensions that are massive on all tokens alike; the norms leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
         spike_norm: L2 norm of the residual stream after each layer, median over texts: at the first spike, or at the
             first token if there is none.
         typical_norm: Median norm over later positions of typical text.
-        typical_low: The 5 % quantile of these norms.
-        typical_high: The 95 % quantile of these norms.
         repeats: Repetitions after which a repeated token becomes a sink.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
     """
@@ -99,8 +98,6 @@ class FindSinks(SinkPlaces):
     neurons: Candidates
     spike_norm: PerLayer
     typical_norm: PerLayer
-    typical_low: PerLayer
-    typical_high: PerLayer
     repeats: RepeatsNeeded
     sink_rate: SinkRate | None
 
@@ -137,24 +134,18 @@ class FindSinks(SinkPlaces):
         return tuple(claims)
 
     def numbers(self) -> list[Number]:
-        """What its neurons take away, how far the norm stands out and where, and who attends where how much."""
+        """What its neurons take away, how far the norm stands out, what makes that, and how many heads attend where."""
         numbers, sink, spike = super().numbers(), self.sink, self.spike
         if spike is not None:
-            numbers += [
-                Number("ratio", "norm of the spike over the typical one", spike.ratio, spike.usual, spike.margin),
-                Number("spike", "where the norm spike is", spike.place.words),
-            ]
+            numbers.append(Number("ratio", "norm of the spike over the typical one", spike.ratio, spike.usual))
         if self.sink_layer is not None:
             numbers.append(Number("sink_layer", "sink layer", str(self.sink_layer)))
         if self.minimal:
             numbers.append(Number("neurons", "neurons that make the spike", in_words(self.minimal)))
         numbers.append(Number("sink", "where the attention sink is", sink.words if sink else NOWHERE))
         if sink is not None and sink.place is not None:
-            share, mean = "share of heads that attend to the sink", "mean attention of these heads to the sink"
-            numbers += [
-                Number("heads", share, sink.rate, margin=sink.rate_margin, share=True),
-                Number("attention", mean, sink.attention, None, sink.attention_margin, True),
-            ]
+            share = sink.readers / sink.n_heads
+            numbers.append(Number("heads", "share of heads that attend to the sink", share, share=True))
         return numbers
 
     def facts(self) -> list[str]:
@@ -174,6 +165,10 @@ class FindSinks(SinkPlaces):
             )
         if self.spike is not None:
             lines += sentences.repeats(self.repeats, self.spike.place.words)
-        lines += sentences.left_over(self.other_spikes, "with a norm that stands out")
-        lines += sentences.left_over(self.other_sinks, "that heads attend to")
+        for count, what in (
+            (self.other_spikes, "with a norm that stands out"),
+            (self.other_sinks, "that heads attend to"),
+        ):
+            if count:
+                lines.append(f"Left over: {count_of(count, 'more position')} {what}.")
         return lines

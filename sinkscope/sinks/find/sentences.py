@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sinkscope.results.claims import without_example
 from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.sinks.find.places import Place
-from sinkscope.sinks.find.records import SHORT, RepeatsNeeded, Sink, Spike
+from sinkscope.sinks.find.records import RepeatsNeeded, Sink, Spike
 
 NOTHING = "nothing that was removed takes it away"
 
@@ -21,24 +21,19 @@ def sink_fact(sink: Sink, *, brief: bool = False) -> str:
         )
     attend = word_form(sink.readers, "attends", "attend")
     place = without_example(sink.words) if brief else sink.words
-    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place, sink.length, sink.window)}"
+    said = f"{sink.readers} of {sink.n_heads} heads {attend} to {place}{when(sink.place)}"
     for group in sink.groups:
-        if not group.found:
+        if group.claim is None:
             some = "" if len(sink.groups) == 1 else f"for {len(group.heads)}, "
             said += f"; {some}{NOTHING}" if brief else f"; {some}{NOTHING} ({group.search})"
     return f"{said}."
 
 
-def when(place: Place, length: int, window: int | None) -> str:
-    """In which texts and windows heads attend to a place, if not in all; as part of a sentence."""
-    words = ""
+def when(place: Place) -> str:
+    """In which texts heads attend to a first token, if not in all; as part of a sentence."""
     if place.share < 1 and place.is_first:
-        words = f" in {place.share:.0%} of texts"
-    if length > SHORT:
-        words = f"{words or ' in texts'} of {length} tokens"
-    if window is not None:
-        words += f" (window {window})"
-    return words
+        return f" in {place.share:.0%} of texts"
+    return ""
 
 
 def spike_fact(spike: Spike) -> str:
@@ -47,9 +42,7 @@ def spike_fact(spike: Spike) -> str:
         f"After {layers_in_words(spike.layers)} the norm at {spike.place.words} is up to {spike.ratio:.0f} times the "
         f"typical one (elsewhere {spike.usual:.1f})"
     )
-    return (
-        f"{said}." if any(claim.role != "depends" for claim in spike.claims) else f"{said}; {NOTHING} ({spike.search})."
-    )
+    return f"{said}." if spike.search is None else f"{said}; {NOTHING} ({spike.search})."
 
 
 def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
@@ -57,28 +50,14 @@ def layers_in_words(runs: Sequence[tuple[int, int]]) -> str:
     return word_list([f"layer {first}" if first == last else f"layers {first} to {last}" for first, last in runs])
 
 
-def layers_read(read: int, n_layers: int) -> str:
-    """How many layers were read."""
-    return f"{read} of {n_layers} layers were read."
-
-
-def left_over(count: int, what: str) -> list[str]:
-    """How many places belong to no piece."""
-    if not count:
-        return []
-    return [f"Left over: {count_of(count, 'more position')} {what}."]
-
-
 def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
     """After how many repetitions tokens reach half of the norm at a place, and how many do."""
     if not needed.tokens:
         return []
-    norm, every = f"half of the norm at {place}", len(needed.tokens)
+    norm, every = f"half of the norm at {place}", count_of(len(needed.tokens), "token")
     if needed.median is None:
-        within = count_of(needed.max_repeats, "repetition")
-        return [f"Up to {within} bring no token of {every} to {norm} at the sink layer."]
-    reached, others = sum(token.by_repetition for token in needed.tokens), ""
-    if reached < every:
-        others = f"; the others do at once, or not within {needed.max_repeats}"
-    over = f"median over {reached} of {count_of(every, 'token')}{others}"
-    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions ({over})."]
+        return [
+            f"Up to {count_of(needed.max_repeats, 'repetition')} bring none of {every} to {norm} at the sink layer."
+        ]
+    reached = sum(token.by_repetition for token in needed.tokens)
+    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions (median over {reached} of {every})."]

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import margin_of
-from sinkscope.results.claims import NEEDED, Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Part, Parts, in_words
-from sinkscope.sinks.find.layer_scan import STEP_SHARE, LayerScan
+from sinkscope.results.claims import NEEDED, NOTHING, Claims, Contrast, Outcome, Search
+from sinkscope.results.parts import Part, in_words
+from sinkscope.sinks.find.layer_scan import SMALLEST_NORM, LayerScan
 from sinkscope.sinks.find.left import INTACT, claim_of
+from sinkscope.sinks.find.neurons import verify_neurons
 from sinkscope.sinks.find.places import Place, stands_out
-from sinkscope.sinks.find.records import Candidate, Candidates, Spike
-from sinkscope.sinks.find.sentences import layers_in_words
-from sinkscope.sinks.find.sets import FoundSet, causal_set, dependence
+from sinkscope.sinks.find.records import Candidates, Spike
+from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
+from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import effects
 
+CANDIDATES = 8  # candidates of the sink layer
+STEP_SHARE = 0.05  # a step down changes the spike's norm by at least this share of the largest
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
-ALONG = 0.5  # a spike that comes back is the same one if the cosine of the directions is at least this
-SAME = 0.05  # what is left without parts that do the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,30 +31,19 @@ class MadeSpike:
 
     Attributes:
         scan: The model at this place.
-        words: The words for the place and, if it has several spikes, for the layers of this one.
-        found: The smallest set of neurons that makes the spike; none if no set that was tried does.
+        candidates: The neurons that were zeroed one by one; none if no MLP makes the spike.
         spike: Its layers and its height, and what makes it.
     """
 
     scan: LayerScan
-    words: str
-    found: FoundSet
+    candidates: Candidates
     spike: Spike
 
     @property
     def neurons(self) -> Candidates:
         """The neurons that every measurement edits or reads: the smallest set, or else those that are causal alone."""
-        return self.found.members or self.found.adding
-
-
-def made_spikes(setup: Setup, survey: Survey) -> list[MadeSpike]:
-    """The spike at each place, and what makes it; they are searched once for a survey.
-
-    Args:
-        setup: The model and its text.
-        survey: Where the spikes are.
-    """
-    return setup.once((made_spikes, survey), lambda: _made(setup, survey))
+        members = tuple(neuron for neuron in self.candidates if neuron.address in self.spike.set)
+        return members or tuple(neuron for neuron in self.candidates if neuron.causal)
 
 
 def spike_runs(scan: LayerScan) -> list[tuple[int, int]]:
@@ -72,79 +57,25 @@ def spike_runs(scan: LayerScan) -> list[tuple[int, int]]:
     return runs
 
 
-def apart(scan: LayerScan) -> list[LayerScan]:
-    """The scan for each spike of the place: what comes back in another direction is another spike.
-
-    If there is a single one, or none, it is this scan.
-    """
-    groups: list[tuple[int, int]] = []  # the first and last layer of the runs in one direction
-    before: Float[Tensor, " d_model"] | None = None
-    for first, last in spike_runs(scan):
-        largest = max(range(first, last + 1), key=lambda layer: scan.spike_norm[layer])
-        direction = scan.directions[largest]
-        if before is None or abs(float(direction @ before)) < ALONG:
-            groups.append((first, last))
-        else:
-            groups[-1] = (groups[-1][0], last)
-        before = direction
-    if len(groups) < 2:
-        return [scan]
-    scans: list[LayerScan] = []
-    for first, last in groups:
-        since = 0 if first == groups[0][0] else first
-        until = last + 2  # with the layer that takes it away
-        if last == groups[-1][1]:
-            until = len(scan.layers)
-        scans.append(replace(scan, layers=scan.layers[:until], since=since))
-    return scans
-
-
-def _made(setup: Setup, survey: Survey) -> list[MadeSpike]:
-    made: list[MadeSpike] = []
-    for place in survey.spikes:
-        heads, scans = survey.readers(place), apart(survey.scan(place))
-        for scan in sorted(scans, key=lambda scan: (_reading(scan, heads), float(scan.ratios.max())), reverse=True):
-            words = place.words
-            if len(scans) > 1:
-                words += f" after {layers_in_words(spike_runs(scan))}"
-            if scan.spike_layers:
-                found = causal_set(scan, words, setup.seed, heads)
-                made.append(MadeSpike(scan, words, found, _spike(scan, place, words, found)))
-    return [_with_dependence(setup, one, made) for one in made]
-
-
-def _reading(scan: LayerScan, heads: Heads) -> int:
-    """How many heads can read a spike: those that attend after it has begun, and before another one does."""
-    return sum(scan.since < layer < len(scan.layers) for layer, _ in heads)
-
-
-def _with_dependence(setup: Setup, spike: MadeSpike, made: Sequence[MadeSpike]) -> MadeSpike:
-    """A spike, and whether it needs the neurons of another one."""
-    own = {*spike.found.set}
-    others = [other.found.set for other in made if other.found.set and own.isdisjoint(other.found.set)]
-    if not spike.scan.stages or not others:
-        return spike
-    claims = dependence(spike.scan, spike.words, setup.seed, others)
-    return replace(spike, spike=replace(spike.spike, claims=(*spike.spike.claims, *claims)))
-
-
 def surveyed(setup: Setup, *, all_layers: bool = False) -> tuple[Survey, list[MadeSpike]]:
-    """Where the sinks and the spikes are, and what makes the spike of each kind of place.
+    """Where the sinks and the spikes are, and what makes the spike of each kind of place; searched once for a setup.
 
-    Of a model that is read layer by layer, only the lower layers are read, unless these are too few: its neurons do not
-    carry the attention to the first kind of place.
+    Of a model that is read layer by layer, only the lower layers are read, unless these show no spike or no sink.
 
     Args:
         setup: The model and its text.
         all_layers: Read every layer.
     """
-    whole = all_layers or setup.target.resident
-    survey = Survey.of(setup, whole=whole)
-    made = made_spikes(setup, survey)
-    carried = bool(made) and (made[0].found.heads_lost or 0.0) >= NEEDED
-    if whole or carried or len(survey.first.layers) == setup.target.n_layers:
-        return survey, made
-    return surveyed(setup, all_layers=True)
+    survey = Survey.of(setup, whole=all_layers or setup.target.resident)
+    if not survey.spikes or not survey.sinks:
+        if len(survey.first.layers) < setup.target.n_layers:
+            return surveyed(setup, all_layers=True)
+
+    def made() -> list[MadeSpike]:
+        scans = [(place, survey.scan(place)) for place in survey.spikes]
+        return [_made(scan, place, setup.seed) for place, scan in scans if scan.spike_layers]
+
+    return survey, setup.once((surveyed, survey), made)
 
 
 def sink_spike(setup: Setup) -> MadeSpike | None:
@@ -172,53 +103,57 @@ def without_spike(setup: Setup, consequence: str) -> str:
     return f"No MLP makes a norm spike, so {consequence}; {instead_of_spike(setup)}."
 
 
-def _spike(scan: LayerScan, place: Place, words: str, found: FoundSet) -> Spike:
-    """The place whose norm stands out, and what makes the spike that these words mean."""
-    maker: Parts = ()
-    claims = [*found.claims]
-    search = Search("neurons", found.tried, max((n.ablation_drop for n in found.neurons), default=0.0))
-    if not found.set or scan.norm_before:
-        maker, made, search = spike_maker(scan, words, () if found.set else found.adding)
-        claims += made
+def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
+    """The spike at a place where the norm stands out, and what makes it."""
+    candidates: Candidates = ()
+    claims, search = Claims(), None
+    if scan.stages:
+        candidates = verify_neurons(scan, CANDIDATES, seed)
+        neurons = tuple(neuron.address for neuron in candidates)
+        claims = causal_set(scan, _words(scan, place, scan.layer), neurons, seed)
+    if not claims:
+        claims, search = spike_maker(scan, _words(scan, place, scan.spike_layers[0]))
     norms = scan.typical.norms[scan.ratios.argmax(), :, 1:].flatten()
     ordinary = norms[~stands_out(norms, norms.median())]
-    return Spike(
+    heights = torch.tensor(scan.spike_norm)
+    falls = heights.diff(prepend=heights[:1]) <= -STEP_SHARE * heights.max()
+    spike = Spike(
         place=place,
         layers=tuple(spike_runs(scan)),
-        step_up=tuple(scan.stages or (scan.growth >= STEP_SHARE).nonzero().flatten().tolist()),
-        step_down=tuple((scan.growth <= -STEP_SHARE).nonzero().flatten().tolist()),
+        step_up=tuple(scan.stages),
+        step_down=tuple(falls.nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
-        usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=1e-9)),
-        maker=maker,
-        by_mlp=bool(scan.stages),
-        set=found.set,
-        claims=tuple(claims),
-        search=search,
-        margin=margin_of(scan.ratios_by_text.numpy()),
+        usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=SMALLEST_NORM)),
+        claims=claims,
+        search=None if claims else search,
     )
+    return MadeSpike(scan, candidates, spike)
 
 
-def spike_maker(scan: LayerScan, place: str, neurons: Sequence[Candidate]) -> tuple[Parts, list[Claim], Search]:
-    """The part without which the spike is gone, if there is one, with the claim about it, and what was searched.
+def _words(scan: LayerScan, place: Place, layer: int) -> str:
+    """The words for a place and, if the norm stands out after several runs of layers, for a layer of one of them."""
+    if len(spike_runs(scan)) < 2:
+        return place.words
+    return f"{place.words} after layer {layer}"
 
-    Each component, or head, writes at the place what it writes at a typical position, and neurons are zeroed; what is
-    left without the other ones is the random contrast. Of parts that leave as little, a head or a neuron is taken. An
-    embedding tells the place from others, so all of it needs that: it is named if nothing that reads it is needed.
+
+def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
+    """The claim about the part without which the spike is gone, if there is one, and what was searched.
+
+    Each component, or head, writes at the place what it writes at a typical position; what is left without the other
+    ones is the contrast. Of parts that leave as little, within a fifth, a head is taken. An embedding tells the place
+    from others, so all of it needs that: it is named if nothing that reads it is needed as much.
 
     Args:
         scan: The model at the places of the spike.
         place: The words for them.
-        neurons: Neurons that are causal alone.
     """
     target, layer = scan.target, scan.spike_layers[0]
     ids = scan.ids[:MAKER_TEXTS, : max(MAKER_LENGTH, scan.up_to_place + 4)]
-    written = writers(target, layer + 1)
     parts: list[Part] = []
     for number in filter(target.has_attention, range(layer + 1)):
         parts += heads_of(target, number)
-    parts += [*(neuron.address for neuron in neurons), *(one for one in written if one.layer is not None)]
-    count = len(parts)
-    parts += [one for one in written if one.layer is None]
+    parts += sorted(writers(target, layer + 1), key=lambda one: one.layer is None)
     edited = effects(
         target,
         ids,
@@ -232,15 +167,11 @@ def spike_maker(scan: LayerScan, place: str, neurons: Sequence[Candidate]) -> tu
     along = edited.along[..., layer]
     kept = (along[1:] / along[0]).clamp(min=0)
     left = kept.mean(1)
-    best = most = int(left.argmin())
-    least = float(left[:count].min())
-    if least <= 1 - NEEDED:
-        best = int((left[:count] <= least + SAME).int().argmax())
-    subject = (parts[best],)
-    search = Search("parts alone", len(parts), 1 - float(left[most]), in_words((parts[most],)))
+    least, best = left.min(), int((left <= left.min() + NOTHING).int().argmax())
+    search = Search("parts alone", len(parts), 1 - float(least), in_words((parts[int(left.argmin())],)))
     if float(left[best]) > 1 - NEEDED:
-        return (), [], search
+        return (), search
     others = left[torch.arange(len(parts)) != best]
-    control = Contrast("random", float(others.median()), len(others), "the median of other parts")
-    outcome = Outcome("spike", layers=(layer,))
-    return subject, [claim_of("makes", subject, outcome, place, kept[best], [INTACT, control], search)], search
+    contrasts = [INTACT, Contrast("random", float(others.median()), len(others), "the median of other parts")]
+    claim = claim_of("makes", (parts[best],), Outcome("spike", layers=(layer,)), place, kept[best], contrasts, search)
+    return (claim,), search
