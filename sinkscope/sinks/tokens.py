@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from sinkscope.models.checks import check_length
 from sinkscope.models.draws import some_of
 from sinkscope.models.target import Target
 
-CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 WORDS = 5  # words of the text that are repeated by default
 MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
 
@@ -86,42 +84,6 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
     if strings:
         return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
     return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
-
-
-def words_to_repeat(
-    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = ()
-) -> list[int]:
-    """Ids of what to repeat: the given strings, the words of the paper that are one token here, or words of the text.
-
-    Words of the text that occur in the prefix are not used.
-
-    Args:
-        setup: The model and its text.
-        tokens: The strings requested.
-        prefix: The text before the repetitions.
-        paper: The strings that the paper uses.
-
-    Raises:
-        SinkscopeError: A requested string is not a single token.
-    """
-    if tokens:
-        return pick_tokens(setup, tokens)
-    known: dict[int, None] = {}
-    for string in paper:
-        with suppress(SinkscopeError):
-            known[single_token(setup.tokenizer, string)] = None
-    if known:
-        return list(known)
-    before = encode(setup, prefix)
-    drawn = pick_tokens(setup, count=WORDS + len(before))
-    return ([token for token in drawn if token not in before] or drawn)[:WORDS]
-
-
-def encode(setup: Setup, prefix: str | None) -> list[int]:
-    """Ids of a prefix, without BOS."""
-    if not prefix:
-        return []
-    return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
 def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:

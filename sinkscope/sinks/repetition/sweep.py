@@ -1,14 +1,13 @@
-"""What is repeated, and what every reading of `repeat` has: sequences, curves, and claims beside their contrasts."""
+"""What is repeated, and what every reading of `repeat` has: sequences, and claims beside their contrasts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -19,71 +18,79 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search
 from sinkscope.results.notation import word_form
-from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
-from sinkscope.results.style import long_table
+from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
-from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
-PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
-PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
-CONTRASTS: dict[type[Part], tuple[str, tuple[tuple[ContrastKind, str], ...]]] = {
-    Tokens: ("makes", (("one copy", ""), ("other tokens", ""))),
-    Neuron: ("makes", (("intact", ""), ("random", ""))),
-    Head: ("marks", (("other", "no head"), ("random", "another head"))),
-}
-"""The role of tokens, edited neurons, and a head alone; and what stands beside them: kinds of contrasts, and names."""
+OF_COPIES: tuple[ContrastKind, ContrastKind] = ("one copy", "other tokens")
+OF_NEURONS: tuple[ContrastKind, ContrastKind] = ("intact", "random")
+"""What stands beside copies of a token, and beside edited neurons."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was repeated.
+    """What is repeated.
 
     Attributes:
-        tokens: The token that each sequence repeats.
-        ids: Their ids.
-        before: The tokens before the first repetition.
-        max_repeats: Number of repetitions in every sequence.
-        counts: The numbers of repetitions at which curves are given.
+        setup: The model and its text.
+        before: Number of tokens before the first repetition.
+        rows: The sequences, each of which repeats a token.
     """
 
-    tokens: tuple[str, ...]
-    ids: tuple[int, ...]
-    before: tuple[str, ...]
-    max_repeats: int
-    counts: Int[np.ndarray, " n"]
+    setup: Setup
+    before: int
+    rows: TokenRows
 
-    def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
-        """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
-        rows = long_table({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
-        axes: dict[str, Any] = {"x": "repetitions", "y": label, "color": "token", "facet_col": "panel"}
-        return px.line(rows, render_mode="svg", **axes, log_x=True, log_y=True)
+    @property
+    def count(self) -> int:
+        """Number of repetitions in each sequence."""
+        return self.rows.shape[1] - self.before
+
+    @property
+    def counts(self) -> Int[np.ndarray, " n"]:
+        """The numbers of repetitions at which curves are given."""
+        return np.unique(np.geomspace(1, self.count, CURVE_POINTS).round().astype(int))
+
+    @property
+    def words(self) -> list[int]:
+        """The repeated tokens."""
+        return self.rows[:, -1].tolist()
+
+    def fields(self) -> dict[str, Any]:
+        """What is said of the sequences in a result."""
+        target = self.setup.target
+        return {
+            "ids": tuple(self.words),
+            "before": token_texts(target, self.rows[0, : self.before].tolist()),
+            "tokens": tuple(text.strip() or repr(text) for text in token_texts(target, self.words)),
+            "at": self.counts,
+        }
+
+    def claim(self, outcome: Outcome, copies: Tensor, last: Callable[[TokenRows], Tensor]) -> Claim:
+        """What the copies do, beside one copy at the position of the last, and other tokens there.
+
+        Args:
+            outcome: What was read.
+            copies: What it is at the last copy of each sequence.
+            last: Reads it at the last position of other sequences.
+        """
+        single, others = beside_copies(self.setup, self.rows, self.before)
+        return claim_of_copies(self.count, outcome, torch.stack([copies, last(single), last(others)]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What a model shows over the number of repetitions; a subclass has arrays, facts, rows and a drawing of them.
-
-    Attributes:
-        claims: What neurons do after the copies, if that was measured; then what copies do.
-    """
-
-    claims: Claims = ()
-
-
-def sweep_rows(
+def sweep_of(
     setup: Setup,
-    read: str,
     tokens: Sequence[str] | None,
     prefix: str | None,
     max_repeats: int | None,
     after: int = 0,
-) -> tuple[Sweep, TokenRows]:
+) -> Sweep:
     """Choose the tokens of a reading and build its sequences.
 
     What stands before a text (BOS, or several special tokens) and the prefix stand first; if neither, a word of the
@@ -91,19 +98,16 @@ def sweep_rows(
 
     Args:
         setup: The model and its text.
-        read: The reading.
-        tokens: The words to repeat. None: those of the paper's figure, or words of the text.
-        prefix: Text before the repetitions. None: that of the paper's figure.
+        tokens: The words to repeat. None: words of the text.
+        prefix: Text before the repetitions.
         max_repeats: Number of repetitions. None: 1,024, or what the context holds.
         after: Positions of the context that are kept free for what follows.
 
     Raises:
         SinkscopeError: A word is not one token, or occurs in the prefix, or the context is too short.
     """
-    if prefix is None:
-        prefix = PAPER_PREFIXES.get(read)
-    words = words_to_repeat(setup, tokens, prefix, PAPER_WORDS.get(read, ()))
-    leading = encode(setup, prefix)
+    words = pick_tokens(setup, tokens)
+    leading = setup.tokenizer(prefix or "", add_special_tokens=False)["input_ids"]
     for token in leading:
         if token in words:  # its first occurrence would count as a repetition
             raise SinkscopeError(
@@ -114,15 +118,12 @@ def sweep_rows(
     others = [token for token in setup.ids.flatten().tolist() if token not in words]
     before = [*beginning(setup.tokenizer, setup.bos), *leading] or [*others, 0][:1]
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
-    setup.record(max_repeats=count, prefix=prefix)
-    counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
-    labels = [text.strip() or repr(text) for text in token_texts(setup.target, words)]
-    sweep = Sweep(tuple(labels), tuple(words), token_texts(setup.target, before), count, counts)
-    return sweep, torch.tensor([[*before, *[word] * count] for word in words])
+    setup.record(max_repeats=count)
+    return Sweep(setup, len(before), torch.tensor([[*before, *[word] * count] for word in words]))
 
 
-def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows, TokenRows]:
-    """The rows of copies; one copy behind other tokens at the last position; and other tokens everywhere.
+def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
+    """What stands beside rows of copies: one copy behind other tokens at the last position; and other tokens alone.
 
     Args:
         setup: The model and its text, from which the other tokens are drawn.
@@ -135,7 +136,7 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
     for row in others:
         ordinary = ids[ids != row[-1]]
         row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
-    return rows, one_copy(others, rows), others
+    return one_copy(others, rows), others
 
 
 def one_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
@@ -151,23 +152,21 @@ def claim_of_cases(
     tried: int = 0,
     edit: str = "",
 ) -> Claim:
-    """What tokens, neurons or a head do, mean over cases.
+    """What tokens or neurons do, mean over cases.
 
     Args:
-        subject: The tokens, neurons or head.
+        subject: The tokens or neurons.
         place: Where it was read.
         outcome: What was read.
         values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
         edit: How neurons were edited, if they were not zeroed.
     """
-    role, beside = CONTRASTS[type(subject[0])]
-    controls = values[1:].mean(1).tolist()
-    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
-    most = None if isinstance(subject[0], Neuron) else float(values[0].max())  # of what an edit leaves it says nothing
+    kinds = OF_NEURONS if isinstance(subject[0], Neuron) else OF_COPIES
+    contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
     count = tried or values.shape[1]
-    search = Search(word_form(count, "case", "cases"), count, most)
-    return claim_of(role, subject, outcome, place, values[0], contrasts, search, edit)
+    search = Search(word_form(count, "case", "cases"), count)
+    return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
