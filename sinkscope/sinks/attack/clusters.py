@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claims, Outcome
+from sinkscope.results.claims import Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, word_form
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.parts import Head
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.find.left import claim_of
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
-from sinkscope.sinks.repetition.sweep import claim_of_cases
 from sinkscope.sinks.tokens import PerToken, TokenRows
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
@@ -54,73 +52,51 @@ def activations(model: Replacement, ids: TokenRows, lost: Bool[Tensor, "row laye
 class TokenClusters:
     """For every token the head of layer 0 that by itself fires the sink neuron when the token stands first.
 
-    Activations are shares of the sink neuron's activation at the first token of natural text. The other heads of
-    layer 0 are held at their mean over later positions of natural text.
+    The other heads of layer 0 are held at their mean over later positions of natural text.
 
     Attributes:
-        neuron: The sink neuron.
         tokens: The tokens.
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
-        best: Activation with the best head alone.
-        other: Median activation with another head alone.
-        background: Activation with every head at its mean.
+        best: Activation with the best head alone, as a share of that at the first token of natural text.
+        claims: At how many tokens one head alone fires the neuron, beside no head and another one; none if no head
+            does.
     """
 
-    neuron: Neuron
     tokens: tuple[str, ...]
-    ids: Int[np.ndarray, " token"]
+    ids: tuple[int, ...]
     head: PerToken
     best: PerToken
-    background: PerToken
-    other: PerToken
-
-    @property
-    def heads(self) -> list[int]:
-        """Heads that serve tokens, largest cluster first."""
-        served = np.sort(self.head[np.isfinite(self.head)]).astype(int)
-        return [head for head, _ in Counter(served.tolist()).most_common()]
-
-    @property
-    def claims(self) -> Claims:
-        """At how many tokens one head alone fires the neuron, beside no head and another one; none if no head does."""
-        if not self.heads:
-            return ()
-        mark = word_form(len(self.heads), "marks", "mark")
-        gives = f"{mark} {{}} of {count_of(len(self.ids), 'token')}, one head each"
-        fires = torch.from_numpy(np.stack([np.isfinite(self.head), self.background >= FIRES, self.other >= FIRES]))
-        heads, outcome = tuple(Head(0, head) for head in self.heads), Outcome("mark by one head", gives=gives)
-        return (claim_of_cases(heads, "tokens that stand first", outcome, fires.double()),)
+    claims: Claims = ()
 
     def rows(self) -> Table:
-        """A row for each head that serves tokens, with their number, and the median activation there in each way."""
+        """A row for each head that serves tokens, largest cluster first, with the median activation there."""
         rows: Table = []
-        for head in self.heads:
-            row: dict[str, Any] = {"head": str(Head(0, head)), "tokens": int((self.head == head).sum())}
-            for name, values in (("alone", self.best), ("no head", self.background), ("another", self.other)):
-                row[name] = float(np.median(values[self.head == head]))
-            rows.append(row)
-        return rows
+        for head in np.unique(self.head[np.isfinite(self.head)]):
+            mine = self.best[self.head == head]
+            rows.append({"head": str(Head(0, int(head))), "tokens": len(mine), "alone": float(np.median(mine))})
+        return sorted(rows, key=lambda row: -row["tokens"])
 
-    def tokens_of(self, head: int) -> tuple[int, ...]:
-        """Ids of the tokens that a head serves, those that fire the neuron most strongly first."""
-        mine = np.flatnonzero(self.head == head)
-        order = np.lexsort((self.ids[mine], -self.best[mine]))
-        return tuple(self.ids[mine[order]].tolist())
+    @property
+    def pools(self) -> dict[int, list[int]]:
+        """The ids of the tokens that each head serves."""
+        pools: dict[int, list[int]] = {}
+        for token, head in zip(self.ids, self.head, strict=True):
+            if np.isfinite(head):
+                pools.setdefault(int(head), []).append(token)
+        return pools
 
 
-def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: Resume) -> TokenClusters | None:
-    """The head that serves each token, seen at the sink neuron that writes most.
-
-    None if there is no neuron, or if the spike is not at the first token: the tokens stand alone, thus first.
+def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> TokenClusters | None:
+    """The head that serves each token, seen at the sink neuron that writes most. None if there is no neuron.
 
     Args:
         setup: The model and its text.
-        made: The spike, and the neurons that make it.
-        ids: The tokens.
+        made: The spike at the first token, and the neurons that make it.
+        ids: The tokens, which stand alone, thus first.
         resume: Folder that keeps finished chunks.
     """
-    if made is None or not made.neurons or not made.spike.place.is_first:
+    if not made.neurons:
         return None
     target = setup.target
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
@@ -139,15 +115,18 @@ def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: 
 
     size = max(1, ROWS // (target.n_heads + 1))
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
-    best = np.array(columns["best"])
-    background = np.array(columns["background"])
+    best, other, background = (np.array(columns[name]) for name in ("best", "other", "background"))
     served = (best >= FIRES) & (background < FIRES)
-    return TokenClusters(
-        neuron=largest.address,
-        tokens=token_texts(target, ids),
-        ids=np.array(ids),
-        head=np.where(served, np.array(columns["head"], dtype=float), np.nan),
-        best=best,
-        background=background,
-        other=np.array(columns["other"]),
-    )
+    head = np.where(served, np.array(columns["head"], dtype=float), np.nan)
+    claims: Claims = ()
+    heads = tuple(Head(0, int(each)) for each in np.unique(head[served]))
+    if heads:
+        gives = f"{word_form(len(heads), 'marks', 'mark')} {{}} of {count_of(len(ids), 'token')}, one head each"
+        contrasts = [
+            Contrast("other", float((background >= FIRES).mean()), 1, "no head"),
+            Contrast("random", float((other >= FIRES).mean()), 1, "another head"),
+        ]
+        outcome, search = Outcome("mark by one head", gives=gives), Search("tokens", len(ids))
+        fires = torch.from_numpy(served).double()
+        claims = (claim_of("marks", heads, outcome, "tokens that stand first", fires, contrasts, search),)
+    return TokenClusters(token_texts(target, ids), tuple(ids), head, best, claims)
