@@ -39,29 +39,27 @@ def read_attention(sweep: Sweep) -> Repeat:
     if made is not None:
         place, above = made.spike.place, made.scan.layer
     single, _ = beside_copies(setup, sweep.rows, before)
-    texts = {"natural text": natural[:, :-TAIL], "copies": sweep.rows, "one copy": single}
-    values, together = [], []
-    for rows in texts.values():
-        ids = torch.cat([rows, natural[:, -TAIL:].expand(len(rows), -1)], 1)
-        there = torch.zeros_like(ids, dtype=torch.bool)
-        there[:, before:-TAIL] = True
-        keys = torch.stack([place.means(ids) & ~there, there], 2).float()
-        received = attention_from(target, ids, keys, rows.shape[1]) / TAIL  # row place layer
-        visible = torch.arange(rows.shape[1], ids.shape[1])[:, None] + 1
-        fair = (keys.cumsum(1)[:, -TAIL:] / visible).mean((0, 1))
-        values.append(received.mean(0) / fair[:, None])
-        together.append(received[:, 1].expand(len(sweep.rows), -1))
-    attending = target.attending
+    ids = torch.cat([natural[:, :-TAIL], sweep.rows, single])
+    ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    there[:, before:-TAIL] = True
+    keys = torch.stack([place.means(ids) & ~there, there], 2).float()
+    received = attention_from(target, ids, keys, sweep.rows.shape[1]) / TAIL  # row place layer
+    visible = torch.arange(sweep.rows.shape[1], ids.shape[1])[:, None] + 1
+    times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
+    count, attending = len(sweep.rows), target.attending
+    parts = (1, count, count)
     layer = next((one for one in attending if one > above), attending[-1])
+    usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
-    claim = claim_of_copies(sweep.count, outcome, torch.stack(together)[[1, 2, 0], :, layer])
+    claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]))
     shown = {"tokens": (place.words, "the copies' positions"), "at": np.arange(target.n_layers), "shown": layer}
     return Repeat(
         read="attention",
         sink_layer=None if made is None else made.scan.layer,
         claims=(claim,),
-        conditions=tuple(texts),
-        values=rounded(torch.stack(values)),
+        conditions=("natural text", "copies", "one copy"),
+        values=rounded(torch.stack([part.mean(0) for part in times.split(parts)])),
         **sweep.fields() | shown,
     )
 

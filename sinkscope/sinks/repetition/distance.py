@@ -21,7 +21,6 @@ from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
-from sinkscope.tap.observers import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
 OUTSIDE = (
@@ -39,57 +38,42 @@ def read_distances(sweep: Sweep) -> Repeat:
     scores in the row. The claim is of the likeness in the first layer: 1 less the distance over the norm of the output
     on the token alone.
     """
-    setup, target, before = sweep.setup, sweep.setup.target, sweep.before
-    if not target.attending:
-        raise UnsupportedError(f"no layer of {target.name} has softmax attention, so there is no distance to read")
+    target, before = sweep.setup.target, sweep.before
+    if not target.attending or target.shards.size > 1:
+        raise UnsupportedError(f"{target.name} has no softmax attention, or is split over processes: use one process")
     first, last = layers = [target.attending[0], target.attending[-1]]
-    weights = output_factors(target, first)
     # Every token alone, so attending to itself: those of the prefix, then the repeated ones.
-    values, outputs = attention_outputs(target, torch.cat([sweep.rows[0, :before], sweep.rows[:, -1]])[:, None], layers)
-    sizes, alone = head_norms(values, weights), outputs[:, before:]
-    read: list[Tensor] = []
-    for number, ids in enumerate(sweep.rows):
-        spread = torch.zeros(len(weights), len(ids))
-
-        def look(_layer: int, begin: int, probs: Tensor, spread: Tensor = spread) -> None:
-            end = begin + probs.shape[2]
-            visible = torch.ones(end, probs.shape[-1], dtype=torch.bool, device=probs.device).tril()[begin:]
-            lowest = torch.where(visible, probs[0], torch.inf).amin(-1)
-            spread[:, begin:end] = (probs[0].amax(-1).log() - lowest.log()).cpu()
-
-        with attention_rows(target, look, layers=[first]):
-            z, output = attention_outputs(target, ids[None], layers)
-        heads = head_norms(z[before:] - values[before + number], weights)
-        largest = sizes[:, [*range(before), before + number]].amax(1)
-        bound = 2 * before * largest[:, None] * spread[:, before:].exp() / torch.arange(1, sweep.count + 1)
-        rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.max()  # between two equal outputs
-        closest = torch.where(heads > rounding, heads / bound, 0.0).amax(0)
-        away = (output[:, before:] - alone[:, [number]]).norm(dim=-1)
-        read.append(torch.stack([away[0], bound.sum(0), closest, away[1]]))
-        setup.progress("repetitions", number + 1, len(sweep.rows))
-    curves = torch.stack(read, 1)  # condition token n
+    singles = torch.cat([sweep.rows[0, :before], sweep.rows[:, -1]])[:, None]
+    own, *alone = attention_outputs(target, singles, layers)
+    heads, *outputs = attention_outputs(target, sweep.rows, layers)
+    pattern = f"blocks.{first}.attn.hook_pattern"
+    spread = trace(target, sweep.rows, [pattern], spread_of, batch_size=1)[pattern][..., before:].mT  # exp(delta)
+    sizes = own.norm(dim=-1)
+    largest = torch.maximum(sizes[:before].amax(0), sizes[before:])  # token 1 head
+    bound = 2 * before * largest * spread / torch.arange(1, sweep.count + 1)[:, None]
+    away = (heads[:, before:] - own[before:]).norm(dim=-1)  # token n head
+    rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.max()  # between two equal outputs
+    closest = torch.where(away > rounding, away / bound, 0.0).amax(-1)
+    distances = [(output[:, before:] - one[before:]).norm(dim=-1) for output, one in zip(outputs, alone, strict=True)]
+    curves = torch.stack([distances[0], bound.sum(-1), closest, distances[1]])
     note = OUTSIDE
     if is_outside(target, first, sweep.rows.shape[1]):
         curves[1:3] = torch.nan
     else:
-        most = float(curves[2].max())
-        holds = "holds" if most <= 1 else "does not hold"
-        note = f"The bound of theorem 4.1 {holds}: the head that comes closest to it reaches {most:.1%} of it."
+        holds = "holds" if closest.max() <= 1 else "does not hold"
+        note = f"The bound of theorem 4.1 {holds}: the head that comes closest to it reaches {closest.max():.1%} of it."
 
-    def like(away: Tensor) -> Tensor:
-        return (1 - away / alone[0].norm(dim=-1)).nan_to_num(neginf=0)  # it may write nothing on the token alone
+    def like(rows: TokenRows) -> Tensor:
+        single, output = alone[0][before:, 0], attention_outputs(target, rows, [first])[1][:, -1]
+        distance = (output - single).norm(dim=-1)
+        return (1 - distance / single.norm(dim=-1)).nan_to_num(neginf=0)  # it may write nothing on the token alone
 
-    def last_like(rows: TokenRows) -> Tensor:
-        _, outputs = attention_outputs(target, rows, [first])
-        return like((outputs[0].unflatten(0, rows.shape)[:, -1] - alone[0]).norm(dim=-1))
-
-    outcome = Outcome(
-        "likeness to the token alone", (first,), gives="make the first layer's output {} like that on the token alone"
-    )
+    gives = "make the first layer's output {} like that on the token alone"
+    outcome = Outcome("likeness to the token alone", (first,), gives=gives)
     in_first = f"layer {first}"
     return Repeat(
         read="distance",
-        claims=(sweep.claim(outcome, like(curves[0, :, -1]), last_like),),
+        claims=(sweep.claim(outcome, like(sweep.rows), like),),
         notes=(note,),
         conditions=(in_first, f"bound in {in_first}", "closest head, of its bound", f"layer {last}"),
         values=rounded(curves[:, :, sweep.counts - 1]),
@@ -97,36 +81,24 @@ def read_distances(sweep: Sweep) -> Repeat:
     )
 
 
-def attention_outputs(
-    target: Target, rows: TokenRows, layers: Sequence[int]
-) -> tuple[Float[Tensor, "row_pos head d_head"], Float[Tensor, "layer row_pos d_model"]]:
-    """What the heads of the first of some layers mix, and what the attention of each writes, in float32.
+def attention_outputs(target: Target, rows: TokenRows, layers: Sequence[int]) -> list[Tensor]:
+    """What each head of the first of some layers writes, `[row pos head width]`; and the attention of each layer.
 
-    Args:
-        target: The model.
-        rows: The sequences, whose positions come one after the other.
-        layers: The layers.
+    The width of a head stands for d_model, without a change of norms. All are float32.
     """
-    if target.shards.size > 1:
-        raise UnsupportedError(
-            f"distances call the output projections of {target.name} by themselves, which are split over processes: "
-            "load it in one process (device_map= spreads it over devices)"
-        )
     sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    mixed = trace(target, rows, sites, lambda z: z.flatten(0, 1))
-    written = []
+    mixed, factors = trace(target, rows, sites, batch_size=1), output_factors(target, layers[0])
+    written = [einsum(mixed[sites[0]].float(), factors, "row pos head d_head, head d_head width -> row pos head width")]
     for layer, site in zip(layers, sites, strict=True):
         with target.loaded(layer):
-            output = target.output_projection(layer)(mixed[site].flatten(1).to(target.device))
+            output = target.output_projection(layer)(mixed[site].flatten(2).to(target.device))
         written.append(output.float().cpu())
-    return mixed[sites[0]].float(), torch.stack(written)
+    return written
 
 
-def head_norms(
-    z: Float[Tensor, "pos head d_head"], weights: Float[Tensor, "head d_head width"]
-) -> Float[Tensor, "head pos"]:
-    """Norm of what each head writes."""
-    return einsum(z, weights, "pos head d_head, head d_head width -> head pos width").norm(dim=-1).cpu()
+def spread_of(rows: Float[Tensor, "row head query key"]) -> Float[Tensor, "row head query"]:
+    """The largest attention of each query over the smallest to a key that it sees."""
+    return rows.amax(-1) / rows.where(rows > 0, torch.inf).amin(-1)
 
 
 def is_outside(target: Target, layer: int, length: int) -> bool:

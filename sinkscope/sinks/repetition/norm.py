@@ -5,6 +5,8 @@ Of every token of the vocabulary, it says after how many repetitions the token b
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -24,7 +26,6 @@ from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, sample_tokens,
 
 TOKENS = 64  # tokens of a vocabulary in one chunk
 COMPARED = 16  # of these whose copies are compared with one copy and with other tokens
-GIVES = "reach {} of the spike's norm"
 
 
 def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
@@ -52,7 +53,7 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
         setup.progress("repetitions", len(read), len(edits))
     values = torch.stack(read)  # condition token n
     repeats = [[repeats_until_half(row, 1.0) for row in rows] for rows in values]
-    outcome = Outcome("norm", (scan.layer,), gives=GIVES)
+    outcome = Outcome("norm", (scan.layer,), gives="reach {} of the spike's norm")
     claims = [sweep.claim(outcome, values[0, :, -1], lambda ids: shares(ids)[:, -1])]
     high = [count is not None for count in repeats[0]]
     if len(edits) > 1 and any(high):
@@ -86,20 +87,9 @@ def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | Non
     settings = {"layer": scan.layer, "max_repeats": limit, "place": made.spike.place.words}
     columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
     repeats = np.array(columns["repeats"], dtype=float)
-    compared = sample_tokens(ids, COMPARED, seed_of(setup.seed, "tokens to compare"))
-    sweep = Sweep(setup, 1, repeated(prefixes(setup, compared), compared, limit))
-
-    def last(rows: TokenRows) -> torch.Tensor:
-        return norms_at_sink(scan, rows)[:, -1] / scan.spike_norm[scan.layer]
-
+    some = sample_tokens(ids, COMPARED, seed_of(setup.seed, "tokens to compare"))
+    result = read_norms(Sweep(setup, 1, repeated(prefixes(setup, some), some, limit)), made, ablate=False)
     order = np.argsort(np.isfinite(repeats), kind="stable")
     ids = np.array(ids)[order].tolist()
-    return Repeat(
-        read="norm",
-        sink_layer=scan.layer,
-        claims=(sweep.claim(Outcome("norm", (scan.layer,), gives=GIVES), last(sweep.rows), last),),
-        ids=tuple(ids),
-        conditions=("intact",),
-        tokens=token_texts(target, ids),
-        repeats=repeats[None, order],
-    )
+    every = {"ids": tuple(ids), "tokens": token_texts(target, ids), "repeats": repeats[None, order]}
+    return replace(result, at=None, values=None, **every)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -78,16 +77,12 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
 
 def probabilities(sweep: Sweep, rows: TokenRows) -> Float[Tensor, "token n"]:
     """How probable each repeated token is after every position of its sequence that does not stand before copies."""
-    read: list[Tensor] = []
-    for word, row in zip(sweep.words, rows, strict=True):
-        of_word = partial(probability_of, word=word)
-        read.append(trace(sweep.setup.target, row[None], ["logits"], of_word)["logits"][0, sweep.before :])
-    return torch.stack(read)
 
+    def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
+        return logits.float().softmax(-1)[..., sweep.words]
 
-def probability_of(logits: Float[Tensor, "row pos vocab"], word: int) -> Float[Tensor, "row pos"]:
-    """The probability of a token."""
-    return logits[..., word].float().sub(logits.float().logsumexp(-1)).exp()
+    read = trace(sweep.setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
+    return read[:, sweep.before :].diagonal(dim1=0, dim2=2).T
 
 
 def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[RepeatAnswer]:
