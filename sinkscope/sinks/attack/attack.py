@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Annotated, Any, ClassVar
 
 import plotly.express as px
 import plotly.graph_objects as go
 from pydantic import Field
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
 from sinkscope.results.claims import Claims
+from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.attempts import Attack, Attempt, Context, attack_patches, drawn_sequences
+from sinkscope.sinks.attack.attempts import Attack, Attempt, attack_patches, attempts_of
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume, hold_layers
-from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.spikes import sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
 
@@ -46,7 +45,6 @@ class ClusterAttack(Result):
     glossary: ClassVar = {
         "context": "what stands before: BOS or no BOS",
         "length": "tokens of the sequence",
-        "alone": "median activation of the sink neuron with that head alone, over the usual one",
     }
     percent = ("positions",)
     columns = ("patch", "context", "length", "source", "positions", "attention", "divergence")
@@ -59,9 +57,11 @@ class ClusterAttack(Result):
 
     def rows(self) -> Table:
         """One row per patch, context, length and source; without an attack, one per head that serves tokens."""
-        if self.attempts or self.clusters is None:
-            return [vars(attempt) for attempt in self.attempts]
-        return self.clusters.rows()
+        rows: Table = [vars(attempt) for attempt in self.attempts]
+        if not rows and self.clusters is not None:
+            for head, ids in self.clusters.pools.items():
+                rows.append({"head": str(Head(0, head)), "tokens": len(ids)})
+        return rows
 
 
 def draw(result: ClusterAttack) -> go.Figure:
@@ -109,8 +109,7 @@ def attack(
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    lengths = sorted(set(lengths))
-    check_length(setup.target, f"--length {lengths[-1]}", lengths[-1] + 1, remedy="give a smaller --length")
+    check_length(setup.target, f"--length {max(lengths)}", max(lengths) + 1, remedy="give a smaller --length")
     made, everyone = sink_spike(setup), vocabulary(setup.target, tokens)
     if made is None:
         return ClusterAttack(sink_layer=None, instead=without_spike(setup, "there are no sink neurons to attack"))
@@ -124,54 +123,11 @@ def attack(
             why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
             return replace(result, clusters=found, instead=why)
         result, clusters = replace(result, clusters=found, claims=found.claims), found.pools
-    if not sequences:
-        return result
-    return attacked(setup, made.scan, result, clusters, everyone, lengths, sequences)
-
-
-def attacked(
-    setup: Setup,
-    scan: LayerScan,
-    result: ClusterAttack,
-    clusters: Mapping[int, Sequence[int]],
-    everyone: Sequence[int],
-    lengths: Sequence[int],
-    sequences: int,
-) -> ClusterAttack:
-    """The result with what sequences of tokens of the clusters do.
-
-    Args:
-        setup: The model and its text.
-        scan: The model at the place of its spike.
-        result: The clusters.
-        clusters: Head -> token ids.
-        everyone: All tokens.
-        lengths: Tokens per sequence.
-        sequences: Sequences of each kind.
-
-    Raises:
-        SinkscopeError: No cluster has so many tokens.
-    """
-    left_out = {*setup.tokenizer.all_special_ids, setup.bos}
-    pools = [sorted({*map(int, tokens)} - left_out) for tokens in clusters.values()]
-    largest = max(map(len, pools), default=0)
-    lengths = [length for length in lengths if length <= largest]
-    if not lengths:
-        raise SinkscopeError(f"--length: the largest cluster has {largest} tokens; give at most that")
-    hold_layers(setup.target, scan.layer)
-    contexts: list[Context] = ["no BOS"]
-    if setup.bos is not None:
-        contexts.insert(0, "BOS")
-    patches, attempts, claims = attack_patches(setup), list[Attempt](), Claims()
-    for context, length in product(contexts, lengths):
-        tries = Attack(setup, scan, patches, context)
-        cluster = drawn_sequences(pools, length, sequences, setup.seed)
-        random = drawn_sequences([sorted({*everyone} - left_out)], length, sequences, setup.seed)
+    if sequences:
+        hold_layers(setup.target, made.scan.layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
-            (made, shares), (others, control) = tries.tried("cluster", cluster), tries.tried("random", random)
-        attempts += [*made, *others]
-        if (context, length) == ("no BOS", lengths[-1]):
-            claims = tries.claims(cluster, random, shares, control["none"])
-        setup.progress(f"attacks, {context}", length, lengths[-1])
-    return replace(result, attempts=tuple(attempts), claims=(*claims, *result.claims))
+            tries = Attack(setup, made.scan, attack_patches(setup))
+            attempts, claims = attempts_of(tries, clusters, everyone, lengths, sequences)
+        result = replace(result, attempts=attempts, claims=(*claims, *result.claims))
+    return result

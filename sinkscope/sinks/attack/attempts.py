@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import kl_div, pad
+from torch.nn.functional import kl_div
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
@@ -35,6 +36,7 @@ Context = Literal["BOS", "no BOS"]
 Source = Literal["cluster", "random"]
 EDITS: dict[Patch, str] = {"Listing 1": "held as in Listing 1", "patch": "patched"}
 """How the patches edit neurons, in a sentence."""
+PLACE = "without BOS"
 
 
 @dataclass(frozen=True)
@@ -78,34 +80,25 @@ def attack_patches(setup: Setup) -> dict[Patch, SinkPatch | None]:
 
 @dataclass(frozen=True)
 class Attack:
-    """Where sequences are tried.
+    """What sequences do, with what stands before them. The first token of all does not count.
 
     Attributes:
         setup: The model and its text.
         scan: The model at the place of its spike.
         patches: The patches, by name.
-        context: What stands before the sequences: "BOS" or "no BOS".
     """
 
     setup: Setup
     scan: LayerScan
     patches: Mapping[Patch, SinkPatch | None]
-    context: Context
 
-    def after(self, rows: TokenRows) -> TokenRows:
-        """Sequences with what stands before them."""
-        if self.context != "BOS":
-            return rows
-        return pad(rows, (1, 0), value=self.setup.bos)
+    def spikes(self, ids: TokenRows) -> Float[Tensor, "row attacked"]:
+        """Whether positions have at least half of the spike's norm."""
+        norms = norms_at_sink(self.scan, ids, SEQUENCES_AT_ONCE)[:, 1:]
+        return (norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]).float()
 
-    def spikes(self, rows: TokenRows) -> Bool[Tensor, "row attacked"]:
-        """Which positions of sequences have at least half of the spike's norm; the first token of all is left out."""
-        norms = norms_at_sink(self.scan, self.after(rows), SEQUENCES_AT_ONCE)[:, 1:]
-        return norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]
-
-    def attention(self, rows: TokenRows) -> float:
+    def attention(self, ids: TokenRows) -> float:
         """What the attacked positions get from the text after them, over what uniform attention gives them."""
-        ids = self.after(rows)
         end = ids.shape[1]
         ids = torch.cat([ids, self.setup.ids[:1, -TAIL:].expand(len(ids), -1)], 1)
         keys = torch.zeros(*ids.shape, 1)
@@ -114,45 +107,44 @@ class Attack:
         uniform = ((end - 1) / torch.arange(end + 1, end + TAIL + 1)).sum()
         return float(received.nanmean() / uniform)
 
-    def tried(self, source: Source, rows: TokenRows) -> tuple[list[Attempt], dict[str, Tensor]]:
+    def tried(
+        self, context: Context, length: int, source: Source, ids: TokenRows
+    ) -> tuple[list[Attempt], dict[Patch, Tensor]]:
         """What sequences do under each patch, and the share of the positions of each sequence that succeed."""
         made: list[Attempt] = []
-        shares: dict[str, Tensor] = {}
+        shares: dict[Patch, Tensor] = {}
         outputs: list[Tensor] = []
         for name, patch in self.patches.items():
             attention, divergence = None, None
             with under(patch, self.setup.target):
-                shares[name] = self.spikes(rows).float().mean(1)
+                shares[name] = self.spikes(ids).mean(1)
                 if len(self.patches) > 1:
-                    attention = self.attention(rows)
-                    last = trace(self.setup.target, self.after(rows), ["logits"], "last", batch_size=ROWS)
+                    attention = self.attention(ids)
+                    last = trace(self.setup.target, ids, ["logits"], "last", batch_size=ROWS)
                     outputs.append(last["logits"].float().log_softmax(-1))
                     divergence = float(kl_div(outputs[0], outputs[-1], reduction="batchmean", log_target=True))
-            positions = float(shares[name].mean())
-            made.append(Attempt(name, self.context, rows.shape[1], source, positions, attention, divergence))
+            made.append(Attempt(name, context, length, source, float(shares[name].mean()), attention, divergence))
         return made, shares
 
-    def claims(self, cluster: TokenRows, random: TokenRows, shares: Mapping[str, Tensor], others: Tensor) -> Claims:
-        """What the tokens of a cluster do, and what patches leave of that.
+    def claims(self, length: int, single: Tensor, cluster: Mapping[Patch, Tensor], random: Tensor) -> Claims:
+        """What the tokens of a cluster do without BOS, and what patches leave of that.
 
         Args:
-            cluster: The sequences of clusters.
-            random: Those of random tokens.
-            shares: Share of the positions of each sequence of a cluster that succeed, by patch.
-            others: The same of random tokens, without a patch.
+            length: Number of tokens.
+            single: Whether one of these, behind random tokens, makes a spike.
+            cluster: Share of the positions of each sequence that succeed, by patch.
+            random: The same of random tokens, without a patch.
         """
-        length, place = cluster.shape[1], "after BOS" if self.context == "BOS" else "without BOS"
-        single = self.spikes(one_copy(random, cluster))[:, -1].float()
         effect, gives = f"the spike at {length} tokens {{}}", "make spikes at {} of their positions {}"
         outcome = Outcome("spikes", unit="cases", effect=effect, gives=gives)
-        values = torch.stack([shares["none"], single, others])
-        claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
+        values = torch.stack([cluster["none"], single, random])
+        claims = [claim_of_cases((Tokens("one cluster", length),), PLACE, outcome, values)]
         for name, edit in EDITS.items():
             patch = self.patches.get(name)
             if patch is not None:
                 held = replace(outcome, kind=f"spikes under {name}")
-                left = torch.stack([shares[name], shares["none"], shares["random neurons"]])
-                claims.append(claim_of_cases(patch.checked_sites, place, held, left, edit=edit))
+                left = torch.stack([cluster[name], cluster["none"], cluster["random neurons"]])
+                claims.append(claim_of_cases(patch.checked_sites, PLACE, held, left, edit=edit))
         return tuple(claims)
 
 
@@ -161,3 +153,41 @@ def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, see
     generator = draws(seed, f"attacks of {length} tokens")
     large = [pool for pool in pools if len(pool) >= length]
     return torch.tensor([some_of(large[number % len(large)], length, generator) for number in range(count)])
+
+
+def attempts_of(
+    attack: Attack, clusters: Mapping[int, Sequence[int]], everyone: Sequence[int], lengths: Sequence[int], count: int
+) -> tuple[tuple[Attempt, ...], Claims]:
+    """What sequences of tokens of the clusters do; the claims are of the longest without BOS.
+
+    Args:
+        attack: The model and the patches.
+        clusters: Head -> token ids.
+        everyone: All tokens.
+        lengths: Tokens per sequence.
+        count: Sequences of each kind.
+
+    Raises:
+        SinkscopeError: No cluster has so many tokens.
+    """
+    setup = attack.setup
+    left_out = {*setup.tokenizer.all_special_ids, setup.bos}
+    pools = [sorted({*map(int, tokens)} - left_out) for tokens in clusters.values()]
+    largest = max(map(len, pools), default=0)
+    lengths = [length for length in sorted(lengths) if length <= largest]
+    if not lengths:
+        raise SinkscopeError(f"--length: the largest cluster has {largest} tokens; give at most that")
+    leads: dict[Context, list[int]] = {"no BOS": []}
+    if setup.bos is not None:
+        leads = {"BOS": [setup.bos], **leads}
+    attempts, claims = list[Attempt](), Claims()
+    for (context, lead), length in product(leads.items(), lengths):
+        before = torch.tensor(lead, dtype=torch.long).expand(count, -1)
+        cluster = torch.cat([before, drawn_sequences(pools, length, count, setup.seed)], 1)
+        random = torch.cat([before, drawn_sequences([sorted({*everyone} - left_out)], length, count, setup.seed)], 1)
+        made, shares = attack.tried(context, length, "cluster", cluster)
+        others, control = attack.tried(context, length, "random", random)
+        attempts += [*made, *others]
+        claims = attack.claims(length, attack.spikes(one_copy(random, cluster))[:, -1], shares, control["none"])
+        setup.progress(f"attacks, {context}", length, lengths[-1])
+    return tuple(attempts), claims

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
@@ -15,7 +14,6 @@ from sinkscope.models.checks import attending_layers
 from sinkscope.results.claims import Claims, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.parts import Head
-from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.left import claim_of
 from sinkscope.sinks.find.spikes import MadeSpike
@@ -37,12 +35,11 @@ def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "to
     heads = model.setup.n_heads
     lost = model.none_of(1 + heads)
     lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
-    ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
-    rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
-    return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))
+    ids = torch.tensor(tokens).repeat_interleave(len(lost))[:, None]
+    return activations(model, ids, lost.repeat(len(tokens), 1, 1)).unflatten(0, (len(tokens), len(lost)))
 
 
-def activations(model: Replacement, ids: TokenRows, lost: Bool[Tensor, "row layer head"] | None = None) -> Tensor:
+def activations(model: Replacement, ids: TokenRows, lost: Tensor | None = None) -> Tensor:
     """The neuron's activation at the first token of each row."""
     (column,) = model.cols
     return model.written(ids, torch.zeros(len(ids), dtype=torch.long), lost) @ column / column.square().sum()
@@ -58,33 +55,20 @@ class TokenClusters:
         tokens: The tokens.
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
-        best: Activation with the best head alone, as a share of that at the first token of natural text.
         claims: At how many tokens one head alone fires the neuron, beside no head and another one; none if no head
             does.
     """
 
     tokens: tuple[str, ...]
-    ids: tuple[int, ...]
+    ids: Int[np.ndarray, " token"]
     head: PerToken
-    best: PerToken
     claims: Claims = ()
-
-    def rows(self) -> Table:
-        """A row for each head that serves tokens, largest cluster first, with the median activation there."""
-        rows: Table = []
-        for head in np.unique(self.head[np.isfinite(self.head)]):
-            mine = self.best[self.head == head]
-            rows.append({"head": str(Head(0, int(head))), "tokens": len(mine), "alone": float(np.median(mine))})
-        return sorted(rows, key=lambda row: -row["tokens"])
 
     @property
     def pools(self) -> dict[int, list[int]]:
         """The ids of the tokens that each head serves."""
-        pools: dict[int, list[int]] = {}
-        for token, head in zip(self.ids, self.head, strict=True):
-            if np.isfinite(head):
-                pools.setdefault(int(head), []).append(token)
-        return pools
+        served = self.head[np.isfinite(self.head)].astype(int)
+        return {head: self.ids[self.head == head].tolist() for head in np.unique(served).tolist()}
 
 
 def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> TokenClusters | None:
@@ -105,28 +89,25 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
     model = Replacement.of(setup, largest.layer, [largest], made.spike.place)
     reference = float(activations(model, setup.ids[:, :1]).median())
 
-    def work(tokens: list[int]) -> Columns:
-        shares = head_activations(model, tokens) / reference
-        best, head = shares[:, 1:].max(1)
-        columns: Columns = {"head": head.tolist()}
-        for name, values in (("best", best), ("other", shares[:, 1:].median(1).values), ("background", shares[:, 0])):
-            columns[name] = [round(value, 4) for value in values.tolist()]  # what threads may change is beyond this
-        return columns
+    def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
+        return {"shares": (head_activations(model, tokens) / reference).double().round(decimals=4).tolist()}
 
     size = max(1, ROWS // (target.n_heads + 1))
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
-    best, other, background = (np.array(columns[name]) for name in ("best", "other", "background"))
-    served = (best >= FIRES) & (background < FIRES)
-    head = np.where(served, np.array(columns["head"], dtype=float), np.nan)
-    claims: Claims = ()
+    background, alone = np.split(np.array(columns["shares"]), [1], 1)
+    needed = background[:, 0] < FIRES
+    served = (alone.max(1) >= FIRES) & needed
+    head = np.where(served, alone.argmax(1), np.nan)
     heads = tuple(Head(0, int(each)) for each in np.unique(head[served]))
+    claims: Claims = ()
     if heads:
         gives = f"{word_form(len(heads), 'marks', 'mark')} {{}} of {count_of(len(ids), 'token')}, one head each"
+        other = float((np.median(alone, 1) >= FIRES).mean())
         contrasts = [
-            Contrast("other", float((background >= FIRES).mean()), 1, "no head"),
-            Contrast("random", float((other >= FIRES).mean()), 1, "another head"),
+            Contrast("other", 1 - float(needed.mean()), 1, "no head"),
+            Contrast("random", other, 1, "another head"),
         ]
         outcome, search = Outcome("mark by one head", gives=gives), Search("tokens", len(ids))
         fires = torch.from_numpy(served).double()
         claims = (claim_of("marks", heads, outcome, "tokens that stand first", fires, contrasts, search),)
-    return TokenClusters(token_texts(target, ids), tuple(ids), head, best, claims)
+    return TokenClusters(token_texts(target, ids), np.array(ids), head, claims)
