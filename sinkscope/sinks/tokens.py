@@ -87,14 +87,11 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
 
 
 def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
-    """The token before each repeated token: BOS or, without BOS, another token of the text if there is one."""
-    if setup.bos is not None:
-        return [setup.bos] * len(tokens)
-    befores = []
-    for token in tokens:
-        others = setup.ids[setup.ids != token].tolist()
-        befores.append([*others, token][0])
-    return befores
+    """The token before each repeated token: BOS or, without BOS, a token of the text that is not repeated."""
+    first = setup.bos
+    if first is None:
+        first = next((token for token in setup.ids.flatten().tolist() if token not in tokens), 0)
+    return [first] * len(tokens)
 
 
 def repeated(befores: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
@@ -121,13 +118,7 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     Raises:
         SinkscopeError: The context is too short.
     """
-    largest = (target.max_positions or 1 << 30) - around
-    least = requested or 1
-    remedy = "give a shorter --prefix"
-    if largest > 0:
-        remedy = f"the largest is {largest}"
+    least, room = requested or 1, (target.max_positions or 1 << 30) - around
     what = f"a text of --max-repeats {least} and {around} tokens around them"
-    check_length(target, what, least + around, remedy=remedy)
-    if requested is None:
-        return min(MAX_REPEATS, largest)
-    return requested
+    check_length(target, what, least + around, remedy=f"there is room for {max(room, 0)}")
+    return requested or min(MAX_REPEATS, room)

@@ -5,15 +5,10 @@ Measuring leaves the run as it is: no random number is drawn, no gradient is mad
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -99,12 +94,10 @@ class SinkCallback(TrainerCallback):
         if not self._is_on or state.global_step % self.every:
             return
         try:
-            if trainer.is_deepspeed_enabled:
-                raise UnsupportedError("the model is split over processes by DeepSpeed")
-            if split_weight(trainer.model) is not None:
+            if trainer.is_deepspeed_enabled or split_weight(trainer.model) is not None:
                 # all processes would have to measure, and this one alone would wait for them
-                raise UnsupportedError("the model is split over processes by tensor parallelism")
-            with undisturbed(trainer.model):
+                raise UnsupportedError("the model is split over processes")
+            with torch.no_grad(), evaluating(trainer.model), torch.random.fork_rng(range(torch.cuda.device_count())):
                 setup = Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening)
                 with trainer.accelerator.autocast():  # not while it is opened: places are proved in the weights' type
                     numbers = read_sinks(setup)
@@ -115,22 +108,6 @@ class SinkCallback(TrainerCallback):
         should_log = control.should_log  # logging ends it, but the log of this step is still to come
         trainer.log(numbers)
         control.should_log = should_log
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context manager in which no dropout acts; afterwards modes and random numbers are as before.
-
-    Args:
-        model: The model.
-    """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
 
 
 def read_sinks(setup: Setup) -> dict[str, float]:
@@ -146,8 +123,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         texts of 64 tokens; left out if the context is shorter.
         `spike_ratio`: norm at the place of the first spike over the typical one, after the layer where it is largest;
         of the first token, if no norm stands out.
-        `spike_dim`, `spike_dims`: the residual dimension that carries most of the spike, and the number of them as in
-        `sink_dims`; left out if no norm stands out.
+        `spike_dim`: the residual dimension that carries most of the spike; left out if no norm stands out.
         `spike_layer`, `spike_neuron` (and `spike_expert`): the layer whose MLP adds most to the spike, and its neuron
         that writes most there; left out if no norm stands out, or no MLP makes it do so.
     """
@@ -160,7 +136,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         scan = survey.scan(survey.spikes[0])
     dims = dims_of(scan)
     if dims:
-        numbers |= {"spike_dim": dims[0], "spike_dims": len(dims)}
+        numbers["spike_dim"] = dims[0]
     if scan.sink_layer is not None:
         neuron = largest_writer(scan, scan.layer)
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}

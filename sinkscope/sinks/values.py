@@ -65,11 +65,10 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
     claims: list[Claim] = []
     ids = survey.received.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    barred = (positions == 0) | (positions >= survey.received.judged.shape[1])  # the last ones are not judged
-    for place in survey.sinks:
-        barred = barred | place.there(ids)
+    last = survey.received.judged.shape[1]  # those from here on are not judged
     for place in survey.sinks:
         there = place.there(ids)
+        barred = there | (positions == 0) | (positions >= last)
         heads = survey.received.readers(there)
         texts = there.any(1).nonzero().flatten()[:TEXTS]
         beside = ordinary_position(survey.received.norms[max(heads)[0], texts], barred[texts])

@@ -184,10 +184,13 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
     [
         ({"tokens": ["poem book"]}, r"'poem book' is not one known token here, but \['poem', 'book'\]; give a string"),
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
-        ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$"),
-        ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: give a shorter --prefix"),
+        ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: there is room for \d+$"),
+        ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: there is room for 0"),
         ({"tokens": ["all"], "read": "distance"}, "--tokens all belongs to --read norm"),
-        ({"tokens": ["all"], "prefix": "a poem"}, "--prefix belongs to --tokens WORD: leave it out, or ask for that"),
+        (
+            {"tokens": ["all"], "prefix": "a poem"},
+            "--tokens all belongs to --read norm without --prefix: leave it out, or ask for that",
+        ),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
         ({"sample": 4}, "--sample belongs to --tokens all"),

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.measure import Hidden, Option, Result, Setup, Whole, measurement
+from sinkscope.measure import Option, Result, Setup, Whole, measurement
 from sinkscope.models.checks import check_length
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Head
@@ -35,7 +35,7 @@ class ClusterAttack(Result):
 
     Attributes:
         sink_layer: Layer where norms are read. None if no MLP makes a norm spike; nothing was tried then.
-        clusters: The head of layer 0 that serves each token. None if clusters were given, or no neuron is causal.
+        clusters: The head of layer 0 that serves each token. None if no neuron is causal.
         instead: What there is instead of a finding.
         attempts: What the sequences do.
         claims: Of the longest sequences without BOS: what the tokens do, and what patches of the sink neurons leave of
@@ -46,7 +46,7 @@ class ClusterAttack(Result):
         "context": "what stands before: BOS or no BOS",
         "length": "tokens of the sequence",
     }
-    percent = ("positions",)
+    percent = ("positions", "attention")
     columns = ("patch", "context", "length", "source", "positions", "attention", "divergence")
 
     sink_layer: int | None
@@ -59,7 +59,7 @@ class ClusterAttack(Result):
         """One row per patch, context, length and source; without an attack, one per head that serves tokens."""
         rows: Table = [vars(attempt) for attempt in self.attempts]
         if not rows and self.clusters is not None:
-            for head, ids in self.clusters.pools.items():
+            for head, ids in zip(self.clusters.heads, self.clusters.pools[1:], strict=True):
                 rows.append({"head": str(Head(0, head)), "tokens": len(ids)})
         return rows
 
@@ -85,7 +85,6 @@ def draw(result: ClusterAttack) -> go.Figure:
 def attack(
     setup: Setup,
     *,
-    clusters: Hidden = None,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
     lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 32,
@@ -100,7 +99,6 @@ def attack(
     without a success rate. All of this is about tokens that stand first, so there is no attack on a spike elsewhere.
 
     Args:
-        clusters: Head -> token ids. By default they are found.
         tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
         lengths: Tokens per sequence. Those that no cluster has are left out.
         sequences: Sequences of each kind and length; 0 finds the clusters only.
@@ -117,17 +115,15 @@ def attack(
     if not made.spike.place.is_first:
         why = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
         return replace(result, instead=why)
-    if clusters is None:
-        found = find_clusters(setup, made, everyone, resume)
-        if found is None or not found.claims:
-            why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
-            return replace(result, clusters=found, instead=why)
-        result, clusters = replace(result, clusters=found, claims=found.claims), found.pools
+    clusters = find_clusters(setup, made, everyone, resume)
+    if clusters is None or not clusters.claims:
+        why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
+        return replace(result, clusters=clusters, instead=why)
+    attempts, claims = (), Claims()
     if sequences:
         hold_layers(setup.target, made.scan.layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             tries = Attack(setup, made.scan, attack_patches(setup))
-            attempts, claims = attempts_of(tries, clusters, everyone, lengths, sequences)
-        result = replace(result, attempts=attempts, claims=(*claims, *result.claims))
-    return result
+            attempts, claims = attempts_of(tries, clusters, lengths, sequences)
+    return replace(result, clusters=clusters, attempts=attempts, claims=(*claims, *clusters.claims))

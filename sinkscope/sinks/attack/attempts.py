@@ -21,6 +21,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.parts import Tokens
+from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
@@ -34,8 +35,6 @@ ROWS = 4  # sequences per pass; each has attention of every head and all logits
 Patch = Literal["none", "Listing 1", "patch", "random neurons"]
 Context = Literal["BOS", "no BOS"]
 Source = Literal["cluster", "random"]
-EDITS: dict[Patch, str] = {"Listing 1": "held as in Listing 1", "patch": "patched"}
-"""How the patches edit neurons, in a sentence."""
 PLACE = "without BOS"
 
 
@@ -51,8 +50,8 @@ class Attempt:
         length: Tokens per sequence.
         source: "cluster": drawn from one cluster each, the clusters in turn; "random": drawn from all tokens.
         positions: Mean share of positions that succeed.
-        attention: What the attacked positions get from the text after the attack, over what they would get if all
-            positions got the same; mean over heads and layers after the sink layer. None: there is no patch.
+        attention: Share of the attention of the text after the attack that its positions get, without the first
+            token of all; mean over heads and layers after the sink layer. None: there is no patch.
         divergence: Kullback-Leibler divergence in nats of the next token after the attack from that without a patch.
             None: there is no patch.
     """
@@ -98,14 +97,14 @@ class Attack:
         return (norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]).float()
 
     def attention(self, ids: TokenRows) -> float:
-        """What the attacked positions get from the text after them, over what uniform attention gives them."""
+        """The share of the attention of the text after them that the attacked positions get."""
         end = ids.shape[1]
         ids = torch.cat([ids, self.setup.ids[:1, -TAIL:].expand(len(ids), -1)], 1)
         keys = torch.zeros(*ids.shape, 1)
         keys[:, 1:end] = 1
-        received = attention_from(self.setup.target, ids, keys, end, ROWS)[:, 0, self.scan.layer + 1 :]
-        uniform = ((end - 1) / torch.arange(end + 1, end + TAIL + 1)).sum()
-        return float(received.nanmean() / uniform)
+        return float(
+            attention_from(self.setup.target, ids, keys, end, ROWS)[..., self.scan.layer + 1 :].nanmean() / TAIL
+        )
 
     def tried(
         self, context: Context, length: int, source: Source, ids: TokenRows
@@ -139,12 +138,11 @@ class Attack:
         outcome = Outcome("spikes", unit="cases", effect=effect, gives=gives)
         values = torch.stack([cluster["none"], single, random])
         claims = [claim_of_cases((Tokens("one cluster", length),), PLACE, outcome, values)]
-        for name, edit in EDITS.items():
-            patch = self.patches.get(name)
-            if patch is not None:
-                held = replace(outcome, kind=f"spikes under {name}")
-                left = torch.stack([cluster[name], cluster["none"], cluster["random neurons"]])
-                claims.append(claim_of_cases(patch.checked_sites, PLACE, held, left, edit=edit))
+        patch = self.patches.get("patch")
+        if patch is not None:
+            left = torch.stack([cluster["patch"], cluster["none"], cluster["random neurons"]])
+            held = replace(outcome, kind="spikes under the patch")
+            claims.append(claim_of_cases(patch.checked_sites, PLACE, held, left, edit="patched"))
         return tuple(claims)
 
 
@@ -156,14 +154,13 @@ def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, see
 
 
 def attempts_of(
-    attack: Attack, clusters: Mapping[int, Sequence[int]], everyone: Sequence[int], lengths: Sequence[int], count: int
+    attack: Attack, clusters: TokenClusters, lengths: Sequence[int], count: int
 ) -> tuple[tuple[Attempt, ...], Claims]:
     """What sequences of tokens of the clusters do; the claims are of the longest without BOS.
 
     Args:
         attack: The model and the patches.
-        clusters: Head -> token ids.
-        everyone: All tokens.
+        clusters: The clusters.
         lengths: Tokens per sequence.
         count: Sequences of each kind.
 
@@ -172,8 +169,8 @@ def attempts_of(
     """
     setup = attack.setup
     left_out = {*setup.tokenizer.all_special_ids, setup.bos}
-    pools = [sorted({*map(int, tokens)} - left_out) for tokens in clusters.values()]
-    largest = max(map(len, pools), default=0)
+    everyone, *pools = ([token for token in ids if token not in left_out] for ids in clusters.pools)
+    largest = max(map(len, pools))
     lengths = [length for length in sorted(lengths) if length <= largest]
     if not lengths:
         raise SinkscopeError(f"--length: the largest cluster has {largest} tokens; give at most that")
@@ -184,7 +181,7 @@ def attempts_of(
     for (context, lead), length in product(leads.items(), lengths):
         before = torch.tensor(lead, dtype=torch.long).expand(count, -1)
         cluster = torch.cat([before, drawn_sequences(pools, length, count, setup.seed)], 1)
-        random = torch.cat([before, drawn_sequences([sorted({*everyone} - left_out)], length, count, setup.seed)], 1)
+        random = torch.cat([before, drawn_sequences([everyone], length, count, setup.seed)], 1)
         made, shares = attack.tried(context, length, "cluster", cluster)
         others, control = attack.tried(context, length, "random", random)
         attempts += [*made, *others]

@@ -65,10 +65,14 @@ class TokenClusters:
     claims: Claims = ()
 
     @property
-    def pools(self) -> dict[int, list[int]]:
-        """The ids of the tokens that each head serves."""
-        served = self.head[np.isfinite(self.head)].astype(int)
-        return {head: self.ids[self.head == head].tolist() for head in np.unique(served).tolist()}
+    def heads(self) -> list[int]:
+        """The heads that serve tokens."""
+        return np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
+
+    @property
+    def pools(self) -> list[list[int]]:
+        """The ids of all tokens, then of those that each head serves."""
+        return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
 def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> TokenClusters | None:

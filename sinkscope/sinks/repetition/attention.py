@@ -11,8 +11,7 @@ from torch import Tensor
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Outcome
-from sinkscope.sinks.find.places import Rule
-from sinkscope.sinks.find.spikes import sink_spike
+from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, beside_copies, claim_of_copies, rounded
 from sinkscope.sinks.tokens import TokenRows
@@ -20,24 +19,22 @@ from sinkscope.tap.observers import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
-FIRST = Rule("the first token", position=0)
 
 
-def read_attention(sweep: Sweep) -> Repeat:
-    """The attention that natural text gives to the place of the spike, or the first token, and to what is before it.
+def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
+    """The attention that natural text gives to the place of the spike, and to what is before it.
 
     The claim is of the share of all attention that the copies get together in the first layer whose heads can read the
     spike, beside that of the same positions with one copy and in natural text.
 
     Args:
         sweep: What is repeated; the context has room for the tail.
+        made: The spike.
     """
     setup, target, before = sweep.setup, sweep.setup.target, sweep.before
+    place, made_in = made.spike.place, made.scan.layer
     natural = text_rows(target.tokenizer, setup.text, 1, sweep.rows.shape[1] + TAIL, setup.bos)
     natural[:, :before] = sweep.rows[:1, :before]
-    made, place, above = sink_spike(setup), FIRST, -1
-    if made is not None:
-        place, above = made.spike.place, made.scan.layer
     single, _ = beside_copies(setup, sweep.rows, before)
     ids = torch.cat([natural[:, :-TAIL], sweep.rows, single])
     ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
@@ -47,16 +44,16 @@ def read_attention(sweep: Sweep) -> Repeat:
     received = attention_from(target, ids, keys, sweep.rows.shape[1]) / TAIL  # row place layer
     visible = torch.arange(sweep.rows.shape[1], ids.shape[1])[:, None] + 1
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
-    count, attending = len(sweep.rows), target.attending
+    count = len(sweep.rows)
     parts = (1, count, count)
-    layer = next((one for one in attending if one > above), attending[-1])
+    layer = next((one for one in target.attending if one > made_in), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]))
     shown = {"tokens": (place.words, "the copies' positions"), "at": np.arange(target.n_layers), "shown": layer}
     return Repeat(
         read="attention",
-        sink_layer=None if made is None else made.scan.layer,
+        sink_layer=made_in,
         claims=(claim,),
         conditions=("natural text", "copies", "one copy"),
         values=rounded(torch.stack([part.mean(0) for part in times.split(parts)])),

@@ -63,8 +63,8 @@ def read_distances(sweep: Sweep) -> Repeat:
         holds = "holds" if closest.max() <= 1 else "does not hold"
         note = f"The bound of theorem 4.1 {holds}: the head that comes closest to it reaches {closest.max():.1%} of it."
 
-    def like(rows: TokenRows) -> Tensor:
-        single, output = alone[0][before:, 0], attention_outputs(target, rows, [first])[1][:, -1]
+    def like(rows: TokenRows) -> Float[Tensor, "token n"]:
+        single, output = alone[0][before:], attention_outputs(target, rows, [first])[1]
         distance = (output - single).norm(dim=-1)
         return (1 - distance / single.norm(dim=-1)).nan_to_num(neginf=0)  # it may write nothing on the token alone
 
@@ -73,7 +73,7 @@ def read_distances(sweep: Sweep) -> Repeat:
     in_first = f"layer {first}"
     return Repeat(
         read="distance",
-        claims=(sweep.claim(outcome, like(sweep.rows), like),),
+        claims=(sweep.claim(outcome, like(sweep.rows)[:, -1], like),),
         notes=(note,),
         conditions=(in_first, f"bound in {in_first}", "closest head, of its bound", f"layer {last}"),
         values=rounded(curves[:, :, sweep.counts - 1]),

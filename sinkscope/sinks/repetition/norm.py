@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
 from sinkscope.results.claims import Outcome
@@ -19,9 +20,10 @@ from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, toke
 from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.repetitions import repeat_until_half, repeats_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, norms_at_sink, rounded
+from sinkscope.sinks.repetition.sweep import Sweep, norms_at_sink
 from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens of a vocabulary in one chunk
@@ -37,43 +39,28 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
         ablate: Read them also with the neurons that make the spike zeroed, and with as many random ones.
     """
     setup, scan = sweep.setup, made.scan
-    spike, neurons = scan.spike_norm[scan.layer], tuple(neuron.address for neuron in made.neurons)
+    spike, neurons = scan.spike_norm[scan.layer], Neurons()
     edits: dict[str, Intervention | None] = {"intact": None}
-    if ablate and neurons:
+    if ablate and made.neurons:
+        neurons = tuple(neuron.address for neuron in made.neurons)
         random = random_neurons(setup.target, neurons, neurons, setup.seed)
         edits |= {"sink neurons zeroed": Ablate(sites=neurons), "random neurons zeroed": Ablate(sites=random)}
 
-    def shares(ids: TokenRows) -> torch.Tensor:
+    def shares(ids: TokenRows) -> Float[Tensor, "row n"]:
         return norms_at_sink(scan, ids)[:, sweep.before :] / spike
 
-    read: list[torch.Tensor] = []
-    for edit in edits.values():
-        with under(edit, setup.target):
-            read.append(shares(sweep.rows))
-        setup.progress("repetitions", len(read), len(edits))
-    values = torch.stack(read)  # condition token n
-    repeats = [[repeats_until_half(row, 1.0) for row in rows] for rows in values]
+    def turned(share: Float[Tensor, " n"]) -> int | None:
+        return repeats_until_half(share, 1.0)
+
     outcome = Outcome("norm", (scan.layer,), gives="reach {} of the spike's norm")
-    claims = [sweep.claim(outcome, values[0, :, -1], lambda ids: shares(ids)[:, -1])]
-    high = [count is not None for count in repeats[0]]
-    if len(edits) > 1 and any(high):
-        left = (values[:, high, -1] / values[0, high, -1])[[1, 0, 2]]
-        claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, left))
     typical = float(typical_quantiles(scan.typical.norms[scan.layer :][:1])[1, 0])
-    return Repeat(
-        read="norm",
-        sink_layer=scan.layer,
-        claims=tuple(claims),
-        notes=(f"The norm at {made.spike.place.words} is {spike:.4g}, and that of typical text {typical:.4g}.",),
-        conditions=tuple(edits),
-        values=rounded(values[:, :, sweep.counts - 1]),
-        repeats=np.array(repeats, dtype=float),
-        **sweep.fields(),
-    )
+    note = f"The norm at {made.spike.place.words} is {spike:.4g}, and that of typical text {typical:.4g}."
+    curves = sweep.curves(outcome, shares, turned, edits, neurons)
+    return Repeat(read="norm", sink_layer=scan.layer, notes=(note,), **curves)
 
 
 def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:
-    """The repetitions that every token needs at the layer of a spike; those that never get there come first."""
+    """The repetitions that every token needs at the layer of a spike."""
     target, scan = setup.target, made.scan
     ids = vocabulary(target, None)
     if sample is not None:
@@ -89,7 +76,5 @@ def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | Non
     repeats = np.array(columns["repeats"], dtype=float)
     some = sample_tokens(ids, COMPARED, seed_of(setup.seed, "tokens to compare"))
     result = read_norms(Sweep(setup, 1, repeated(prefixes(setup, some), some, limit)), made, ablate=False)
-    order = np.argsort(np.isfinite(repeats), kind="stable")
-    ids = np.array(ids)[order].tolist()
-    every = {"ids": tuple(ids), "tokens": token_texts(target, ids), "repeats": repeats[None, order]}
+    every = {"ids": tuple(ids), "tokens": token_texts(target, ids), "repeats": repeats[None]}
     return replace(result, at=None, values=None, **every)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.decode import greedy
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
-from sinkscope.results.parts import sites_of
 from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
+from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.result import HALF, Repeat, RepeatAnswer
-from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, rounded
+from sinkscope.sinks.repetition.sweep import Sweep
 from sinkscope.sinks.tokens import TokenRows
 
 ANSWER_AFTER = (50, 400)  # repetitions
@@ -41,48 +39,29 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         sweep: What is repeated, in a model that is whole in memory.
         patch: The patch or its file. None: a patch of the causal neurons.
     """
-    setup = sweep.setup
+    setup, neurons = sweep.setup, Neurons()
     edits: Patches = {"intact": None}
     edit = chosen_patch(setup, patch)
     if edit is not None:
         edits |= {"patched": edit, "random neurons": random_patch(setup, edit)}
-    read: list[Tensor] = []
-    for act in edits.values():
-        with under(act, setup.target):
-            read.append(probabilities(sweep, sweep.rows))
-        setup.progress("repetitions", len(read), len(edits))
-    values = torch.stack(read)  # condition token n
-    outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
-    claims = [sweep.claim(outcome, values[0, :, -1], lambda ids: probabilities(sweep, ids)[:, -1])]
-    if edit is not None:
-        neurons, patched = edit.checked_sites, values[[1, 0, 2], :, -1]
-        claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, patched, edit="patched"))
-        setup.record(patch=sites_of(neurons))
+        neurons = edit.checked_sites
     setup.record(max_repeats=sweep.count)  # the search for neurons recorded its own
-    longest, answers = setup.target.max_positions or 1 << 30, list[RepeatAnswer]()
-    for act in (None, edit)[: len(edits)]:
-        for copies in ANSWER_AFTER:
-            if sweep.before + copies + NEW_TOKENS <= longest:
-                answers += answers_after(sweep, copies, act)
-    return Repeat(
-        read="probability",
-        claims=tuple(claims),
-        conditions=tuple(edits),
-        values=rounded(values[:, :, sweep.counts - 1]),
-        repeats=np.array([[stopped_after(row >= HALF) for row in rows] for rows in values]),
-        answers=tuple(answers),
-        **sweep.fields(),
-    )
-
-
-def probabilities(sweep: Sweep, rows: TokenRows) -> Float[Tensor, "token n"]:
-    """How probable each repeated token is after every position of its sequence that does not stand before copies."""
 
     def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
         return logits.float().softmax(-1)[..., sweep.words]
 
-    read = trace(sweep.setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
-    return read[:, sweep.before :].diagonal(dim1=0, dim2=2).T
+    def read(rows: TokenRows) -> Float[Tensor, "token n"]:
+        probability = trace(setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
+        return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T
+
+    outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
+    curves = sweep.curves(outcome, read, stopped_after, edits, neurons, edit="patched")
+    longest, answers = setup.target.max_positions or 1 << 30, list[RepeatAnswer]()
+    for name, act in edits.items():
+        for copies in ANSWER_AFTER:
+            if name != "random neurons" and sweep.before + copies + NEW_TOKENS <= longest:
+                answers += answers_after(sweep, copies, act)
+    return Repeat(read="probability", answers=tuple(answers), **curves)
 
 
 def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[RepeatAnswer]:
@@ -97,9 +76,9 @@ def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[Re
     return answers
 
 
-def stopped_after(is_repeated: Bool[Tensor, " n"]) -> float:
-    """The first n from which on the token is never repeated again; NaN if it is at the last, or never was."""
-    likely = is_repeated.nonzero().flatten().tolist()
-    if not likely or likely[-1] == len(is_repeated) - 1:
+def stopped_after(probability: Float[Tensor, " n"]) -> float:
+    """The first n from which on the probability stays below a half; NaN if it is not at the last, or never was."""
+    likely = (probability >= HALF).nonzero().flatten().tolist()
+    if not likely or likely[-1] == len(probability) - 1:
         return float("nan")
     return likely[-1] + 2.0

@@ -17,34 +17,22 @@ from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import sweep_of
 
 EVERY_TOKEN = ["all"]
+OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all"}
+"""What an option belongs to."""
 
 
-def refuse_unused(
-    *,
-    read: str,
-    tokens: Sequence[str] | None,
-    prefix: str | None,
-    ablate: bool,
-    patch: object,
-    sample: int | None,
-    **_: Any,
-) -> None:
+def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) -> None:
     """Refuse options that the reading has no use for, before a model is opened.
 
     Raises:
         SinkscopeError: An option belongs to another reading.
     """
-    every = list(tokens or ()) == EVERY_TOKEN
-    unused = {
-        "--tokens all belongs to --read norm": every and read != "norm",
-        "--prefix belongs to --tokens WORD": prefix is not None and every,
-        "--ablate belongs to --read norm with --tokens WORD": ablate and (read != "norm" or every),
-        "--patch belongs to --read probability": patch is not None and read != "probability",
-        "--sample belongs to --tokens all": sample is not None and not every,
-    }
-    for why, is_unused in unused.items():
-        if is_unused:
-            raise SinkscopeError(f"{why}: leave it out, or ask for that")
+    what = "--tokens all" if list(tokens or ()) == EVERY_TOKEN else f"--read {read}"
+    for name, own in OWN.items():
+        if options[name] and what != own:
+            raise SinkscopeError(f"--{name} belongs to {own}: leave it out, or ask for that")
+    if what == "--tokens all" and (read != "norm" or options["prefix"]):
+        raise SinkscopeError("--tokens all belongs to --read norm without --prefix: leave it out, or ask for that")
 
 
 @measurement(
@@ -96,11 +84,11 @@ def repeat(
         return read_distances(sweep)
     if read == "probability":
         return read_probabilities(sweep, patch)
-    if read == "attention":
-        return read_attention(sweep)
     made = sink_spike(setup)
     if made is None:
         return Repeat(read=read, instead=without_spike(setup, "there is no layer to read repetitions at"))
+    if read == "attention":
+        return read_attention(sweep, made)
     if every:
         return read_vocabulary(setup, made, sweep.count, sample, resume)
     return read_norms(sweep, made, ablate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
@@ -24,13 +25,15 @@ from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
-from sinkscope.sinks.tokens import TokenRows, pick_tokens, repetition_limit
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 OF_COPIES: tuple[ContrastKind, ContrastKind] = ("one copy", "other tokens")
 OF_NEURONS: tuple[ContrastKind, ContrastKind] = ("intact", "random")
 """What stands beside copies of a token, and beside edited neurons."""
+Read = Callable[[TokenRows], Float[Tensor, "row n"]]
+"""Reads a number after each repetition of sequences, or only after the last."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,56 @@ class Sweep:
         return {
             "ids": tuple(self.words),
             "before": token_texts(target, self.rows[0, : self.before].tolist()),
-            "tokens": tuple(text.strip() or repr(text) for text in token_texts(target, self.words)),
+            "tokens": token_texts(target, self.words),
             "at": self.counts,
         }
 
-    def claim(self, outcome: Outcome, copies: Tensor, last: Callable[[TokenRows], Tensor]) -> Claim:
+    def claim(self, outcome: Outcome, last: Float[Tensor, " token"], read: Read) -> Claim:
         """What the copies do, beside one copy at the position of the last, and other tokens there.
 
         Args:
             outcome: What was read.
-            copies: What it is at the last copy of each sequence.
-            last: Reads it at the last position of other sequences.
+            last: What it is at the last copy.
+            read: Reads it in other sequences.
         """
-        single, others = beside_copies(self.setup, self.rows, self.before)
-        return claim_of_copies(self.count, outcome, torch.stack([copies, last(single), last(others)]))
+        beside = [read(rows)[:, -1] for rows in beside_copies(self.setup, self.rows, self.before)]
+        return claim_of_copies(self.count, outcome, torch.stack([last, *beside]))
+
+    def curves(
+        self,
+        outcome: Outcome,
+        read: Read,
+        turned: Callable[[Float[Tensor, " n"]], float | None],
+        edits: Mapping[str, Intervention | None],
+        neurons: Parts,
+        edit: str = "",
+    ) -> dict[str, Any]:
+        """The fields of a result that is read after each number of repetitions, in the intact model and under edits.
+
+        Args:
+            outcome: What is read.
+            read: Reads it in sequences.
+            turned: The number of repetitions at which a curve turns.
+            edits: No edit; and if there are neurons, an edit of these, and of random ones.
+            neurons: The neurons.
+            edit: How they are edited, if they are not zeroed.
+        """
+        read_so_far: list[Tensor] = []
+        for act in edits.values():
+            with under(act, self.setup.target):
+                read_so_far.append(read(self.rows))
+            self.setup.progress("repetitions", len(read_so_far), len(edits))
+        values = torch.stack(read_so_far)  # condition token n
+        claims = [self.claim(outcome, values[0, :, -1], read)]
+        repeats = np.array([[turned(row) for row in rows] for rows in values], dtype=float)
+        if neurons:
+            last = values[[1, 0, 2], :, -1]
+            if outcome.unit == "intact":  # of the tokens that have the effect
+                last = (last / last[1])[:, np.isfinite(repeats[0])]
+            if last.numel():
+                claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit))
+        curves = {"claims": tuple(claims), "conditions": tuple(edits), "repeats": repeats}
+        return {**self.fields(), **curves, "values": rounded(values[:, :, self.counts - 1])}
 
 
 def sweep_of(
@@ -115,8 +154,7 @@ def sweep_of(
                 "one more repetition; give another --prefix or --token"
             )
     # Any token in first place is marked, so it must not be a repeated one.
-    others = [token for token in setup.ids.flatten().tolist() if token not in words]
-    before = [*beginning(setup.tokenizer, setup.bos), *leading] or [*others, 0][:1]
+    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefixes(setup, words)[:1]
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
     return Sweep(setup, len(before), torch.tensor([[*before, *[word] * count] for word in words]))
