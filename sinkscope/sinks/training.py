@@ -5,13 +5,18 @@ Measuring leaves the run as it is: no random number is drawn, no gradient is mad
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
 from sinkscope.models.shards import split_weight
@@ -31,6 +36,7 @@ class SinkCallback(TrainerCallback):
     needs a tokenizer (its `processing_class`).
 
     Args:
+        trainer: The Trainer, to which the callback is then added; a Trainer does not tell its callbacks who calls them.
         every: Steps between measurements; the first is made before the first step.
         bos: Whether texts begin with BOS, as in `find_sinks`: as the training data do.
         text: File of typical text, such as a part of the data. By default the neutral text in the package.
@@ -39,12 +45,12 @@ class SinkCallback(TrainerCallback):
         SinkscopeError: An argument is invalid, or the text cannot be read.
 
     Example:
-        >>> SinkCallback(every=500).every
-        500
+        trainer.add_callback(ss.SinkCallback(trainer, every=500))
     """
 
     def __init__(
         self,
+        trainer: Trainer,
         every: int = 500,
         *,
         bos: bool | None = None,
@@ -53,51 +59,27 @@ class SinkCallback(TrainerCallback):
         check_values(Natural, every=every)
         check_values(bool | None, bos=bos)
         typical_text(text)
+        self.trainer: Any = trainer
         self.every = every
         self._opening: dict[str, Any] = {"bos": bos, "text": text}
-        self._trainer: Any = None
         self._is_on = False
 
-    def attach(self, trainer: Trainer) -> None:
-        """Add the callback to a Trainer. It has to know the Trainer, which does not tell callbacks who calls them.
-
-        Args:
-            trainer: The Trainer, before `train`.
-
-        Raises:
-            SinkscopeError: It is no Trainer.
-        """
-        if not isinstance(trainer, Trainer):
-            raise SinkscopeError(f"trainer={trainer!r}: expected a transformers.Trainer")
-        self._trainer = trainer
-        if self not in trainer.callback_handler.callbacks:
-            trainer.add_callback(self)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure the model before its first step.
-
-        Raises:
-            SinkscopeError: The callback was given to a Trainer that it does not know.
-        """
-        if self._trainer is None:
-            raise SinkscopeError(
-                "this SinkCallback does not know its Trainer: leave it out of callbacks=[...], and call "
-                "SinkCallback(...).attach(trainer)"
-            )
+        """Measure the model before its first step."""
         self._is_on = state.is_world_process_zero
         if state.global_step == 0:
             self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and log after every `every` steps; an error ends that."""
-        trainer = self._trainer
+        trainer = self.trainer
         if not self._is_on or state.global_step % self.every:
             return
         try:
             if trainer.is_deepspeed_enabled or split_weight(trainer.model) is not None:
                 # all processes would have to measure, and this one alone would wait for them
                 raise UnsupportedError("the model is split over processes")
-            with torch.no_grad(), evaluating(trainer.model), torch.random.fork_rng(range(torch.cuda.device_count())):
+            with undisturbed(trainer.model):
                 setup = Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening)
                 with trainer.accelerator.autocast():  # not while it is opened: places are proved in the weights' type
                     numbers = read_sinks(setup)
@@ -108,6 +90,22 @@ class SinkCallback(TrainerCallback):
         should_log = control.should_log  # logging ends it, but the log of this step is still to come
         trainer.log(numbers)
         control.should_log = should_log
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts; afterwards modes and random numbers are as before.
+
+    Args:
+        model: The model.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def read_sinks(setup: Setup) -> dict[str, float]:

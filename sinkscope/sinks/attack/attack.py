@@ -38,8 +38,7 @@ class ClusterAttack(Result):
         clusters: The head of layer 0 that serves each token. None if no neuron is causal.
         instead: What there is instead of a finding.
         attempts: What the sequences do.
-        claims: Of the longest sequences without BOS: what the tokens do, and what patches of the sink neurons leave of
-            that; and what the heads of the clusters do.
+        claims: What the tokens do in the longest sequences without BOS; and what the heads of the clusters do.
     """
 
     glossary: ClassVar = {
@@ -47,7 +46,6 @@ class ClusterAttack(Result):
         "length": "tokens of the sequence",
     }
     percent = ("positions", "attention")
-    columns = ("patch", "context", "length", "source", "positions", "attention", "divergence")
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
@@ -119,11 +117,12 @@ def attack(
     if clusters is None or not clusters.claims:
         why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
         return replace(result, clusters=clusters, instead=why)
-    attempts, claims = (), Claims()
+    result = replace(result, clusters=clusters, claims=clusters.claims)
     if sequences:
         hold_layers(setup.target, made.scan.layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             tries = Attack(setup, made.scan, attack_patches(setup))
-            attempts, claims = attempts_of(tries, clusters, lengths, sequences)
-    return replace(result, clusters=clusters, attempts=attempts, claims=(*claims, *clusters.claims))
+            attempts, claim = attempts_of(tries, clusters, lengths, sequences)
+        result = replace(result, attempts=attempts, claims=(claim, *clusters.claims))
+    return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -19,7 +19,7 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws, some_of
-from sinkscope.results.claims import Claims, Outcome
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.find.layer_scan import LayerScan
@@ -35,7 +35,6 @@ ROWS = 4  # sequences per pass; each has attention of every head and all logits
 Patch = Literal["none", "Listing 1", "patch", "random neurons"]
 Context = Literal["BOS", "no BOS"]
 Source = Literal["cluster", "random"]
-PLACE = "without BOS"
 
 
 @dataclass(frozen=True)
@@ -102,48 +101,31 @@ class Attack:
         ids = torch.cat([ids, self.setup.ids[:1, -TAIL:].expand(len(ids), -1)], 1)
         keys = torch.zeros(*ids.shape, 1)
         keys[:, 1:end] = 1
-        return float(
-            attention_from(self.setup.target, ids, keys, end, ROWS)[..., self.scan.layer + 1 :].nanmean() / TAIL
-        )
+        received = attention_from(self.setup.target, ids, keys, end, ROWS)
+        return float(received[..., self.scan.layer + 1 :].nanmean() / TAIL)
 
-    def tried(
-        self, context: Context, length: int, source: Source, ids: TokenRows
-    ) -> tuple[list[Attempt], dict[Patch, Tensor]]:
-        """What sequences do under each patch, and the share of the positions of each sequence that succeed."""
+    def tried(self, context: Context, source: Source, length: int, ids: TokenRows) -> list[Attempt]:
+        """What sequences do under each patch."""
         made: list[Attempt] = []
-        shares: dict[Patch, Tensor] = {}
         outputs: list[Tensor] = []
         for name, patch in self.patches.items():
             attention, divergence = None, None
             with under(patch, self.setup.target):
-                shares[name] = self.spikes(ids).mean(1)
+                positions = float(self.spikes(ids).mean())
                 if len(self.patches) > 1:
                     attention = self.attention(ids)
                     last = trace(self.setup.target, ids, ["logits"], "last", batch_size=ROWS)
                     outputs.append(last["logits"].float().log_softmax(-1))
                     divergence = float(kl_div(outputs[0], outputs[-1], reduction="batchmean", log_target=True))
-            made.append(Attempt(name, context, length, source, float(shares[name].mean()), attention, divergence))
-        return made, shares
+            made.append(Attempt(name, context, length, source, positions, attention, divergence))
+        return made
 
-    def claims(self, length: int, single: Tensor, cluster: Mapping[Patch, Tensor], random: Tensor) -> Claims:
-        """What the tokens of a cluster do without BOS, and what patches leave of that.
-
-        Args:
-            length: Number of tokens.
-            single: Whether one of these, behind random tokens, makes a spike.
-            cluster: Share of the positions of each sequence that succeed, by patch.
-            random: The same of random tokens, without a patch.
-        """
-        effect, gives = f"the spike at {length} tokens {{}}", "make spikes at {} of their positions {}"
-        outcome = Outcome("spikes", unit="cases", effect=effect, gives=gives)
-        values = torch.stack([cluster["none"], single, random])
-        claims = [claim_of_cases((Tokens("one cluster", length),), PLACE, outcome, values)]
-        patch = self.patches.get("patch")
-        if patch is not None:
-            left = torch.stack([cluster["patch"], cluster["none"], cluster["random neurons"]])
-            held = replace(outcome, kind="spikes under the patch")
-            claims.append(claim_of_cases(patch.checked_sites, PLACE, held, left, edit="patched"))
-        return tuple(claims)
+    def claim(self, length: int, cluster: TokenRows, random: TokenRows) -> Claim:
+        """What the tokens of a cluster do without BOS, beside one of them behind random tokens, and these alone."""
+        single = self.spikes(one_copy(random, cluster))[:, -1]
+        values = torch.stack([self.spikes(cluster).mean(1), single, self.spikes(random).mean(1)])
+        outcome = Outcome("spikes", unit="cases", gives="make spikes at {} of their positions {}")
+        return claim_of_cases((Tokens("one cluster", length),), "without BOS", outcome, values)
 
 
 def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
@@ -155,7 +137,7 @@ def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, see
 
 def attempts_of(
     attack: Attack, clusters: TokenClusters, lengths: Sequence[int], count: int
-) -> tuple[tuple[Attempt, ...], Claims]:
+) -> tuple[tuple[Attempt, ...], Claim]:
     """What sequences of tokens of the clusters do; the claims are of the longest without BOS.
 
     Args:
@@ -177,14 +159,11 @@ def attempts_of(
     leads: dict[Context, list[int]] = {"no BOS": []}
     if setup.bos is not None:
         leads = {"BOS": [setup.bos], **leads}
-    attempts, claims = list[Attempt](), Claims()
+    attempts: list[Attempt] = []
     for (context, lead), length in product(leads.items(), lengths):
         before = torch.tensor(lead, dtype=torch.long).expand(count, -1)
         cluster = torch.cat([before, drawn_sequences(pools, length, count, setup.seed)], 1)
         random = torch.cat([before, drawn_sequences([everyone], length, count, setup.seed)], 1)
-        made, shares = attack.tried(context, length, "cluster", cluster)
-        others, control = attack.tried(context, length, "random", random)
-        attempts += [*made, *others]
-        claims = attack.claims(length, attack.spikes(one_copy(random, cluster))[:, -1], shares, control["none"])
+        attempts += attack.tried(context, "cluster", length, cluster) + attack.tried(context, "random", length, random)
         setup.progress(f"attacks, {context}", length, lengths[-1])
-    return tuple(attempts), claims
+    return tuple(attempts), attack.claim(lengths[-1], cluster, random)

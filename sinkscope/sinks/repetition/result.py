@@ -54,7 +54,6 @@ class Repeat(Result):
         claims: What neurons do after the copies, if that was measured; then what copies do.
         notes: Sentences that no claim carries.
         ids: Ids of the repeated tokens.
-        before: The tokens before the first repetition.
         conditions: What was read, or under which edit.
         tokens: The repeated tokens; with "attention" the places.
         at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
@@ -81,7 +80,6 @@ class Repeat(Result):
     claims: Claims = ()
     notes: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
-    before: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     at: Int[np.ndarray, " n"] | None = None

@@ -70,7 +70,6 @@ class Sweep:
         target = self.setup.target
         return {
             "ids": tuple(self.words),
-            "before": token_texts(target, self.rows[0, : self.before].tolist()),
             "tokens": token_texts(target, self.words),
             "at": self.counts,
         }
