@@ -36,8 +36,6 @@ def single_token(tokenizer: Any, string: str) -> int:
     """
     check_encodable(string, repr(string))
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if string == getattr(tokenizer, "unk_token", None):
-        unknown = None
     pieces = []
     for form in (string, " " + string) if string else ():
         ids = tokenizer(form, add_special_tokens=False)["input_ids"]
@@ -48,20 +46,19 @@ def single_token(tokenizer: Any, string: str) -> int:
     raise SinkscopeError(f"{string!r} is not one known token here, but {parts}; give a string that is one token")
 
 
-def pick_tokens(setup: Setup, strings: Sequence[str] | None = None, count: int = WORDS) -> list[int]:
-    """Ids of the strings. Without strings, `count` words of the text, drawn with the seed.
+def pick_tokens(setup: Setup, strings: Sequence[str] | None = None) -> list[int]:
+    """Ids of the strings. Without strings, five words of the text, drawn with the seed.
 
     Args:
         setup: The model and its text.
         strings: The strings to repeat.
-        count: How many to draw.
     """
     tokenizer = setup.tokenizer
     if strings:
         return [single_token(tokenizer, s) for s in strings]
     ordinary = tokens_of_text(setup)
     words = [i for i in ordinary if len(tokenizer.decode([i]).strip()) > 2]
-    return sample_tokens(words or ordinary, count, setup.seed)
+    return sample_tokens(words or ordinary, WORDS, setup.seed)
 
 
 def tokens_of_text(setup: Setup) -> list[int]:

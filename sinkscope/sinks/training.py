@@ -57,7 +57,6 @@ class SinkCallback(TrainerCallback):
         text: str | Path | None = None,
     ) -> None:
         check_values(Natural, every=every)
-        check_values(bool | None, bos=bos)
         typical_text(text)
         self.trainer: Any = trainer
         self.every = every

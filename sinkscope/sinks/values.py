@@ -15,7 +15,6 @@ from torch import Tensor
 from sinkscope.models.grouped_heads import output_factors, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import word_form
 from sinkscope.results.parts import VALUE, Head
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
@@ -81,8 +80,8 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
         for numbers in groups.values():
             change, control = read[..., numbers].clamp(max=1)
             other = Contrast("other", 1 - float(control.mean()), 1, "zeroed elsewhere")
-            some = word_form(len(numbers), "1 head that attends", f"{len(numbers)} heads that attend")
-            effect, attending = f"the output of {some} to {{}}", tuple(Head(*heads[number]) for number in numbers)
+            effect = f"the output of {len(numbers)} of {len(heads)} heads that attend to {{}}"
+            attending = tuple(Head(*heads[number]) for number in numbers)
             outcome, search = Outcome("output", heads=attending, effect=effect), Search("heads", len(heads))
             left = 1 - change.mean(1)
             claims.append(claim_of("writes", (VALUE,), outcome, place.words, left, [INTACT, other], search))

@@ -95,18 +95,13 @@ def test_one_pass_is_n_passes(family):
     assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(like.mean(1), abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "config"), [("gpt2", {}), ("gpt_oss", {"sliding_window": 2048}), ("mistral", {"sliding_window": 16})]
-)
+@pytest.mark.parametrize(("family", "config"), [("gpt2", {}), ("gpt_oss", {"sliding_window": 2048})])
 def test_outside_the_theorem_there_is_no_bound(family, config):
-    """With absolute positions or learned sinks the distance does not vanish; outside a window it is zero."""
+    """With absolute positions or learned sinks the distance does not vanish."""
     found = measured(*tiny_model(family, **config), 400, prefix="some prefix:", tokens=["cat"])
     assert "does not apply" in found.notes[0] and np.isnan(found.values[1:3]).all()
     distance = found.values[0, 0]
-    if family == "mistral":
-        assert ((distance < 1e-5 * distance.max()) == (found.at >= 16)).all()
-    else:
-        assert distance[-1] > 0.05 * distance.max()
+    assert distance[-1] > 0.05 * distance.max()
 
 
 def test_from_disk_the_numbers_are_the_same(tmp_path):

@@ -20,7 +20,7 @@ from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import beside_copies
+from sinkscope.sinks.repetition.sweep import beside_copies, sweep_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -117,7 +117,7 @@ def test_where_the_spike_is_elsewhere_its_norm_is_the_unit_and_its_place_is_name
     every = norms(m.model, ids)[result.sink_layer]
     spike = float(every[ids == delimiter].median())
     place = f"{m.tokenizer.decode([delimiter])!r} wherever it stands"
-    assert f"The norm at {place} is " in str(result) and place in str(attended)
+    assert f"The norm of the spike at {place} is " in str(result) and place in str(attended)
     assert "first token" not in str(result) + str(attended)
     row = torch.tensor([[m.tokenizer.bos_token_id, *[delimiter + 1] * 6]])
     assert result.values[0, 1] == pytest.approx(norms(m.model, row)[result.sink_layer, 0, 1:].numpy() / spike, rel=0.1)
@@ -135,8 +135,8 @@ def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
 
 def test_every_special_token_of_a_text_stands_before_the_repetitions():
     m = hard("all_specials", "qwen3")
-    found = repeat(m.model, read="distance", tokenizer=m.tokenizer, max_repeats=4)
-    assert found.before == tuple(m.tokenizer.convert_ids_to_tokens(list(m.truth.before)))
+    sweep = sweep_of(setup_of(m), None, None, 4)
+    assert sweep.rows[0, : sweep.before].tolist() == list(m.truth.before) and sweep.count == 4
 
 
 def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
@@ -183,7 +183,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
     ("options", "message"),
     [
         ({"tokens": ["poem book"]}, r"'poem book' is not one known token here, but \['poem', 'book'\]; give a string"),
-        ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
+        ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains a repeated token"),
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: there is room for \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: there is room for 0"),
         ({"tokens": ["all"], "read": "distance"}, "--tokens all belongs to --read norm"),

@@ -251,7 +251,6 @@ def test_only_the_main_process_measures_and_only_a_model_that_is_whole(changed, 
     ("options", "words"),
     [
         ({"every": 0}, "every=0: expected a whole number from 1"),
-        ({"bos": "yes"}, "bos="),
         ({"text": "no/such.txt"}, "such"),
     ],
 )

@@ -34,7 +34,6 @@ class ClusterAttack(Result):
     in memory.
 
     Attributes:
-        sink_layer: Layer where norms are read. None if no MLP makes a norm spike; nothing was tried then.
         clusters: The head of layer 0 that serves each token. None if no neuron is causal.
         instead: What there is instead of a finding.
         attempts: What the sequences do.
@@ -47,7 +46,6 @@ class ClusterAttack(Result):
     }
     percent = ("positions", "attention")
 
-    sink_layer: int | None
     clusters: TokenClusters | None = None
     instead: str | None = None
     attempts: tuple[Attempt, ...] = ()
@@ -108,16 +106,15 @@ def attack(
     check_length(setup.target, f"--length {max(lengths)}", max(lengths) + 1, remedy="give a smaller --length")
     made, everyone = sink_spike(setup), vocabulary(setup.target, tokens)
     if made is None:
-        return ClusterAttack(sink_layer=None, instead=without_spike(setup, "there are no sink neurons to attack"))
-    result = ClusterAttack(sink_layer=made.scan.layer)
+        return ClusterAttack(instead=without_spike(setup, "there are no sink neurons to attack"))
     if not made.spike.place.is_first:
         why = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
-        return replace(result, instead=why)
+        return ClusterAttack(instead=why)
     clusters = find_clusters(setup, made, everyone, resume)
     if clusters is None or not clusters.claims:
         why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
-        return replace(result, clusters=clusters, instead=why)
-    result = replace(result, clusters=clusters, claims=clusters.claims)
+        return ClusterAttack(clusters=clusters, instead=why)
+    result = ClusterAttack(clusters=clusters, claims=clusters.claims)
     if sequences:
         hold_layers(setup.target, made.scan.layer)
         with warnings.catch_warnings():

@@ -10,9 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.models.checks import attending_layers
 from sinkscope.results.claims import Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.parts import Head
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.find.left import claim_of
@@ -87,7 +85,6 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
     if not made.neurons:
         return None
     target = setup.target
-    attending_layers(target, [0])  # a layer without attention has no heads, which an error says
     largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
     model = Replacement.of(setup, largest.layer, [largest], made.spike.place)
@@ -105,7 +102,7 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
     heads = tuple(Head(0, int(each)) for each in np.unique(head[served]))
     claims: Claims = ()
     if heads:
-        gives = f"{word_form(len(heads), 'marks', 'mark')} {{}} of {count_of(len(ids), 'token')}, one head each"
+        gives = f"marked {{}} of {len(ids):,} tokens, one head each"
         other = float((np.median(alone, 1) >= FIRES).mean())
         contrasts = [
             Contrast("other", 1 - float(needed.mean()), 1, "no head"),

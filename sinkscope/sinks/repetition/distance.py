@@ -24,8 +24,8 @@ from sinkscope.sinks.tokens import TokenRows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
 OUTSIDE = (
-    "Theorem 4.1 does not apply to this model: it is of softmax attention in the first layer, to all tokens, without "
-    "absolute positions and learned sinks."
+    "Theorem 4.1 does not apply to this model: it is of softmax attention in the first layer, without absolute "
+    "positions and learned sinks."
 )
 
 
@@ -57,7 +57,7 @@ def read_distances(sweep: Sweep) -> Repeat:
     distances = [(output[:, before:] - one[before:]).norm(dim=-1) for output, one in zip(outputs, alone, strict=True)]
     curves = torch.stack([distances[0], bound.sum(-1), closest, distances[1]])
     note = OUTSIDE
-    if is_outside(target, first, sweep.rows.shape[1]):
+    if first > 0 or target.adapter.absolute_positions or target.adapter.learned_sinks:
         curves[1:3] = torch.nan
     else:
         holds = "holds" if closest.max() <= 1 else "does not hold"
@@ -99,10 +99,3 @@ def attention_outputs(target: Target, rows: TokenRows, layers: Sequence[int]) ->
 def spread_of(rows: Float[Tensor, "row head query key"]) -> Float[Tensor, "row head query"]:
     """The largest attention of each query over the smallest to a key that it sees."""
     return rows.amax(-1) / rows.where(rows > 0, torch.inf).amin(-1)
-
-
-def is_outside(target: Target, layer: int, length: int) -> bool:
-    """Whether theorem 4.1 does not apply to a layer and sequences of that length."""
-    window, kinds = getattr(target.config, "sliding_window", None), getattr(target.config, "layer_types", None)
-    leaves = bool(window) and window < length and (not kinds or kinds[layer] == "sliding_attention")
-    return layer > 0 or target.adapter.absolute_positions or bool(target.adapter.learned_sinks) or leaves

@@ -17,7 +17,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import seed_of
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.layer_scan import typical_quantiles
 from sinkscope.sinks.find.repetitions import repeat_until_half, repeats_until_half
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.removal.components import Neurons
@@ -53,8 +52,7 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
         return repeats_until_half(share, 1.0)
 
     outcome = Outcome("norm", (scan.layer,), gives="reach {} of the spike's norm")
-    typical = float(typical_quantiles(scan.typical.norms[scan.layer :][:1])[1, 0])
-    note = f"The norm at {made.spike.place.words} is {spike:.4g}, and that of typical text {typical:.4g}."
+    note = f"The norm of the spike at {made.spike.place.words} is {spike:.4g}."
     curves = sweep.curves(outcome, shares, turned, edits, neurons)
     return Repeat(read="norm", sink_layer=scan.layer, notes=(note,), **curves)
 

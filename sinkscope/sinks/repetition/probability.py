@@ -36,10 +36,11 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
     """Run every sequence with and without the patch, and let the model answer after some repetitions.
 
     Args:
-        sweep: What is repeated, in a model that is whole in memory.
+        sweep: What is repeated.
         patch: The patch or its file. None: a patch of the causal neurons.
     """
-    setup, neurons = sweep.setup, Neurons()
+    setup, neurons = in_memory(sweep.setup), Neurons()
+    sweep = replace(sweep, setup=setup)
     edits: Patches = {"intact": None}
     edit = chosen_patch(setup, patch)
     if edit is not None:

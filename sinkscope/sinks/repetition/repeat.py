@@ -12,7 +12,7 @@ from sinkscope.sinks.find.spikes import sink_spike, without_spike
 from sinkscope.sinks.repetition.attention import TAIL, read_attention
 from sinkscope.sinks.repetition.distance import read_distances
 from sinkscope.sinks.repetition.norm import read_norms, read_vocabulary
-from sinkscope.sinks.repetition.probability import in_memory, read_probabilities
+from sinkscope.sinks.repetition.probability import read_probabilities
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import sweep_of
 
@@ -76,10 +76,8 @@ def repeat(
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
     every = list(tokens or ()) == EVERY_TOKEN
-    opened, room = setup, TAIL if read == "attention" else 0
-    if read == "probability":
-        opened = in_memory(setup)
-    sweep = sweep_of(opened, None if every else tokens, prefix, max_repeats, room)
+    room = TAIL if read == "attention" else 0
+    sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, room)
     if read == "distance":
         return read_distances(sweep)
     if read == "probability":

@@ -146,12 +146,8 @@ def sweep_of(
     """
     words = pick_tokens(setup, tokens)
     leading = setup.tokenizer(prefix or "", add_special_tokens=False)["input_ids"]
-    for token in leading:
-        if token in words:  # its first occurrence would count as a repetition
-            raise SinkscopeError(
-                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
-                "one more repetition; give another --prefix or --token"
-            )
+    if not {*leading}.isdisjoint(words):
+        raise SinkscopeError(f"--prefix {prefix!r} contains a repeated token, which would be one more repetition")
     # Any token in first place is marked, so it must not be a repeated one.
     before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefixes(setup, words)[:1]
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
@@ -167,12 +163,10 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
         rows: The sequences.
         before: Number of tokens before the copies, which stay.
     """
-    ids = setup.ids[:, 1:].unique()
+    ids, others = setup.ids[:, 1:].unique(), rows.clone()
+    ordinary, places = ids[~torch.isin(ids, rows[:, -1])], others[:, before:]
     generator = draws(setup.seed, "tokens beside copies")
-    others = rows.clone()
-    for row in others:
-        ordinary = ids[ids != row[-1]]
-        row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
+    places[:] = ordinary[torch.randint(len(ordinary), places.shape, generator=generator)]
     return one_copy(others, rows), others
 
 
