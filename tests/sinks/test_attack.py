@@ -148,7 +148,7 @@ def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it(fami
     assert success == {"none": 1, **listing, "patch": 0, "random neurons": 1}
     none, patched, random = (made[patch, "no BOS", "cluster"] for patch in ("none", "patch", "random neurons"))
     assert none.divergence == 0 and patched.divergence > 0.1 and random.divergence < 0.2 * patched.divergence
-    assert none.attention > 1.5 * made["none", "no BOS", "random"].attention > 0
+    assert none.attention > 1.2 * made["none", "no BOS", "random"].attention > 0
     attacked, _ = found.claims
     assert attacked.verdict == "sufficient"
     assert attacked.contrasts[1].value == pytest.approx(made["none", "no BOS", "random"].positions)

@@ -119,6 +119,7 @@ def draw(result: Repeat) -> go.Figure:
         rows = long_table({result.read: result.values}, **axes)
         shown: dict[str, Any] = {"x": x, "y": result.read, "color": "token", "facet_col": "condition"}
         fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=True)
+        fig.update_yaxes(exponentformat="power")
         if result.repeats is not None:
             fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
     elif result.repeats is not None:
