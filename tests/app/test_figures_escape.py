@@ -33,9 +33,9 @@ CHOICES = {  # one of a few words, or packed numbers
     "repetition.claims.subject.which",
     "repetition.claims.outcome.unit",
     "repetition.claims.contrasts.kind",
-    "attacked.subject.which",
-    "attacked.outcome.unit",
-    "attacked.contrasts.kind",
+    "attempts.patch",
+    "attempts.context",
+    "attempts.source",
     "kept_by",
     "tried.without",
 }

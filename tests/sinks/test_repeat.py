@@ -117,7 +117,7 @@ def test_where_the_spike_is_elsewhere_its_norm_is_the_unit_and_its_place_is_name
     every = norms(m.model, ids)[result.sink_layer]
     spike = float(every[ids == delimiter].median())
     place = f"{m.tokenizer.decode([delimiter])!r} wherever it stands"
-    assert f"The norm of the spike at {place} is " in str(result) and place in str(attended)
+    assert f" of the norm at {place} " in str(result) and place in str(attended)
     assert "first token" not in str(result) + str(attended)
     row = torch.tensor([[m.tokenizer.bos_token_id, *[delimiter + 1] * 6]])
     assert result.values[0, 1] == pytest.approx(norms(m.model, row)[result.sink_layer, 0, 1:].numpy() / spike, rel=0.1)

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.measure import Option, Result, Setup, Whole, measurement
-from sinkscope.models.checks import check_length
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
@@ -69,8 +68,7 @@ def draw(result: ClusterAttack) -> go.Figure:
     fig = px.line(
         result.rows(), render_mode="svg", **axes, color="source", log_x=True, markers=True, range_y=(-0.06, 1.06)
     )
-    height = 260 + 180 * len({one.patch for one in result.attempts})
-    return figure_of(fig, result, width=1200, height=height, legend=-75 / height)
+    return figure_of(fig, result, width=1200, height=980, legend=-0.08)
 
 
 @measurement(
@@ -96,30 +94,29 @@ def attack(
 
     Args:
         tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
-        lengths: Tokens per sequence. Those that no cluster has are left out.
+        lengths: Tokens per sequence. Those that no cluster has, or that the context does not hold, are left out.
         sequences: Sequences of each kind and length; 0 finds the clusters only.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    check_length(setup.target, f"--length {max(lengths)}", max(lengths) + 1, remedy="give a smaller --length")
     made, everyone = sink_spike(setup), vocabulary(setup.target, tokens)
     if made is None:
         return ClusterAttack(instead=without_spike(setup, "there are no sink neurons to attack"))
     if not made.spike.place.is_first:
         why = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
         return ClusterAttack(instead=why)
-    clusters = find_clusters(setup, made, everyone, resume)
-    if clusters is None or not clusters.claims:
+    clusters, claims = find_clusters(setup, made, everyone, resume)
+    if clusters is None or not claims:
         why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
         return ClusterAttack(clusters=clusters, instead=why)
-    result = ClusterAttack(clusters=clusters, claims=clusters.claims)
+    result = ClusterAttack(clusters=clusters, claims=claims)
     if sequences:
         hold_layers(setup.target, made.scan.layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             tries = Attack(setup, made.scan, attack_patches(setup))
             attempts, claim = attempts_of(tries, clusters, lengths, sequences)
-        result = replace(result, attempts=attempts, claims=(claim, *clusters.claims))
+        result = replace(result, attempts=attempts, claims=(claim, *claims))
     return result

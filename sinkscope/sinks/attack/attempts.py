@@ -35,6 +35,7 @@ ROWS = 4  # sequences per pass; each has attention of every head and all logits
 Patch = Literal["none", "Listing 1", "patch", "random neurons"]
 Context = Literal["BOS", "no BOS"]
 Source = Literal["cluster", "random"]
+SOURCES: tuple[Source, Source] = ("cluster", "random")
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ class Attack:
             made.append(Attempt(name, context, length, source, positions, attention, divergence))
         return made
 
-    def claim(self, length: int, cluster: TokenRows, random: TokenRows) -> Claim:
+    def claim(self, cluster: TokenRows, random: TokenRows) -> Claim:
         """What the tokens of a cluster do without BOS, beside one of them behind random tokens, and these alone."""
         single = self.spikes(one_copy(random, cluster))[:, -1]
         values = torch.stack([self.spikes(cluster).mean(1), single, self.spikes(random).mean(1)])
         outcome = Outcome("spikes", unit="cases", gives="make spikes at {} of their positions {}")
-        return claim_of_cases((Tokens("one cluster", length),), "without BOS", outcome, values)
+        return claim_of_cases((Tokens("one cluster", cluster.shape[1]),), "without BOS", outcome, values)
 
 
 def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
@@ -147,23 +148,25 @@ def attempts_of(
         count: Sequences of each kind.
 
     Raises:
-        SinkscopeError: No cluster has so many tokens.
+        SinkscopeError: No cluster has so many tokens, or the context does not hold them.
     """
     setup = attack.setup
     left_out = {*setup.tokenizer.all_special_ids, setup.bos}
     everyone, *pools = ([token for token in ids if token not in left_out] for ids in clusters.pools)
-    largest = max(map(len, pools))
-    lengths = [length for length in sorted(lengths) if length <= largest]
+    limit = min(max(map(len, pools)), (setup.target.max_positions or 1 << 30) - TAIL - 1)
+    lengths = [length for length in sorted({*lengths}) if length <= limit]
     if not lengths:
-        raise SinkscopeError(f"--length: the largest cluster has {largest} tokens; give at most that")
+        raise SinkscopeError(f"--length: the largest cluster, and the context, hold {limit} tokens; give at most that")
     leads: dict[Context, list[int]] = {"no BOS": []}
     if setup.bos is not None:
         leads = {"BOS": [setup.bos], **leads}
     attempts: list[Attempt] = []
+    drawn: dict[int, list[TokenRows]] = {}
+    for length in lengths:
+        drawn[length] = [drawn_sequences(each, length, count, setup.seed) for each in (pools, [everyone])]
     for (context, lead), length in product(leads.items(), lengths):
         before = torch.tensor(lead, dtype=torch.long).expand(count, -1)
-        cluster = torch.cat([before, drawn_sequences(pools, length, count, setup.seed)], 1)
-        random = torch.cat([before, drawn_sequences([everyone], length, count, setup.seed)], 1)
-        attempts += attack.tried(context, "cluster", length, cluster) + attack.tried(context, "random", length, random)
+        for source, rows in zip(SOURCES, drawn[length], strict=True):
+            attempts += attack.tried(context, source, length, torch.cat([before, rows], 1))
         setup.progress(f"attacks, {context}", length, lengths[-1])
-    return tuple(attempts), attack.claim(lengths[-1], cluster, random)
+    return tuple(attempts), attack.claim(*drawn[lengths[-1]])

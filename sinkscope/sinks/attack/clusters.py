@@ -53,14 +53,11 @@ class TokenClusters:
         tokens: The tokens.
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
-        claims: At how many tokens one head alone fires the neuron, beside no head and another one; none if no head
-            does.
     """
 
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
     head: PerToken
-    claims: Claims = ()
 
     @property
     def heads(self) -> list[int]:
@@ -73,8 +70,10 @@ class TokenClusters:
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
-def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> TokenClusters | None:
+def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> tuple[TokenClusters | None, Claims]:
     """The head that serves each token, seen at the sink neuron that writes most. None if there is no neuron.
+
+    The claim is of how many tokens one head alone marks, beside no head and another one; there is none if no head does.
 
     Args:
         setup: The model and its text.
@@ -83,7 +82,7 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
         resume: Folder that keeps finished chunks.
     """
     if not made.neurons:
-        return None
+        return None, ()
     target = setup.target
     largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
@@ -111,4 +110,4 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
         outcome, search = Outcome("mark by one head", gives=gives), Search("tokens", len(ids))
         fires = torch.from_numpy(served).double()
         claims = (claim_of("marks", heads, outcome, "tokens that stand first", fires, contrasts, search),)
-    return TokenClusters(token_texts(target, ids), np.array(ids), head, claims)
+    return TokenClusters(token_texts(target, ids), np.array(ids), head), claims

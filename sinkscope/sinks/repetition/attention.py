@@ -50,14 +50,16 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
     usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]))
-    shown = {"tokens": (place.words, "the copies' positions"), "at": np.arange(target.n_layers), "shown": layer}
     return Repeat(
         read="attention",
         sink_layer=made_in,
         claims=(claim,),
         conditions=("natural text", "copies", "one copy"),
         values=rounded(torch.stack([part.mean(0) for part in times.split(parts)])),
-        **sweep.fields() | shown,
+        ids=tuple(sweep.words),
+        tokens=(place.words, "the copies' positions"),
+        at=np.arange(target.n_layers),
+        shown=layer,
     )
 
 

@@ -6,6 +6,7 @@ Of every token of the vocabulary, it says after how many repetitions the token b
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -48,13 +49,9 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
     def shares(ids: TokenRows) -> Float[Tensor, "row n"]:
         return norms_at_sink(scan, ids)[:, sweep.before :] / spike
 
-    def turned(share: Float[Tensor, " n"]) -> int | None:
-        return repeats_until_half(share, 1.0)
-
-    outcome = Outcome("norm", (scan.layer,), gives="reach {} of the spike's norm")
-    note = f"The norm of the spike at {made.spike.place.words} is {spike:.4g}."
-    curves = sweep.curves(outcome, shares, turned, edits, neurons)
-    return Repeat(read="norm", sink_layer=scan.layer, notes=(note,), **curves)
+    outcome = Outcome("norm", (scan.layer,), gives=f"reach {{}} of the norm at {made.spike.place.words}")
+    curves = sweep.curves(outcome, shares, partial(repeats_until_half, spike=1.0), edits, neurons)
+    return Repeat(read="norm", sink_layer=scan.layer, **curves)
 
 
 def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:

@@ -103,7 +103,7 @@ class Repeat(Result):
     def rows(self) -> Table:
         """One row per answer; without answers, one per condition and token."""
         if self.answers:
-            return [{**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]} for answer in self.answers]
+            return [{**vars(answer), "follows": answer.follows[:SHOWN_TEXT]} for answer in self.answers]
         columns: dict[str, Any] = {"repeats": self.repeats}
         if self.values is not None:
             columns = {self.read: self.values[:, :, self.shown], **columns}
