@@ -45,7 +45,6 @@ def atlas(token: str) -> Repeat:
         model=found.model,
         provenance=found.provenance,
         read="norm",
-        sink_layer=1,
         ids=tuple(range(4)),
         conditions=("intact",),
         tokens=("a", token, "c", " d"),

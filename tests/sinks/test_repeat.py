@@ -62,7 +62,7 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
     expected = llama.truth.repeats_expected or 0
     result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
-    assert result.sink_layer == llama.truth.sink_layer
+    assert result.claims[0].outcome.layers == (llama.truth.sink_layer,)
     marked = int(result.repeats[0, 0])
     assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
     for count in (marked - 1, marked):
@@ -114,13 +114,14 @@ def test_where_the_spike_is_elsewhere_its_norm_is_the_unit_and_its_place_is_name
     words = [m.tokenizer.decode([token]) for token in (delimiter, delimiter + 1)]
     result, attended = repeat(m.model, tokens=words, **options), repeat(m.model, read="attention", **options)
     ids = m.natural(40, 64)
-    every = norms(m.model, ids)[result.sink_layer]
+    (layer,) = result.claims[0].outcome.layers
+    every = norms(m.model, ids)[layer]
     spike = float(every[ids == delimiter].median())
     place = f"{m.tokenizer.decode([delimiter])!r} wherever it stands"
     assert f" of the norm at {place} " in str(result) and place in str(attended)
     assert "first token" not in str(result) + str(attended)
     row = torch.tensor([[m.tokenizer.bos_token_id, *[delimiter + 1] * 6]])
-    assert result.values[0, 1] == pytest.approx(norms(m.model, row)[result.sink_layer, 0, 1:].numpy() / spike, rel=0.1)
+    assert result.values[0, 1] == pytest.approx(norms(m.model, row)[layer, 0, 1:].numpy() / spike, rel=0.1)
     assert spike > 3 * float(every[:, 0].median()) and result.repeats[0, 0] == 1
 
 

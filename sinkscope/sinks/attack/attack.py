@@ -19,7 +19,7 @@ from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import Attack, Attempt, attack_patches, attempts_of
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
-from sinkscope.sinks.chunks import Resume, hold_layers
+from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.find.spikes import sink_spike, without_spike
 from sinkscope.sinks.tokens import vocabulary
 
@@ -105,15 +105,14 @@ def attack(
     if made is None:
         return ClusterAttack(instead=without_spike(setup, "there are no sink neurons to attack"))
     if not made.spike.place.is_first:
-        why = f"MLPs make a norm spike at {made.spike.place}, and an attack is about tokens that stand first."
-        return ClusterAttack(instead=why)
+        what = "an attack is about tokens that stand first"
+        return ClusterAttack(instead=f"MLPs make a norm spike at {made.spike.place}, and {what}.")
     clusters, claims = find_clusters(setup, made, everyone, resume)
     if clusters is None or not claims:
         why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
         return ClusterAttack(clusters=clusters, instead=why)
     result = ClusterAttack(clusters=clusters, claims=claims)
     if sequences:
-        hold_layers(setup.target, made.scan.layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
             tries = Attack(setup, made.scan, attack_patches(setup))

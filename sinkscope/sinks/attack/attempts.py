@@ -157,9 +157,9 @@ def attempts_of(
     lengths = [length for length in sorted({*lengths}) if length <= limit]
     if not lengths:
         raise SinkscopeError(f"--length: the largest cluster, and the context, hold {limit} tokens; give at most that")
-    leads: dict[Context, list[int]] = {"no BOS": []}
-    if setup.bos is not None:
-        leads = {"BOS": [setup.bos], **leads}
+    leads: dict[Context, list[int | None]] = {"BOS": [setup.bos], "no BOS": []}
+    if setup.bos is None:
+        del leads["BOS"]
     attempts: list[Attempt] = []
     drawn: dict[int, list[TokenRows]] = {}
     for length in lengths:

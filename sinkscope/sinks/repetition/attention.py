@@ -32,7 +32,7 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
         made: The spike.
     """
     setup, target, before = sweep.setup, sweep.setup.target, sweep.before
-    place, made_in = made.spike.place, made.scan.layer
+    place = made.spike.place
     natural = text_rows(target.tokenizer, setup.text, 1, sweep.rows.shape[1] + TAIL, setup.bos)
     natural[:, :before] = sweep.rows[:1, :before]
     single, _ = beside_copies(setup, sweep.rows, before)
@@ -46,13 +46,12 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
     parts = (1, count, count)
-    layer = next((one for one in target.attending if one > made_in), target.attending[-1])
+    layer = next((one for one in target.attending if one > made.scan.layer), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]))
     return Repeat(
         read="attention",
-        sink_layer=made_in,
         claims=(claim,),
         conditions=("natural text", "copies", "one copy"),
         values=rounded(torch.stack([part.mean(0) for part in times.split(parts)])),

@@ -63,17 +63,20 @@ def read_distances(sweep: Sweep) -> Repeat:
         holds = "holds" if closest.max() <= 1 else "does not hold"
         note = f"The bound of theorem 4.1 {holds}: the head that comes closest to it reaches {closest.max():.1%} of it."
 
-    def like(rows: TokenRows) -> Float[Tensor, "token n"]:
-        single, output = alone[0][before:], attention_outputs(target, rows, [first])[1]
+    def like(output: Float[Tensor, "token n d_model"]) -> Float[Tensor, "token n"]:
+        single = alone[0][before:]
         distance = (output - single).norm(dim=-1)
         return (1 - distance / single.norm(dim=-1)).nan_to_num(neginf=0)  # it may write nothing on the token alone
+
+    def read(rows: TokenRows) -> Float[Tensor, "token n"]:
+        return like(attention_outputs(target, rows, [first])[1])
 
     gives = "make the first layer's output {} like that on the token alone"
     outcome = Outcome("likeness to the token alone", (first,), gives=gives)
     in_first = f"layer {first}"
     return Repeat(
         read="distance",
-        claims=(sweep.claim(outcome, like(sweep.rows)[:, -1], like),),
+        claims=(sweep.claim(outcome, like(outputs[0])[:, -1], read),),
         notes=(note,),
         conditions=(in_first, f"bound in {in_first}", "closest head, of its bound", f"layer {last}"),
         values=rounded(curves[:, :, sweep.counts - 1]),

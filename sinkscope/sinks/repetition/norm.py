@@ -51,7 +51,7 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
 
     outcome = Outcome("norm", (scan.layer,), gives=f"reach {{}} of the norm at {made.spike.place.words}")
     curves = sweep.curves(outcome, shares, partial(repeats_until_half, spike=1.0), edits, neurons)
-    return Repeat(read="norm", sink_layer=scan.layer, **curves)
+    return Repeat(read="norm", **curves)
 
 
 def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:

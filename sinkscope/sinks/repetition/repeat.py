@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Natural, Option, Setup, measurement
@@ -13,7 +13,7 @@ from sinkscope.sinks.repetition.attention import TAIL, read_attention
 from sinkscope.sinks.repetition.distance import read_distances
 from sinkscope.sinks.repetition.norm import read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import read_probabilities
-from sinkscope.sinks.repetition.result import Repeat
+from sinkscope.sinks.repetition.result import Repeat, What
 from sinkscope.sinks.repetition.sweep import sweep_of
 
 EVERY_TOKEN = ["all"]
@@ -43,7 +43,7 @@ def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) ->
 def repeat(
     setup: Setup,
     *,
-    read: Literal["norm", "attention", "distance", "probability"] = "norm",
+    read: What = "norm",
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...|all", reads="commas")] = None,
     prefix: str | None = None,
     max_repeats: Natural | None = None,

@@ -18,6 +18,7 @@ from sinkscope.results.tables import Table
 HALF = 0.5
 """Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
 TURNS = {"norm": "reach half of the spike's norm", "probability": "stop being repeated"}
+What = Literal["norm", "attention", "distance", "probability"]
 SHOWN_TEXT = 40  # characters of an answer in the table
 
 
@@ -49,7 +50,6 @@ class Repeat(Result):
             which are natural text, give to places, over what each place would get if all tokens got the same;
             "distance": distance of the attention's output to that on the token alone; "probability": probability that
             the token comes once more.
-        sink_layer: Layer that makes the norm spike. None if there is none, or if the reading does not need it.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
         notes: Sentences that no claim carries.
@@ -74,8 +74,7 @@ class Repeat(Result):
         "probability": "of the token to come once more after the last repetition",
     }
 
-    read: Literal["norm", "attention", "distance", "probability"]
-    sink_layer: int | None = None
+    read: What
     instead: str | None = None
     claims: Claims = ()
     notes: tuple[str, ...] = ()
