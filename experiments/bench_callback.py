@@ -59,7 +59,7 @@ def trainer_of(batch: int, length: int, steps: int, every: int | None, folder: s
     options: Row = {"data_collator": collated, "processing_class": bundled.tokenizer}
     trainer = Trainer(model, arguments, train_dataset=TensorDataset(ids), **options)
     if every is not None:
-        ss.SinkCallback(every=every).attach(trainer)
+        trainer.add_callback(ss.SinkCallback(trainer, every))
     return trainer
 
 

@@ -22,13 +22,3 @@ def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: 
 def setup_of(o: Organism | HardModel, **options: Any) -> Setup:
     """What a measurement of it works on."""
     return Setup.open(o.model, tokenizer=o.tokenizer, **options)
-
-
-def planted_clusters(o: Organism) -> dict[int, list[int]]:
-    """Head -> tokens, as they were written into the weights."""
-    clusters = {}
-    for group, heads in o.truth.group_heads.items():
-        tokens = [token for token, own in o.truth.groups.items() if own == group and token > 3]
-        if len(tokens) > 1:
-            clusters[heads[0]] = tokens
-    return clusters

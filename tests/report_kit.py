@@ -17,8 +17,7 @@ import sinkscope as ss
 from sinkscope import loops
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.results.result import Result
-from sinkscope.sinks.repetition.norm import AtlasReading
-from sinkscope.sinks.repetition.repeat import Repeat
+from sinkscope.sinks.repetition.result import Repeat
 
 BAD = "<img src=x onerror=alert(1)>&lt;"
 WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
@@ -42,14 +41,15 @@ class Plain(Result):
 
 def atlas(token: str) -> Repeat:
     found = sample_find_sinks()
-    reading = AtlasReading(
+    return Repeat(
+        model=found.model,
+        provenance=found.provenance,
+        read="norm",
+        ids=tuple(range(4)),
+        conditions=("intact",),
         tokens=("a", token, "c", " d"),
-        ids=np.arange(4),
-        repeats=np.array([1.0, 3.0, np.nan, 4.0]),
-        head=np.array([0, 0, np.nan, 1]),
-        max_repeats=8,
+        repeats=np.array([[1.0, 3.0, np.nan, 4.0]]),
     )
-    return Repeat(model=found.model, provenance=found.provenance, read="norm", sink_layer=1, reading=reading)
 
 
 def fill(folder: Path, text: str):
@@ -115,8 +115,7 @@ def spoil(folder: Path):
     newer = json.loads((folder / "atlas.json").read_text())
     (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
     (folder / "unknown.json").write_text(json.dumps({**newer, "kind": BAD}))
-    atlas = {**newer["result"]["reading"], "tokens": ["a"]}
-    uneven = {**newer, "result": {**newer["result"], "reading": atlas}}
+    uneven = {**newer, "result": {**newer["result"], "tokens": ["a"]}}
     (folder / "uneven.json").write_text(json.dumps(uneven))
     (folder / "notes.txt").write_text("not JSON")
     (folder / f"{BAD}\n\x1b[2J.json").write_text("{")

@@ -22,8 +22,8 @@ from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.repetition.probability import ProbabilityReading
-from sinkscope.sinks.repetition.repeat import Repeat
+from sinkscope.sinks.repetition.probability import NEW_TOKENS
+from sinkscope.sinks.repetition.result import Repeat
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
 BETWEEN = b"\xff"
@@ -81,15 +81,14 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
     """
     texts = read_texts(corpus)
     measured = Repeat.load(result)
-    if not isinstance(measured.reading, ProbabilityReading):
+    if not measured.answers:
         raise SinkscopeError(f"{result} is no result of sinkscope repeat --read probability: give one")
     rows: list[Row] = []
-    for answer in measured.reading.answers:
+    for answer in measured.answers:
         if answer.follows:
-            group = f"{answer.repeats} repetitions" + ", patched" * answer.patched
+            group = f"{answer.copies} repetitions" + ", patched" * answer.patched
             rows.append({"group": group, "token": answer.token, **longest_piece(texts, answer.follows)})
-    new_tokens = int(measured.settings["new_tokens"])
-    for text in ordinary_answers(ss.load(model), controls, new_tokens):
+    for text in ordinary_answers(ss.load(model), controls, NEW_TOKENS):
         rows.append({"group": "ordinary prompts", "token": None, **longest_piece(texts, text)})
     for group in dict.fromkeys(row["group"] for row in rows):
         lengths = []

@@ -55,13 +55,11 @@ def in_chunks(
     decisive = {
         "model": fingerprint_of(setup.target),
         "dtype": str(setup.target.dtype),
-        "bos": setup.bos,
         "seed": setup.seed,
-        "text": digest_of(setup.text),
-        "texts": len(setup.ids),
+        "text": digest_of(str(setup.ids.tolist())),
         **settings,
         "chunk": size,
-        "items": digest_of(" ".join(map(str, items))),
+        "items": digest_of(str(items)),
     }
     joined: Columns = {}
     starts = range(0, len(items), size)

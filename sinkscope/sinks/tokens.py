@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from sinkscope.models.checks import check_length
 from sinkscope.models.draws import some_of
 from sinkscope.models.target import Target
 
-CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 WORDS = 5  # words of the text that are repeated by default
 MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
 
@@ -38,8 +36,6 @@ def single_token(tokenizer: Any, string: str) -> int:
     """
     check_encodable(string, repr(string))
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if string == getattr(tokenizer, "unk_token", None):
-        unknown = None
     pieces = []
     for form in (string, " " + string) if string else ():
         ids = tokenizer(form, add_special_tokens=False)["input_ids"]
@@ -50,20 +46,19 @@ def single_token(tokenizer: Any, string: str) -> int:
     raise SinkscopeError(f"{string!r} is not one known token here, but {parts}; give a string that is one token")
 
 
-def pick_tokens(setup: Setup, strings: Sequence[str] | None = None, count: int = WORDS) -> list[int]:
-    """Ids of the strings. Without strings, `count` words of the text, drawn with the seed.
+def pick_tokens(setup: Setup, strings: Sequence[str] | None = None) -> list[int]:
+    """Ids of the strings. Without strings, five words of the text, drawn with the seed.
 
     Args:
         setup: The model and its text.
         strings: The strings to repeat.
-        count: How many to draw.
     """
     tokenizer = setup.tokenizer
     if strings:
         return [single_token(tokenizer, s) for s in strings]
     ordinary = tokens_of_text(setup)
     words = [i for i in ordinary if len(tokenizer.decode([i]).strip()) > 2]
-    return sample_tokens(words or ordinary, count, setup.seed)
+    return sample_tokens(words or ordinary, WORDS, setup.seed)
 
 
 def tokens_of_text(setup: Setup) -> list[int]:
@@ -88,51 +83,12 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
     return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
 
 
-def words_to_repeat(
-    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = ()
-) -> list[int]:
-    """Ids of what to repeat: the given strings, the words of the paper that are one token here, or words of the text.
-
-    Words of the text that occur in the prefix are not used.
-
-    Args:
-        setup: The model and its text.
-        tokens: The strings requested.
-        prefix: The text before the repetitions.
-        paper: The strings that the paper uses.
-
-    Raises:
-        SinkscopeError: A requested string is not a single token.
-    """
-    if tokens:
-        return pick_tokens(setup, tokens)
-    known: dict[int, None] = {}
-    for string in paper:
-        with suppress(SinkscopeError):
-            known[single_token(setup.tokenizer, string)] = None
-    if known:
-        return list(known)
-    before = encode(setup, prefix)
-    drawn = pick_tokens(setup, count=WORDS + len(before))
-    return ([token for token in drawn if token not in before] or drawn)[:WORDS]
-
-
-def encode(setup: Setup, prefix: str | None) -> list[int]:
-    """Ids of a prefix, without BOS."""
-    if not prefix:
-        return []
-    return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"])
-
-
 def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
-    """The token before each repeated token: BOS or, without BOS, another token of the text if there is one."""
-    if setup.bos is not None:
-        return [setup.bos] * len(tokens)
-    befores = []
-    for token in tokens:
-        others = setup.ids[setup.ids != token].tolist()
-        befores.append([*others, token][0])
-    return befores
+    """The token before each repeated token: BOS or, without BOS, a token of the text that is not repeated."""
+    first = setup.bos
+    if first is None:
+        first = next((token for token in setup.ids.flatten().tolist() if token not in tokens), 0)
+    return [first] * len(tokens)
 
 
 def repeated(befores: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
@@ -159,13 +115,7 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     Raises:
         SinkscopeError: The context is too short.
     """
-    largest = (target.max_positions or 1 << 30) - around
-    least = requested or 1
-    remedy = "give a shorter --prefix"
-    if largest > 0:
-        remedy = f"the largest is {largest}"
+    least, room = requested or 1, (target.max_positions or 1 << 30) - around
     what = f"a text of --max-repeats {least} and {around} tokens around them"
-    check_length(target, what, least + around, remedy=remedy)
-    if requested is None:
-        return min(MAX_REPEATS, largest)
-    return requested
+    check_length(target, what, least + around, remedy=f"there is room for {max(room, 0)}")
+    return requested or min(MAX_REPEATS, room)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
 from sinkscope.models.shards import split_weight
@@ -36,6 +36,7 @@ class SinkCallback(TrainerCallback):
     needs a tokenizer (its `processing_class`).
 
     Args:
+        trainer: The Trainer, to which the callback is then added; a Trainer does not tell its callbacks who calls them.
         every: Steps between measurements; the first is made before the first step.
         bos: Whether texts begin with BOS, as in `find_sinks`: as the training data do.
         text: File of typical text, such as a part of the data. By default the neutral text in the package.
@@ -44,66 +45,39 @@ class SinkCallback(TrainerCallback):
         SinkscopeError: An argument is invalid, or the text cannot be read.
 
     Example:
-        >>> SinkCallback(every=500).every
-        500
+        trainer.add_callback(ss.SinkCallback(trainer, every=500))
     """
 
     def __init__(
         self,
+        trainer: Trainer,
         every: int = 500,
         *,
         bos: bool | None = None,
         text: str | Path | None = None,
     ) -> None:
         check_values(Natural, every=every)
-        check_values(bool | None, bos=bos)
         typical_text(text)
+        self.trainer: Any = trainer
         self.every = every
         self._opening: dict[str, Any] = {"bos": bos, "text": text}
-        self._trainer: Any = None
         self._is_on = False
 
-    def attach(self, trainer: Trainer) -> None:
-        """Add the callback to a Trainer. It has to know the Trainer, which does not tell callbacks who calls them.
-
-        Args:
-            trainer: The Trainer, before `train`.
-
-        Raises:
-            SinkscopeError: It is no Trainer.
-        """
-        if not isinstance(trainer, Trainer):
-            raise SinkscopeError(f"trainer={trainer!r}: expected a transformers.Trainer")
-        self._trainer = trainer
-        if self not in trainer.callback_handler.callbacks:
-            trainer.add_callback(self)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure the model before its first step.
-
-        Raises:
-            SinkscopeError: The callback was given to a Trainer that it does not know.
-        """
-        if self._trainer is None:
-            raise SinkscopeError(
-                "this SinkCallback does not know its Trainer: leave it out of callbacks=[...], and call "
-                "SinkCallback(...).attach(trainer)"
-            )
+        """Measure the model before its first step."""
         self._is_on = state.is_world_process_zero
         if state.global_step == 0:
             self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure and log after every `every` steps; an error ends that."""
-        trainer = self._trainer
+        trainer = self.trainer
         if not self._is_on or state.global_step % self.every:
             return
         try:
-            if trainer.is_deepspeed_enabled:
-                raise UnsupportedError("the model is split over processes by DeepSpeed")
-            if split_weight(trainer.model) is not None:
+            if trainer.is_deepspeed_enabled or split_weight(trainer.model) is not None:
                 # all processes would have to measure, and this one alone would wait for them
-                raise UnsupportedError("the model is split over processes by tensor parallelism")
+                raise UnsupportedError("the model is split over processes")
             with undisturbed(trainer.model):
                 setup = Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening)
                 with trainer.accelerator.autocast():  # not while it is opened: places are proved in the weights' type
@@ -146,8 +120,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         texts of 64 tokens; left out if the context is shorter.
         `spike_ratio`: norm at the place of the first spike over the typical one, after the layer where it is largest;
         of the first token, if no norm stands out.
-        `spike_dim`, `spike_dims`: the residual dimension that carries most of the spike, and the number of them as in
-        `sink_dims`; left out if no norm stands out.
+        `spike_dim`: the residual dimension that carries most of the spike; left out if no norm stands out.
         `spike_layer`, `spike_neuron` (and `spike_expert`): the layer whose MLP adds most to the spike, and its neuron
         that writes most there; left out if no norm stands out, or no MLP makes it do so.
     """
@@ -160,7 +133,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         scan = survey.scan(survey.spikes[0])
     dims = dims_of(scan)
     if dims:
-        numbers |= {"spike_dim": dims[0], "spike_dims": len(dims)}
+        numbers["spike_dim"] = dims[0]
     if scan.sink_layer is not None:
         neuron = largest_writer(scan, scan.layer)
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}

@@ -2,7 +2,7 @@
 
 Attention to a place does not tell a head that does nothing (an adaptive *nop*) from one that writes what stands at the
 place (a *broadcast*); the value and the head's output do (arXiv 2606.08105). So the part of a head's output that comes
-from the place is compared with all of it, and with the output that typical values at the place would give.
+from the place is compared with the output that typical values at the place would give.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinkscope.hooks.trace.run import trace
 from sinkscope.models.grouped_heads import output_factors, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import word_form
 from sinkscope.results.parts import VALUE, Head
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
-from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
-WRITES = "writes"
-"""Role of the claims about the value at a place."""
 TEXTS = 16  # texts that are read
 
 
@@ -35,22 +30,17 @@ TEXTS = 16  # texts that are read
 class HeadValue:
     """What one head writes by the value of a place that it attends to.
 
-    Sizes are those of the head's output after W_O: the root mean square over the later queries that see the place.
-
     Attributes:
         head: The head.
         place: The words for the place.
-        share: Size of what comes from the place, over that of the head's output.
-        change: The same over the size of the output with typical values there: what zeroing the value changes of that.
-        typical: Size of what typical values there would give, over that same size.
-        control: As `share`, of an ordinary position.
+        change: Size of what comes from the place, over that of the head's output with typical values there. Sizes are
+            those after W_O: the root mean square over the later queries that see the place.
+        control: The same of an ordinary position.
     """
 
     head: Head
     place: str
-    share: float
     change: float
-    typical: float
     control: float
 
     @property
@@ -58,92 +48,78 @@ class HeadValue:
         """What the place does to the head: "nop", "broadcast" or "mixed"."""
         if self.change <= NOTHING:
             return "nop"
-        if self.share >= NEEDED:
-            return "broadcast"
-        return "mixed"
+        return "broadcast" if self.change >= NEEDED else "mixed"
 
 
 def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Claims]:
     """What each head that attends to a place writes by the value there, and a claim about the heads of each kind.
 
     Args:
-        target: The model. There is nothing if no module of it reads its heads side by side.
+        target: The model. There is nothing if no module of it reads its heads side by side, or if it is a bridge.
         survey: Where the sinks are. Learned sink logits have no value and are left out.
     """
-    if target.adapter.o is None:
+    if target.adapter.o is None or target.kind == "bridge":
         return (), ()
     values: list[HeadValue] = []
     claims: list[Claim] = []
     ids = survey.received.ids
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    barred = (positions == 0) | (positions >= survey.received.judged.shape[1])  # the last ones are not judged
-    for place in survey.sinks:
-        barred = barred | place.there(ids)
+    last = survey.received.judged.shape[1]  # those from here on are not judged
     for place in survey.sinks:
         there = place.there(ids)
+        barred = there | (positions == 0) | (positions >= last)
         heads = survey.received.readers(there)
         texts = there.any(1).nonzero().flatten()[:TEXTS]
         beside = ordinary_position(survey.received.norms[max(heads)[0], texts], barred[texts])
-        read = _read(target, ids[texts], there[texts], beside, ~barred[texts], heads)
-        attending = [Head(*head) for head in heads]
+        wheres = [there[texts], torch.nn.functional.one_hot(beside, ids.shape[1]).bool()]
+        read = _changes(target, ids[texts], wheres, ~barred[texts], heads)
         groups: dict[str, list[int]] = {}
-        for number, head in enumerate(attending):
-            values.append(HeadValue(head, place.words, *read[..., number].mean(1).tolist()))
+        for number, head in enumerate(heads):
+            values.append(HeadValue(Head(*head), place.words, *read[..., number].mean(1).tolist()))
             groups.setdefault(values[-1].kind, []).append(number)
-        for kind, numbers in groups.items():
-            taken, change, typical, control = read[..., numbers].clamp(max=1)
-            name = "zeroed elsewhere"
-            if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
-                taken, control, name = change, typical, "a typical value there"
-            other = Contrast("other", 1 - float(control.mean()), 1, name)
-            some = word_form(len(numbers), "1 head that attends", f"{len(numbers)} heads that attend")
-            effect = f"the output of {some} to {{}}"
-            outcome = Outcome("output", heads=tuple(attending[number] for number in numbers), effect=effect)
-            left, search = 1 - taken.mean(1), Search("heads", len(heads))
-            claims.append(claim_of(WRITES, (VALUE,), outcome, place.words, left, [INTACT, other], search))
+        for numbers in groups.values():
+            change, control = read[..., numbers].clamp(max=1)
+            other = Contrast("other", 1 - float(control.mean()), 1, "zeroed elsewhere")
+            effect = f"the output of {len(numbers)} of {len(heads)} heads that attend to {{}}"
+            attending = tuple(Head(*heads[number]) for number in numbers)
+            outcome, search = Outcome("output", heads=attending, effect=effect), Search("heads", len(heads))
+            left = 1 - change.mean(1)
+            claims.append(claim_of("writes", (VALUE,), outcome, place.words, left, [INTACT, other], search))
     return tuple(values), tuple(claims)
 
 
-def _read(target: Target, ids: TokenRows, there: Tensor, other: Tensor, typical: Tensor, heads: Heads) -> Tensor:
-    """The numbers of `HeadValue` by number, text and head, of heads that attend to a place of texts.
+def _changes(target: Target, ids: Tensor, wheres: list[Tensor], typical: Tensor, heads: Heads) -> Tensor:
+    """The change of `HeadValue` by the value at some positions, by kind of positions, text and head.
 
     Args:
         target: The model.
         ids: The texts.
-        there: The place, `[text pos]`.
-        other: An ordinary position of each text.
+        wheres: The positions, each `[text pos]`.
         typical: All ordinary positions.
         heads: The heads.
     """
-    beside = torch.nn.functional.one_hot(other, ids.shape[1]).bool()
     ways: dict[int, Tensor] = {}
     for layer in {layer for layer, _ in heads}:
         ways[layer] = output_factors(target, layer)
     found: dict[int, Tensor] = {}
 
-    def take(layer: int, value: Tensor, rows: Tensor) -> None:
-        value = target.shards.gather(value, target.n_kv_heads, 1)
-        rows = target.shards.gather(rows, target.n_heads, 1)
-        written = per_query_head(value, target.n_heads).float().cpu() @ ways[layer]
-        control = _shares(rows.cpu(), written, beside, typical)[:1]
-        found[layer] = torch.cat([_shares(rows.cpu(), written, there, typical), control])
+    def take(call: Attention, rows: Tensor) -> None:
+        value = target.shards.gather(call.value, target.n_kv_heads, 1)
+        rows = target.shards.gather(rows, target.n_heads, 1).cpu()
+        written = per_query_head(value, target.n_heads).float().cpu() @ ways[call.layer]
+        found[call.layer] = torch.stack([_change(rows, written, where, typical) for where in wheres])
 
     def see(call: Attention) -> None:
         if call.layer in ways:
-            call.show(lambda _, rows: take(call.layer, call.value, rows), by_mask=True, chunk=ids.shape[1])
+            call.show(lambda _, rows: take(call, rows), by_mask=True, chunk=ids.shape[1])
 
-    if target.kind == "bridge":  # its values have a place of their own, and the tap does not see them
-        for layer in ways:
-            value, rows = trace(target, ids, [f"blocks.{layer}.attn.hook_{name}" for name in ("v", "pattern")]).values()
-            take(layer, value.transpose(1, 2), rows)
-    else:
-        with listening(target, see):
-            target.forward(ids, upto=max(ways))
+    with listening(target, see):
+        target.forward(ids, upto=max(ways))
     return torch.stack([found[layer][..., head] for layer, head in heads], 2)
 
 
-def _shares(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Tensor:
-    """The share, change and typical share of `HeadValue` for the value at some positions, by number, text and head.
+def _change(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Tensor:
+    """The change of `HeadValue` by the value at some positions, by text and head.
 
     The typical values are those of all `typical` positions of the text, one after another. Their mean alone would be
     too small a value, because the values of different tokens cancel.
@@ -157,7 +133,6 @@ def _shares(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Te
     to_place = rows * where[:, None, None]
     attention = to_place.sum(-1, keepdim=True) * ~where[:, None, :, None]
     later = attention > 0  # a query that does not see the place gives it exactly nothing
-    own, rest = to_place @ written, (rows - to_place) @ written
     weights = (typical / typical.sum(1, keepdim=True))[:, None, :, None]
     mean = (written * weights).sum(2, keepdim=True)
     around = ((written - mean).square() * weights).sum(2, keepdim=True).sqrt()
@@ -165,7 +140,6 @@ def _shares(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Te
     def square(output: Tensor) -> Tensor:
         return (output.square() * later).sum((2, 3))
 
-    spread = square(attention * around)  # of typical values around their mean
-    total = square(rest + attention * mean) + spread
-    share = square(own) / square(own + rest)
-    return torch.stack([share, square(own) / total, (square(attention * mean) + spread) / total]).sqrt().nan_to_num()
+    own, rest = to_place @ written, (rows - to_place) @ written
+    total = square(rest + attention * mean) + square(attention * around)
+    return (square(own) / total).sqrt().nan_to_num()

@@ -133,7 +133,7 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
         ("find-sinks --model ./none", ("no file or folder './none'", "give an existing one")),
         ("find-sinks --model org/none", ("config.json of org/none is not in the cache", "give a folder")),
         ("find-sinks --bos", ("--bos: the tokenizer", "use --no-bos")),
-        ("find-sinks --max-repeats 99999", ("--max-repeats 99999 and", "but the context of", "the largest is")),
+        ("find-sinks --max-repeats 99999", ("--max-repeats 99999 and", "but the context of", "there is room for")),
         ("find-sinks --text none.txt", ("cannot read none.txt: no such file", "give the path of a text file")),
         ("find-sinks --device cuda:9", ("device 'cuda:9' is not there", "this machine has cpu")),
         ("find-sinks --revision v2", ("revision 'v2' means nothing for the folder", "hub ids")),

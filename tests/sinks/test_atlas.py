@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,8 @@ from covering import slow
 from organisms import Organism, organism
 from raw_kit import norms
 
-from sinkscope.models.target import Target
-from sinkscope.sinks.repetition.repeat import Repeat, repeat
+from sinkscope.sinks.repetition.repeat import repeat
+from sinkscope.sinks.repetition.result import Repeat
 
 pytestmark = pytest.mark.few_texts
 
@@ -21,12 +19,6 @@ LIMIT = 160
 
 def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, tokens=["all"], **{"max_repeats": LIMIT, **options})
-
-
-@cache
-def whole() -> Repeat:
-    """Every token of a small organism; for those who only read."""
-    return measured(organism("qwen2", 1))
 
 
 def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
@@ -40,29 +32,22 @@ def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
 def test_repeats_are_those_of_one_whole_pass_per_token(family, seed):
     o = organism(family, seed)
     result = measured(o, sample=6)
-    atlas = result.reading
-    assert result.sink_layer == o.truth.sink_layer and len(atlas.ids) == 6
-    expected = [by_hand(o, o.tokenizer.bos_token_id, token, LIMIT) for token in atlas.ids.tolist()]
-    np.testing.assert_array_equal(atlas.repeats, expected)
-
-
-def test_without_attention_in_layer_0_no_head_serves_a_token(monkeypatch):
-    o, other = organism("llama", 5), Target.has_attention
-    monkeypatch.setattr(Target, "has_attention", lambda self, layer: layer > 0 and other(self, layer))
-    atlas = measured(o, sample=3).reading
-    assert len(atlas.repeats) == 3 and np.isnan(atlas.head).all()
+    assert result.claims[0].outcome.layers == (o.truth.sink_layer,) and len(result.ids) == 6
+    expected = [by_hand(o, o.tokenizer.bos_token_id, token, LIMIT) for token in result.ids]
+    np.testing.assert_array_equal(result.repeats[0], expected)
 
 
 def test_every_grouped_token_gets_there_and_no_other():
-    o, result = organism("qwen2", 1), whole()
-    atlas, expected, bos = result.reading, o.truth.repeats_expected, o.tokenizer.bos_token_id
-    assert expected is not None and len(atlas.ids) == o.model.config.vocab_size
-    group = np.array([o.truth.groups[token] for token in atlas.ids.tolist()])
-    assert ((group < 0) == atlas.resists).all()
-    repeats = atlas.repeats[(group >= 0) & (atlas.ids != bos)]
-    assert repeats.min() >= 0.6 * expected and repeats.max() <= 1.5 * expected
-    assert atlas.repeats[bos] == 1  # after itself it is its own group from the start
-    assert (np.isnan(atlas.head) == (group < 0)).all()
-    assert {row["id"] for row in result.rows()[: int((group < 0).sum())]} == set(np.flatnonzero(group < 0).tolist())
+    o = organism("qwen2", 1)
+    result, expected, bos = measured(o), o.truth.repeats_expected, o.tokenizer.bos_token_id
+    assert expected is not None and list(result.ids) == list(range(o.model.config.vocab_size))
+    (repeats,), ids = result.repeats, np.array(result.ids)
+    group = np.array([o.truth.groups[token] for token in result.ids])
+    assert (np.isnan(repeats) == (group < 0)).all()
+    needed = repeats[(group >= 0) & (ids != bos)]
+    assert needed.min() >= 0.6 * expected and needed.max() <= 1.5 * expected
+    assert repeats[ids == bos] == 1  # after itself it is its own group from the start
+    assert [row["repeats"] is None for row in result.rows()] == (group < 0).tolist()
     (claim,) = result.claims
-    assert claim.value > 0.5 and max(contrast.value for contrast in claim.contrasts) < 0.2
+    assert max(contrast.value for contrast in claim.contrasts) < 0.2 < claim.value
+    assert len(result.figure().data) == 1

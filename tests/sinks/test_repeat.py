@@ -13,11 +13,14 @@ from raw_kit import attention, norms, zeroed
 from refusals import refused
 
 from sinkscope.models.text import text_rows
+from sinkscope.opening.live import target_of
 from sinkscope.results.parts import sites_of
 from sinkscope.sinks.find.repetitions import repeats_until_half
+from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.attention import TAIL
-from sinkscope.sinks.repetition.repeat import Repeat, repeat
-from sinkscope.sinks.repetition.sweep import beside_copies
+from sinkscope.sinks.repetition.repeat import repeat
+from sinkscope.sinks.repetition.result import Repeat
+from sinkscope.sinks.repetition.sweep import beside_copies, sweep_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -32,6 +35,11 @@ def word_of(o: Organism, group: int) -> str:
 
 def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **options)
+
+
+def spike_of(o: Organism) -> float:
+    """The norm of BOS at the sink layer."""
+    return float(norms_of(o, [o.tokenizer.bos_token_id])[0])
 
 
 @pytest.fixture(scope="module")
@@ -54,73 +62,67 @@ def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(l
     """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
     expected = llama.truth.repeats_expected or 0
     result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
-    norm, sweep = result.reading, result.reading.sweep
-    assert result.sink_layer == llama.truth.sink_layer
-    marked = int(norm.repeats[0])
-    assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(norm.repeats[1])
+    assert result.claims[0].outcome.layers == (llama.truth.sink_layer,)
+    marked = int(result.repeats[0, 0])
+    assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
     for count in (marked - 1, marked):
-        alone = norms_of(llama, llama.repeated(count, sweep.ids[0])[0].tolist())
+        alone = norms_of(llama, llama.repeated(count, result.ids[0])[0].tolist())
         assert (alone[-1] >= alone[0] / 2) == (count == marked)
-    assert norm.norms[0, 1].max() < 0.1 * norm.reference
+    assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
-    (claim,) = result.claims
-    assert claim.verdict == "sufficient"
 
 
 @pytest.mark.parametrize("group", [0, -1])
 def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llama, group):
-    """A word that no head marks reaches nothing, and the most that it reached is said."""
+    """A word that no head marks reaches nothing."""
     result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
-    (claim,), (word,) = result.claims, result.reading.sweep.ids
-    setup = setup_of(llama)
-    rows = beside_copies(setup, torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]]), 1)
-    copies, single, others = (rows[0] for rows in rows)
+    (claim,), (word,) = result.claims, result.ids
+    copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
+    single, others = (rows[0] for rows in beside_copies(setup_of(llama), copies, 1))
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
-    shares = [float(norms_of(llama, row.tolist())[-1]) / result.reading.reference for row in (copies, single, others)]
+    shares = [float(norms_of(llama, row.tolist())[-1]) / spike_of(llama) for row in (copies[0], single, others)]
     assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3)
     assert (claim.verdict == "sufficient") == (shares[0] - max(shares[1:]) >= 0.5)
-    assert claim.search.most == pytest.approx(claim.value)
 
 
 def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passes(two):
     words, layer = [word_of(two, 0), word_of(two, 1)], two.truth.sink_layer
-    count = 2 * (two.truth.repeats_expected or 0)
-    result = measured(two, tokens=words, max_repeats=count, ablate=True)
-    norm, sweep = result.reading, result.reading.sweep
-    assert layer is not None and norm.conditions == ("intact", "set", "control")
-    assert set(sites_of(norm.zeroed[1])) == set(two.truth.neurons)
-    assert len(norm.zeroed[2]) == len(norm.zeroed[1]) and not set(norm.zeroed[2]) & set(norm.zeroed[1])
-    rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in sweep.ids])
-    for condition, sites in enumerate(norm.zeroed):
+    result = measured(two, tokens=words, max_repeats=2 * (two.truth.repeats_expected or 0), ablate=True)
+    assert layer is not None and result.conditions[0] == "intact" and len(result.conditions) == 3
+    claim, _ = result.claims
+    assert set(sites_of(claim.subject)) == set(two.truth.neurons)
+    random = random_neurons(target_of(two.model), claim.subject, claim.subject, 0)
+    assert len(random) == len(claim.subject) and not set(random) & set(claim.subject)
+    count = int(result.at[-1])
+    rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in result.ids])
+    last = []
+    for condition, sites in enumerate([(), claim.subject, random]):
         with zeroed(two.model, sites_of(sites)):
             expected = norms(two.model, rows)[layer]
-        assert norm.norms[condition] == pytest.approx(expected[:, sweep.counts].numpy(), rel=2e-3)
-    claim, _ = result.claims
-    left, chance = 1 - norm.lost[1:].mean(1)
-    assert (
-        claim.verdict == "needed"
-        and claim.value == pytest.approx(left)
-        and claim.control.value == pytest.approx(chance)
-    )
+        assert result.values[condition] == pytest.approx(expected[:, result.at].numpy() / spike_of(two), rel=2e-3)
+        last.append(expected[:, -1])
+    left, chance = (float((each / last[0]).mean()) for each in last[1:])
+    assert claim.verdict == "needed"
+    assert [claim.value, claim.control.value] == pytest.approx([left, chance], rel=2e-3)
 
 
-def test_where_the_spike_is_elsewhere_its_norm_is_the_reference_and_its_place_is_named(tmp_path):
+def test_where_the_spike_is_elsewhere_its_norm_is_the_unit_and_its_place_is_named(tmp_path):
     """Norms of delimiters from plain passes; nothing is said of a first token."""
     m = hard("two_delimiters", "llama")
     options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path), "max_repeats": 6}
-    result = repeat(m.model, **options)
+    delimiter = m.truth.delimiters[0]
+    words = [m.tokenizer.decode([token]) for token in (delimiter, delimiter + 1)]
+    result, attended = repeat(m.model, tokens=words, **options), repeat(m.model, read="attention", **options)
     ids = m.natural(40, 64)
-    every = norms(m.model, ids)[result.sink_layer]
-    there = ids == m.truth.delimiters[0]
-    assert result.reading.place == f"{m.tokenizer.decode([m.truth.delimiters[0]])!r} wherever it stands"
-    assert result.reading.reference == pytest.approx(float(every[there].median()), rel=0.1)
-    assert result.reading.reference > 3 * float(every[:, 0].median())
-    attended = repeat(m.model, read="attention", **options)
-    for said in (str(result), str(attended)):
-        assert result.reading.place in said and "first token" not in said
-    delimiter, word = (m.tokenizer.decode([token]) for token in (m.truth.delimiters[0], m.truth.delimiters[0] + 1))
-    known = repeat(m.model, tokens=[delimiter, word], **options)
-    assert known.reading.repeats[0] == 1
+    (layer,) = result.claims[0].outcome.layers
+    every = norms(m.model, ids)[layer]
+    spike = float(every[ids == delimiter].median())
+    place = f"{m.tokenizer.decode([delimiter])!r} wherever it stands"
+    assert f" of the norm at {place} " in str(result) and place in str(attended)
+    assert "first token" not in str(result) + str(attended)
+    row = torch.tensor([[m.tokenizer.bos_token_id, *[delimiter + 1] * 6]])
+    assert result.values[0, 1] == pytest.approx(norms(m.model, row)[layer, 0, 1:].numpy() / spike, rel=0.1)
+    assert spike > 3 * float(every[:, 0].median()) and result.repeats[0, 0] == 1
 
 
 def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
@@ -134,34 +136,29 @@ def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
 
 def test_every_special_token_of_a_text_stands_before_the_repetitions():
     m = hard("all_specials", "qwen3")
-    found = repeat(m.model, read="distance", tokenizer=m.tokenizer, prefix="", max_repeats=4).reading
-    assert found.sweep.before == tuple(m.tokenizer.convert_ids_to_tokens(list(m.truth.before)))
+    sweep = sweep_of(setup_of(m), None, None, 4)
+    assert sweep.rows[0, : sweep.before].tolist() == list(m.truth.before) and sweep.count == 4
 
 
-def test_attention_of_each_class_is_that_of_whole_matrices(llama, tmp_path):
+def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     """In natural text, with copies, and with one copy; and what the copies get together."""
     count, text = 60, text_file(llama, tmp_path, 1, length=900)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
-    found, bos = result.reading, llama.tokenizer.bos_token_id
+    bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
-    setup = setup_of(llama, text=text)
-    copies, single, _ = beside_copies(setup, torch.tensor([[bos, *[found.sweep.ids[0]] * count]]), 1)
+    copies = torch.tensor([[bos, *[result.ids[0]] * count]])
+    single, _ = beside_copies(setup_of(llama, text=text), copies, 1)
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
     every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
-    assert found.received[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy(), abs=1e-5)
-    there = every[..., 1 : count + 1]
-    assert found.received[:, 1] == pytest.approx(there.mean((-1, -2)).T.numpy(), abs=1e-5)
-    visible = torch.ones(ids.shape[1], ids.shape[1]).tril()[-TAIL:]
-    behind = visible[:, count + 1 :].bool()
-    seen = every[..., count + 1 :][..., behind].mean(-1)
-    assert found.received[:, 2] == pytest.approx(seen.T.numpy(), abs=1e-5)
-    fair = 1 / visible.sum(1)
-    assert found.uniform[:, 1] == pytest.approx(float(fair.mean()), rel=1e-4)
-    assert found.layer == llama.truth.sink_layer + 1
-    together = there[found.layer].sum(-1).mean(-1).tolist()
+    fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
+    there = every[..., 1 : count + 1].sum(-1).mean(-1)
+    assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
+    assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
+    layer = llama.truth.sink_layer + 1
+    assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
     (claim,) = result.claims
     values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
-    assert values == pytest.approx(together, abs=1e-4)
+    assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("first", [True, slow(False)])
@@ -171,26 +168,30 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
     if first:
         model, tokenizer = (hybrid := hard("plain", "lfm2")).model, hybrid.tokenizer
     kinds = model.config.layer_types
-    layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
-    distance = repeat(model, tokenizer=tokenizer, read="distance", max_repeats=4).reading
-    assert distance.layers == layers and np.isfinite(distance.distance).all()
-    assert (distance.outside is None) == first
-    attention_ = repeat(model, tokenizer=tokenizer, read="attention", max_repeats=4).reading
-    assert tuple(np.flatnonzero(np.isfinite(attention_.received[0, 1]))) == layers
+    layers = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    options = {"tokenizer": tokenizer, "prefix": "a", "max_repeats": 4}
+    distance = repeat(model, read="distance", **options)
+    assert distance.conditions[::3] == (f"layer {layers[0]}", f"layer {layers[-1]}")
+    assert np.isfinite(distance.values[[0, 3]]).all() and np.isfinite(distance.values[1]).all() == first
+    attended = repeat(model, read="attention", **options)
+    assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
 
 
-# --- answers, errors, files ----------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tokens": ["poem book"]}, r"'poem book' is not one known token here, but \['poem', 'book'\]; give a string"),
-        ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
-        ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$"),
-        ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: give a shorter --prefix"),
+        ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains a repeated token"),
+        ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: there is room for \d+$"),
+        ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: there is room for 0"),
         ({"tokens": ["all"], "read": "distance"}, "--tokens all belongs to --read norm"),
-        ({"tokens": ["all"], "prefix": "a poem"}, "--prefix belongs to --tokens WORD: leave it out, or ask for that"),
+        (
+            {"tokens": ["all"], "prefix": "a poem"},
+            "--tokens all belongs to --read norm without --prefix: leave it out, or ask for that",
+        ),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
         ({"sample": 4}, "--sample belongs to --tokens all"),

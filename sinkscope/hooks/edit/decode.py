@@ -1,4 +1,4 @@
-"""What a model generates next: greedy continuation, and the probability of continuing a repetition."""
+"""What a model generates next by the likeliest tokens, or by given ones."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention, under
-from sinkscope.models.call_cache import cache_argument
 from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
 
-_CHUNK = 256  # positions whose logits are there at a time
 _IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
 _OF_SAMPLING = ("temperature", "top_k", "top_p")
 _NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
@@ -151,35 +149,6 @@ def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
         if token in ends:
             return answer[: i + 1]
     return answer
-
-
-@torch.no_grad()
-def repeat_probabilities(
-    target: Target, head: list[int], word: int, most: int, edit: Intervention | None = None
-) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
-    """p(next = word) and the likeliest next token after 1 to `most` repetitions, from one causal pass.
-
-    The pass runs in chunks with a cache, so that only one chunk's logits are in memory at a time.
-
-    Args:
-        target: The model.
-        head: Token ids before the repetition.
-        word: The repeated token id.
-        most: Largest number of repetitions.
-        edit: Intervention to apply.
-    """
-    from transformers import DynamicCache
-
-    ids = torch.tensor([[*head, *[word] * most]], device=target.device)
-    cache = DynamicCache(config=target.config)
-    probabilities, likeliest = list[Tensor](), list[Tensor]()
-    with under(edit, target):
-        for chunk in ids.split(_CHUNK, 1):
-            output = target.hf(input_ids=chunk, use_cache=True, **cache_argument(target.hf, cache))
-            logits = output.logits[0].float()
-            probabilities.append(logits.softmax(-1)[:, word].cpu())
-            likeliest.append(logits.argmax(-1).cpu())
-    return torch.cat(probabilities)[len(head) :], torch.cat(likeliest)[len(head) :]
 
 
 def watched(edit: Intervention | None, observer: Intervention) -> Intervention:

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import kl_div
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
-from sinkscope.models.checks import check_length
-from sinkscope.results.claims import Claims, Outcome
+from sinkscope.models.draws import draws, some_of
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens
+from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
+from sinkscope.sinks.patch.patches import chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink, one_copy
 from sinkscope.sinks.tokens import TokenRows
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
 SEQUENCES_AT_ONCE = 64  # sequences per pass
-NONE, LISTING, PATCH, RANDOM = PATCHES = ("none", "Listing 1", "patch", "random neurons")
-SOURCES = ("cluster", "random", "repeated")
-WHERE = {"BOS": "after BOS", "no BOS": "without BOS"}
-PATCHED = 16  # sequences of each kind that are run under patches
 TAIL = 16  # tokens of text after an attack, whose attention is read
 ROWS = 4  # sequences per pass; each has attention of every head and all logits
-
-
-def attack_patches(setup: Setup) -> Patches:
-    """No patch, and all others if the model is in memory and has causal neurons.
-
-    Where an MLP has no up factor, Listing 1 holds the whole neuron.
-    """
-    patches: Patches = {NONE: None}
-    patch = chosen_patch(setup, None) if setup.target.resident else None
-    if patch is not None:
-        listing = SinkPatch(sites=patch.sites, site="up")
-        try:
-            with listing.on(setup.target):
-                pass
-        except UnsupportedError:
-            listing = SinkPatch(sites=patch.sites)
-        patches |= {LISTING: listing, PATCH: patch, RANDOM: random_patch(setup, patch)}
-    return patches
+Patch = Literal["none", "Listing 1", "patch", "random neurons"]
+Context = Literal["BOS", "no BOS"]
+Source = Literal["cluster", "random"]
+SOURCES: tuple[Source, Source] = ("cluster", "random")
 
 
 @dataclass(frozen=True)
@@ -64,198 +48,125 @@ class Attempt:
             others, held as by "patch".
         context: What stands before: "BOS" or "no BOS".
         length: Tokens per sequence.
-        source: How the sequences were made.
+        source: "cluster": drawn from one cluster each, the clusters in turn; "random": drawn from all tokens.
         positions: Mean share of positions that succeed.
-        most: Share of sequences that succeed at half of their positions or more.
-        attention: What the positions that succeed get together from the text after the attack, mean over heads and
-            layers after the sink layer. None: it was not read, as there is no patch.
-        uniform: What they would get if all visible positions got the same.
-        divergence: Kullback-Leibler divergence in nats of the next token after the attack from that under "patch",
-            where it is 0 by definition.
+        attention: Share of the attention of the text after the attack that its positions get, without the first
+            token of all; mean over heads and layers after the sink layer. None: there is no patch.
+        divergence: Kullback-Leibler divergence in nats of the next token after the attack from that without a patch.
+            None: there is no patch.
     """
 
-    patch: str
-    context: str
+    patch: Patch
+    context: Context
     length: int
-    source: str
+    source: Source
     positions: float
-    most: float
     attention: float | None = None
-    uniform: float | None = None
     divergence: float | None = None
 
 
+def attack_patches(setup: Setup) -> dict[Patch, SinkPatch | None]:
+    """No patch, and all others if the model is in memory and has causal neurons; Listing 1 needs an up factor."""
+    patches: dict[Patch, SinkPatch | None] = {"none": None}
+    patch = chosen_patch(setup, None) if setup.target.resident else None
+    if patch is not None:
+        listing = SinkPatch(sites=patch.sites, site="up")
+        with suppress(UnsupportedError), listing.on(setup.target):
+            patches["Listing 1"] = listing
+        patches |= {"patch": patch, "random neurons": random_patch(setup, patch)}
+    return patches
+
+
 @dataclass(frozen=True)
-class Attempts:
-    """The sequences that are tried, and what they show.
+class Attack:
+    """What sequences do, with what stands before them. The first token of all does not count.
 
     Attributes:
         setup: The model and its text.
         scan: The model at the place of its spike.
-        leads: What stands before, by name.
         patches: The patches, by name.
-        drawn: The sequences of each source, for each length; none if no cluster is large enough.
-        shares: Share of the positions of each sequence that succeed, by patch, for a context, length and source.
     """
 
     setup: Setup
     scan: LayerScan
-    leads: Mapping[str, tuple[int, ...]]
-    patches: Patches
-    drawn: Sequence[Sequence[TokenRows]]
-    shares: dict[tuple[str, int, str], list[Tensor]] = field(default_factory=dict)
+    patches: Mapping[Patch, SinkPatch | None]
 
-    def made(self) -> tuple[Attempt, ...]:
-        """Attack, and say what happens; by patch, context and length."""
-        whole = len(self.leads) * sum(rows.shape[1] for rows in chain(*self.drawn))
-        made: list[Attempt] = []
-        done = 0
-        for sources in self.drawn:
-            for source, rows in zip(SOURCES, sources, strict=False):  # none if no cluster is large enough
-                for context in self.leads:
-                    made += self.show(context, source, rows)
-                    done += rows.shape[1]
-                    self.setup.progress("attacks", done, whole)
-        places = [*product(self.patches, self.leads)]
-        return tuple(sorted(made, key=lambda one: (places.index((one.patch, one.context)), one.length)))
+    def spikes(self, ids: TokenRows) -> Float[Tensor, "row attacked"]:
+        """Whether positions have at least half of the spike's norm."""
+        norms = norms_at_sink(self.scan, ids, SEQUENCES_AT_ONCE)[:, 1:]
+        return (norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]).float()
 
-    def show(self, context: str, source: str, rows: TokenRows) -> list[Attempt]:
-        """What sequences do without a patch, and the first of them under each."""
-        lead, length = self.leads[context], rows.shape[1]
-        ids, shares = after(lead, rows), self.shares.setdefault((context, length, source), [])
+    def attention(self, ids: TokenRows) -> float:
+        """The share of the attention of the text after them that the attacked positions get."""
+        end = ids.shape[1]
+        ids = torch.cat([ids, self.setup.ids[:1, -TAIL:].expand(len(ids), -1)], 1)
+        keys = torch.zeros(*ids.shape, 1)
+        keys[:, 1:end] = 1
+        received = attention_from(self.setup.target, ids, keys, end, ROWS)
+        return float(received[..., self.scan.layer + 1 :].nanmean() / TAIL)
+
+    def tried(self, context: Context, source: Source, length: int, ids: TokenRows) -> list[Attempt]:
+        """What sequences do under each patch."""
         made: list[Attempt] = []
         outputs: list[Tensor] = []
         for name, patch in self.patches.items():
+            attention, divergence = None, None
             with under(patch, self.setup.target):
-                high = self.spikes(ids, len(lead))
-                by_row = high.double().mean(1)
-                most = float((by_row >= 0.5).double().mean())
-                one = Attempt(name, context, length, source, float(by_row.mean()), most)
+                positions = float(self.spikes(ids).mean())
                 if len(self.patches) > 1:
-                    first = ids[:PATCHED]
-                    attention, uniform = self.attention(first, high[:PATCHED])
-                    one = replace(one, attention=attention, uniform=uniform)
-                    last = trace(
-                        self.setup.target, first, ["logits"], lambda logits: logits[:, -1].float(), batch_size=ROWS
-                    )
-                    outputs.append(last["logits"].log_softmax(-1))
-            made.append(one)
-            shares.append(by_row.float())
-            ids = ids[:PATCHED]
-        for number, output in enumerate(outputs):
-            ours = outputs[PATCHES.index(PATCH)]
-            divergence = functional.kl_div(output, ours, reduction="batchmean", log_target=True)
-            made[number] = replace(made[number], divergence=float(divergence))
+                    attention = self.attention(ids)
+                    last = trace(self.setup.target, ids, ["logits"], "last", batch_size=ROWS)
+                    outputs.append(last["logits"].float().log_softmax(-1))
+                    divergence = float(kl_div(outputs[0], outputs[-1], reduction="batchmean", log_target=True))
+            made.append(Attempt(name, context, length, source, positions, attention, divergence))
         return made
 
-    def spikes(self, ids: TokenRows, before: int) -> Bool[Tensor, "row attacked"]:
-        """Which positions after the first `before` have at least half of the spike's norm; position 0 is left out."""
-        norms = norms_at_sink(self.scan, ids, SEQUENCES_AT_ONCE)[:, max(before, 1) :]
-        return norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]
-
-    def attention(self, ids: TokenRows, high: Bool[Tensor, "row attacked"]) -> tuple[float, float]:
-        """What positions get together from the text after an attack, and what they would get if all got the same.
-
-        Mean over sequences, heads and layers after the spike.
-
-        Args:
-            ids: The sequences with what stands before.
-            high: Which of their last positions have a high norm.
-        """
-        end = ids.shape[1]
-        keys = functional.pad(high.float(), (end - high.shape[1], TAIL))[..., None]
-        tail = self.setup.ids[:1, -TAIL:].expand(len(ids), -1)
-        received = attention_from(self.setup.target, torch.cat([ids, tail], 1), keys, end, ROWS) / TAIL
-        uniform = high.float().sum(1).mean() * (1 / torch.arange(end + 1, end + TAIL + 1)).mean()
-        return float(received[:, 0, self.scan.layer + 1 :].nanmean(1).mean()), float(uniform)
-
-    def claims(self, best: Attempt) -> Claims:
-        """What the tokens of a cluster do in one context and at one length, and what patches leave of that."""
-        lead, length, place = self.leads[best.context], best.length, WHERE[best.context]
-        rows, others, _ = next(sources for sources in self.drawn if sources and sources[0].shape[1] == length)
-        single = self.spikes(after(lead, one_copy(others, rows)), len(lead))[:, -1].float()
-        cluster, random, _ = (self.shares[best.context, length, source] for source in SOURCES)
-        values = torch.stack([cluster[0], single, random[0]])
-        effect, gives = f"the spike at {length} tokens {{}}", "make spikes at {} of their positions {}"
-        outcome = Outcome("spikes", unit="cases", effect=effect, gives=gives)
-        claims = [claim_of_cases((Tokens("one cluster", length),), place, outcome, values)]
-        patch = self.patches.get(PATCH)
-        if patch is not None:
-            intact, listing, patched, control = (shares[:PATCHED] for shares in cluster)
-            edits = ("Listing 1", "held as in Listing 1", listing), ("the patch", "patched", patched)
-            for name, edit, left in edits:
-                held = replace(outcome, kind=f"spikes under {name}")
-                values = torch.stack([left, intact, control])
-                claims.append(claim_of_cases(patch.checked_sites, place, held, values, edit=edit))
-        return tuple(claims)
+    def claim(self, cluster: TokenRows, random: TokenRows) -> Claim:
+        """What the tokens of a cluster do without BOS, beside one of them behind random tokens, and these alone."""
+        single = self.spikes(one_copy(random, cluster))[:, -1]
+        values = torch.stack([self.spikes(cluster).mean(1), single, self.spikes(random).mean(1)])
+        outcome = Outcome("spikes", unit="cases", gives="make spikes at {} of their positions {}")
+        return claim_of_cases((Tokens("one cluster", cluster.shape[1]),), "without BOS", outcome, values)
 
 
-def after(lead: Sequence[int], rows: TokenRows) -> Tensor:
-    """Sequences with the same tokens before each."""
-    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
-
-
-def attack_contexts(setup: Setup, length: int) -> dict[str, tuple[int, ...]]:
-    """What stands before an attack, by name: BOS if there is one, and nothing.
-
-    Args:
-        setup: The model and its tokenizer.
-        length: Tokens of the longest attack.
-
-    Raises:
-        SinkscopeError: The attack does not fit the context.
-    """
-    contexts: dict[str, tuple[int, ...]] = {}
-    if setup.bos is not None:
-        contexts["BOS"] = (setup.bos,)
-    contexts["no BOS"] = ()
-    check_length(setup.target, f"--length {length}", length + len(contexts) - 1, remedy="give a smaller --length")
-    return contexts
-
-
-def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> list[Tensor]:
-    """The clusters as tensors, without the tokens of `left_out`. Clusters of fewer than two tokens are dropped.
-
-    Raises:
-        SinkscopeError: A token does not exist in the model.
-    """
-    pools = []
-    for tokens in clusters.values():
-        ids = sorted({int(token) for token in tokens} - left_out)
-        if ids and not 0 <= ids[0] <= ids[-1] < vocabulary:
-            raise SinkscopeError(
-                f"clusters: expected token ids from 0 to {vocabulary - 1}, and not {ids[0]} to {ids[-1]}"
-            )
-        if len(ids) > 1:
-            pools.append(torch.tensor(ids))
-    return pools
-
-
-def drawn_sequences(pools: Sequence[Tensor], length: int, count: int, seed: int) -> TokenRows:
-    """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
-
-    No rows if no cluster has `length` tokens.
-    """
-    generator = torch.Generator().manual_seed(zlib.crc32(f"draw {seed} {length}".encode()))
+def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
+    """`count` sequences of distinct tokens, each from one cluster of at least `length` tokens, these taken in turn."""
+    generator = draws(seed, f"attacks of {length} tokens")
     large = [pool for pool in pools if len(pool) >= length]
-    if not large:
-        return torch.zeros(0, length, dtype=torch.long)
-    rows = []
-    for number in range(count):
-        pool = large[number % len(large)]
-        rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])
-    return torch.stack(rows)
+    return torch.tensor([some_of(large[number % len(large)], length, generator) for number in range(count)])
 
 
-def drawn_sources(pools: Sequence[Tensor], everyone: Sequence[Tensor], *draw: int) -> list[TokenRows]:
-    """Sequences of each source: of clusters, of all tokens, of one token; none if no cluster is large enough.
+def attempts_of(
+    attack: Attack, clusters: TokenClusters, lengths: Sequence[int], count: int
+) -> tuple[tuple[Attempt, ...], Claim]:
+    """What sequences of tokens of the clusters do; the claims are of the longest without BOS.
 
     Args:
-        pools: The clusters.
-        everyone: All tokens, as one cluster.
-        draw: Length, count and seed, as of `drawn_sequences`.
+        attack: The model and the patches.
+        clusters: The clusters.
+        lengths: Tokens per sequence.
+        count: Sequences of each kind.
+
+    Raises:
+        SinkscopeError: No cluster has so many tokens, or the context does not hold them.
     """
-    cluster = drawn_sequences(pools, *draw)
-    if not len(cluster):
-        return []
-    return [cluster, drawn_sequences(everyone, *draw), cluster[:, :1].expand_as(cluster)]
+    setup = attack.setup
+    left_out = {*setup.tokenizer.all_special_ids, setup.bos}
+    everyone, *pools = ([token for token in ids if token not in left_out] for ids in clusters.pools)
+    limit = min(max(map(len, pools)), (setup.target.max_positions or 1 << 30) - TAIL - 1)
+    lengths = [length for length in sorted({*lengths}) if length <= limit]
+    if not lengths:
+        raise SinkscopeError(f"--length: the largest cluster, and the context, hold {limit} tokens; give at most that")
+    leads: dict[Context, list[int | None]] = {"BOS": [setup.bos], "no BOS": []}
+    if setup.bos is None:
+        del leads["BOS"]
+    attempts: list[Attempt] = []
+    drawn: dict[int, list[TokenRows]] = {}
+    for length in lengths:
+        drawn[length] = [drawn_sequences(each, length, count, setup.seed) for each in (pools, [everyone])]
+    for (context, lead), length in product(leads.items(), lengths):
+        before = torch.tensor(lead, dtype=torch.long).expand(count, -1)
+        for source, rows in zip(SOURCES, drawn[length], strict=True):
+            attempts += attack.tried(context, source, length, torch.cat([before, rows], 1))
+        setup.progress(f"attacks, {context}", length, lengths[-1])
+    return tuple(attempts), attack.claim(*drawn[lengths[-1]])

@@ -154,13 +154,13 @@ def repetition_spike(
         return None
     token, before = found[0]
     copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
-    rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
+    rows = repeated([before], [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
     reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
     edits = [neurons, *drawn] if neurons else []
     trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
-    trials.append(Trial(torch.cat(beside), [], **reading))
+    trials.append(Trial(torch.cat(beside_copies(setup, rows, 1)), [], **reading))
     edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
     intact = edited[0]
     heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]

@@ -1,89 +1,134 @@
-"""What is repeated, and what every reading of `repeat` has: sequences, curves, and claims beside their contrasts."""
+"""What is repeated, and what every reading of `repeat` has: sequences, and claims beside their contrasts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Claims, Contrast, ContrastKind, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search
 from sinkscope.results.notation import word_form
-from sinkscope.results.parts import Head, Neuron, Part, Parts, Tokens
-from sinkscope.results.style import long_table
+from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
-from sinkscope.sinks.tokens import CYCLE, TokenRows, encode, repetition_limit, words_to_repeat
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
-PAPER_WORDS = {"ablation": CYCLE, "attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 3, 1, 5
-PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
-CONTRASTS: dict[type[Part], tuple[str, tuple[tuple[ContrastKind, str], ...]]] = {
-    Tokens: ("makes", (("one copy", ""), ("other tokens", ""))),
-    Neuron: ("makes", (("intact", ""), ("random", ""))),
-    Head: ("marks", (("other", "no head"), ("random", "another head"))),
-}
-"""The role of tokens, edited neurons, and a head alone; and what stands beside them: kinds of contrasts, and names."""
+OF_COPIES: tuple[ContrastKind, ContrastKind] = ("one copy", "other tokens")
+OF_NEURONS: tuple[ContrastKind, ContrastKind] = ("intact", "random")
+"""What stands beside copies of a token, and beside edited neurons."""
+Read = Callable[[TokenRows], Float[Tensor, "row n"]]
+"""Reads a number after each repetition of sequences, or only after the last."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was repeated.
+    """What is repeated.
 
     Attributes:
-        tokens: The token that each sequence repeats.
-        ids: Their ids.
-        before: The tokens before the first repetition.
-        max_repeats: Number of repetitions in every sequence.
-        counts: The numbers of repetitions at which curves are given.
+        setup: The model and its text.
+        before: Number of tokens before the first repetition.
+        rows: The sequences, each of which repeats a token.
     """
 
-    tokens: tuple[str, ...]
-    ids: tuple[int, ...]
-    before: tuple[str, ...]
-    max_repeats: int
-    counts: Int[np.ndarray, " n"]
+    setup: Setup
+    before: int
+    rows: TokenRows
 
-    def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
-        """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
-        rows = long_table({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
-        axes: dict[str, Any] = {"x": "repetitions", "y": label, "color": "token", "facet_col": "panel"}
-        return px.line(rows, render_mode="svg", **axes, log_x=True, log_y=True)
+    @property
+    def count(self) -> int:
+        """Number of repetitions in each sequence."""
+        return self.rows.shape[1] - self.before
+
+    @property
+    def counts(self) -> Int[np.ndarray, " n"]:
+        """The numbers of repetitions at which curves are given."""
+        return np.unique(np.geomspace(1, self.count, CURVE_POINTS).round().astype(int))
+
+    @property
+    def words(self) -> list[int]:
+        """The repeated tokens."""
+        return self.rows[:, -1].tolist()
+
+    def fields(self) -> dict[str, Any]:
+        """What is said of the sequences in a result."""
+        target = self.setup.target
+        return {
+            "ids": tuple(self.words),
+            "tokens": token_texts(target, self.words),
+            "at": self.counts,
+        }
+
+    def claim(self, outcome: Outcome, last: Float[Tensor, " token"], read: Read) -> Claim:
+        """What the copies do, beside one copy at the position of the last, and other tokens there.
+
+        Args:
+            outcome: What was read.
+            last: What it is at the last copy.
+            read: Reads it in other sequences.
+        """
+        beside = [read(rows)[:, -1] for rows in beside_copies(self.setup, self.rows, self.before)]
+        return claim_of_copies(self.count, outcome, torch.stack([last, *beside]))
+
+    def curves(
+        self,
+        outcome: Outcome,
+        read: Read,
+        turned: Callable[[Float[Tensor, " n"]], float | None],
+        edits: Mapping[str, Intervention | None],
+        neurons: Parts,
+        edit: str = "",
+    ) -> dict[str, Any]:
+        """The fields of a result that is read after each number of repetitions, in the intact model and under edits.
+
+        Args:
+            outcome: What is read.
+            read: Reads it in sequences.
+            turned: The number of repetitions at which a curve turns.
+            edits: No edit; and if there are neurons, an edit of these, and of random ones.
+            neurons: The neurons.
+            edit: How they are edited, if they are not zeroed.
+        """
+        read_so_far: list[Tensor] = []
+        for act in edits.values():
+            with under(act, self.setup.target):
+                read_so_far.append(read(self.rows))
+            self.setup.progress("repetitions", len(read_so_far), len(edits))
+        values = torch.stack(read_so_far)  # condition token n
+        claims = [self.claim(outcome, values[0, :, -1], read)]
+        repeats = np.array([[turned(row) for row in rows] for rows in values], dtype=float)
+        if neurons:
+            last = values[[1, 0, 2], :, -1]
+            if outcome.unit == "intact":  # of the tokens that have the effect
+                last = (last / last[1])[:, np.isfinite(repeats[0])]
+            if last.numel():
+                claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit))
+        curves = {"claims": tuple(claims), "conditions": tuple(edits), "repeats": repeats}
+        return {**self.fields(), **curves, "values": rounded(values[:, :, self.counts - 1])}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What a model shows over the number of repetitions; a subclass has arrays, facts, rows and a drawing of them.
-
-    Attributes:
-        claims: What neurons do after the copies, if that was measured; then what copies do.
-    """
-
-    claims: Claims = ()
-
-
-def sweep_rows(
+def sweep_of(
     setup: Setup,
-    read: str,
     tokens: Sequence[str] | None,
     prefix: str | None,
     max_repeats: int | None,
     after: int = 0,
-) -> tuple[Sweep, TokenRows]:
+) -> Sweep:
     """Choose the tokens of a reading and build its sequences.
 
     What stands before a text (BOS, or several special tokens) and the prefix stand first; if neither, a word of the
@@ -91,51 +136,38 @@ def sweep_rows(
 
     Args:
         setup: The model and its text.
-        read: The reading.
-        tokens: The words to repeat. None: those of the paper's figure, or words of the text.
-        prefix: Text before the repetitions. None: that of the paper's figure.
+        tokens: The words to repeat. None: words of the text.
+        prefix: Text before the repetitions.
         max_repeats: Number of repetitions. None: 1,024, or what the context holds.
         after: Positions of the context that are kept free for what follows.
 
     Raises:
         SinkscopeError: A word is not one token, or occurs in the prefix, or the context is too short.
     """
-    if prefix is None:
-        prefix = PAPER_PREFIXES.get(read)
-    words = words_to_repeat(setup, tokens, prefix, PAPER_WORDS.get(read, ()))
-    leading = encode(setup, prefix)
-    for token in leading:
-        if token in words:  # its first occurrence would count as a repetition
-            raise SinkscopeError(
-                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
-                "one more repetition; give another --prefix or --token"
-            )
+    words = pick_tokens(setup, tokens)
+    leading = setup.tokenizer(prefix or "", add_special_tokens=False)["input_ids"]
+    if not {*leading}.isdisjoint(words):
+        raise SinkscopeError(f"--prefix {prefix!r} contains a repeated token, which would be one more repetition")
     # Any token in first place is marked, so it must not be a repeated one.
-    others = [token for token in setup.ids.flatten().tolist() if token not in words]
-    before = [*beginning(setup.tokenizer, setup.bos), *leading] or [*others, 0][:1]
+    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefixes(setup, words)[:1]
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
-    setup.record(max_repeats=count, prefix=prefix)
-    counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
-    labels = [text.strip() or repr(text) for text in token_texts(setup.target, words)]
-    sweep = Sweep(tuple(labels), tuple(words), token_texts(setup.target, before), count, counts)
-    return sweep, torch.tensor([[*before, *[word] * count] for word in words])
+    setup.record(max_repeats=count)
+    return Sweep(setup, len(before), torch.tensor([[*before, *[word] * count] for word in words]))
 
 
-def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows, TokenRows]:
-    """The rows of copies; one copy behind other tokens at the last position; and other tokens everywhere.
+def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
+    """What stands beside rows of copies: one copy behind other tokens at the last position; and other tokens alone.
 
     Args:
         setup: The model and its text, from which the other tokens are drawn.
         rows: The sequences.
         before: Number of tokens before the copies, which stay.
     """
-    ids = setup.ids[:, 1:].unique()
+    ids, others = setup.ids[:, 1:].unique(), rows.clone()
+    ordinary, places = ids[~torch.isin(ids, rows[:, -1])], others[:, before:]
     generator = draws(setup.seed, "tokens beside copies")
-    others = rows.clone()
-    for row in others:
-        ordinary = ids[ids != row[-1]]
-        row[before:] = ordinary[torch.randint(len(ordinary), (len(row) - before,), generator=generator)]
-    return rows, one_copy(others, rows), others
+    places[:] = ordinary[torch.randint(len(ordinary), places.shape, generator=generator)]
+    return one_copy(others, rows), others
 
 
 def one_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
@@ -151,23 +183,21 @@ def claim_of_cases(
     tried: int = 0,
     edit: str = "",
 ) -> Claim:
-    """What tokens, neurons or a head do, mean over cases.
+    """What tokens or neurons do, mean over cases.
 
     Args:
-        subject: The tokens, neurons or head.
+        subject: The tokens or neurons.
         place: Where it was read.
         outcome: What was read.
         values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
         edit: How neurons were edited, if they were not zeroed.
     """
-    role, beside = CONTRASTS[type(subject[0])]
-    controls = values[1:].mean(1).tolist()
-    contrasts = [Contrast(kind, control, 1, name) for (kind, name), control in zip(beside, controls, strict=True)]
-    most = None if isinstance(subject[0], Neuron) else float(values[0].max())  # of what an edit leaves it says nothing
+    kinds = OF_NEURONS if isinstance(subject[0], Neuron) else OF_COPIES
+    contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
     count = tried or values.shape[1]
-    search = Search(word_form(count, "case", "cases"), count, most)
-    return claim_of(role, subject, outcome, place, values[0], contrasts, search, edit)
+    search = Search(word_form(count, "case", "cases"), count)
+    return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit)
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:

@@ -1,0 +1,128 @@
+"""What `repeat` returns: one number after each count of repetitions, or in each layer, and its drawing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import plotly.express as px
+import plotly.graph_objects as go
+from jaxtyping import Float, Int
+
+from sinkscope.measure import Result
+from sinkscope.results.claims import Claims
+from sinkscope.results.style import GREY, figure_of, long_table
+from sinkscope.results.tables import Table
+
+HALF = 0.5
+"""Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
+TURNS = {"norm": "reach half of the spike's norm", "probability": "stop being repeated"}
+What = Literal["norm", "attention", "distance", "probability"]
+SHOWN_TEXT = 40  # characters of an answer in the table
+
+
+@dataclass(frozen=True)
+class RepeatAnswer:
+    """The model's greedy answer after `copies` repetitions.
+
+    Attributes:
+        token: The repeated token.
+        patched: Whether the model ran under the patch.
+        copies: Repetitions in the prompt.
+        kept: Tokens of the answer that continue the repetition, before the first other token.
+        follows: The text after the repetition.
+    """
+
+    token: str
+    patched: bool
+    copies: int
+    kept: int
+    follows: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat(Result):
+    """One reading of a model over the number of repetitions of a token.
+
+    Attributes:
+        read: "norm": norm at the sink layer, as a share of the spike's; "attention": attention that the last 64 tokens,
+            which are natural text, give to places, over what each place would get if all tokens got the same;
+            "distance": distance of the attention's output to that on the token alone; "probability": probability that
+            the token comes once more.
+        instead: What there is instead of a finding.
+        claims: What neurons do after the copies, if that was measured; then what copies do.
+        notes: Sentences that no claim carries.
+        ids: Ids of the repeated tokens.
+        conditions: What was read, or under which edit.
+        tokens: The repeated tokens; with "attention" the places.
+        at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
+        values: What was read. NaN where there is nothing to read; None for a vocabulary.
+        shown: Which of `at` the table and the claims are about.
+        repeats: First number of repetitions whose norm reaches half of the spike's; with "probability" the first from
+            which on the probability stays below a half. NaN if never.
+        answers: What the model writes after a repetition.
+    """
+
+    kind = "repeat"  # read and drawn without the command, which stands in another module
+    drawing: ClassVar = "sinkscope.sinks.repetition.result:draw"
+    glossary: ClassVar = {
+        "condition": "what was read, or under which edit",
+        "norm": "norm after the last repetition over that of the spike",
+        "attention": "what a place gets in the layer after the sink layer, over what uniform attention gives it",
+        "distance": "distance to the output on the token alone, after the last repetition",
+        "probability": "of the token to come once more after the last repetition",
+    }
+
+    read: What
+    instead: str | None = None
+    claims: Claims = ()
+    notes: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+    conditions: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    at: Int[np.ndarray, " n"] | None = None
+    values: Float[np.ndarray, "condition token n"] | None = None
+    shown: int = -1
+    repeats: Float[np.ndarray, "condition token"] | None = None
+    answers: tuple[RepeatAnswer, ...] = ()
+
+    def facts(self) -> list[str]:
+        """The notes, and how many tokens turn under each condition."""
+        lines = list(self.notes)
+        if self.repeats is not None:
+            for condition, repeats in zip(self.conditions, self.repeats, strict=True):
+                turned = repeats[np.isfinite(repeats)]
+                line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.read]} ({condition}"
+                if len(turned):
+                    line += f"; median after {np.median(turned):.0f} copies"
+                lines.append(f"{line}).")
+        return lines
+
+    def rows(self) -> Table:
+        """One row per answer; without answers, one per condition and token."""
+        if self.answers:
+            return [{**vars(answer), "follows": answer.follows[:SHOWN_TEXT]} for answer in self.answers]
+        columns: dict[str, Any] = {"repeats": self.repeats}
+        if self.values is not None:
+            columns = {self.read: self.values[:, :, self.shown], **columns}
+        return long_table(columns, condition=self.conditions, token=self.tokens)
+
+
+def draw(result: Repeat) -> go.Figure:
+    """Draw a line per token and a panel per condition; of a vocabulary a histogram."""
+    fig: Any = go.Figure()
+    if result.at is not None and result.values is not None:
+        x = "layer" if result.read == "attention" else "repetitions"
+        axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
+        rows = long_table({result.read: result.values}, **axes)
+        shown: dict[str, Any] = {"x": x, "y": result.read, "color": "token", "facet_col": "condition"}
+        fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=True)
+        fig.update_yaxes(exponentformat="power")
+        if result.repeats is not None:
+            fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
+    elif result.repeats is not None:
+        words = "log2 of the repetitions until a sink"
+        fig = px.histogram(x=np.log2(result.repeats[0]), nbins=48, labels={"x": words})
+        fig.update_yaxes(title_text="tokens")
+    return figure_of(fig, result, width=1200, height=480)
