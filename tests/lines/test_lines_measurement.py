@@ -63,7 +63,6 @@ def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, f
     second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
     return chosen, {
         "mass": float(weights[on].sum() / weights.sum()),
-        "line_sums": sum(chosen.values()) / float(weights.sum()),
         "cells": float(on.sum()) / (n * (n + 1) / 2),
         "segments": len(first & second) / len(second),
         "segments_relative": len(first & inside) / len(inside),
@@ -85,14 +84,13 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
         expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
         for name, value in expected.items():
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
-    assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
+    assert result.mass[-1] == pytest.approx(1, abs=1e-4)
     assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass[0] > 1.1 * result.random_mass[0]).all()
+    assert result.text_mass.shape == (3, 3)
+    np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
     for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
-        by_text = getattr(result, f"text_{name}")
-        assert by_text.shape == (3, 3)
-        np.testing.assert_allclose(by_text.mean(1), result.mean(name))
-        assert number.value == pytest.approx(getattr(result, name)[0].mean())
-        assert number.margin == (margin_of(by_text[0]) or 0.0) * (1 + (name == "inputs"))
+        assert number.value == pytest.approx(result.mean(name)[0])
+    assert result.numbers()[0].margin == margin_of(result.text_mass[0])
     assert result.numbers()[0].control == pytest.approx(result.random_mass[0].mean())
 
 
