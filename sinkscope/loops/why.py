@@ -6,10 +6,8 @@ A cause is taken away when the loop has gone round about twice, and the model co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from operator import itemgetter
 from random import Random
 from statistics import fmean
 from typing import Annotated, Any
@@ -37,9 +35,9 @@ CAUSES = ("copies", "history", "sink", "window")
 """The loop's copies in the cache, the earlier turns, the sink, and the window of a policy."""
 CONTEXT = "context"
 """All tokens but the first one, which are removed for reference."""
-Trial = tuple[frozenset[str], int | None]
+NOTHING = "nothing"
+Trial = tuple[str, int | None]
 """What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
-NOTHING: Trial = (frozenset(), None)
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Tried:
     """What a loop does without a cause, over all cuts.
 
     Attributes:
-        without: What was taken away: one cause or two; or, for reference, all of the context.
+        without: What was taken away: a cause, or, for reference, all of the context.
         goes_on: Share of the continuations that end in the same loop.
         other_loop: Share of them that end in another loop.
         control: The smallest `goes_on` of three draws of random changes of the same size. None: there is no control.
@@ -72,10 +70,8 @@ class Why(Result):
         onset: Position of the loop's first token.
         cuts: Positions at which causes were taken away.
         goes_on: Share of the continuations that end in the same loop if nothing is taken away.
-        tried: What was taken away, one after another and, if no cause alone ends the loop, in pairs.
-        kept_by: What keeps it going: causes that are needed, each of them; two of which either is enough (`either`);
-            or "weights". Empty: undecided.
-        either: Whether either of the causes is enough.
+        tried: What was taken away, one after another.
+        kept_by: What keeps it going: causes that are needed, each of them, or "weights". Empty: undecided.
         ids: The tokens, the prompt first.
     """
 
@@ -90,7 +86,6 @@ class Why(Result):
     goes_on: float = 0.0
     tried: tuple[Tried, ...] = ()
     kept_by: tuple[str, ...] = ()
-    either: bool = False
     ids: tuple[int, ...] = ()
 
     def conclusion(self) -> str:
@@ -107,15 +102,11 @@ class Why(Result):
                 f"The weights alone keep {loop} going: after the first and the last token, in {self._of(share)} cases."
             )
         if not self.kept_by:
-            alone = sum(name in CAUSES for name in by_name)
-            return f"Undecided: {loop} depends on none of {alone} causes alone more than on random changes."
+            return f"Undecided: {loop} depends on none of {len(by_name) - 1} causes more than on random changes."
         causes = word_list([f"the {name}" for name in self.kept_by])
-        taken = [by_name[name] for name in self.kept_by]
-        if self.either:
-            causes = f"both {causes}"
-            taken = [by_name[" and ".join(self.kept_by)]]
-        elif len(taken) > 1:
+        if len(self.kept_by) > 1:
             causes = f"one of {causes}"
+        taken = [by_name[name] for name in self.kept_by]
         count = len(self.cuts)
         stopped = word_list([str(count - round(tried.goes_on * count)) for tried in taken])
         others = round(max(tried.other_loop for tried in taken) * count)
@@ -179,21 +170,18 @@ class Case:
 
     def causes(self) -> list[str]:
         """The causes that can be tested."""
-        tested = {"history": self.history > 1, "window": self.policy() is not None}
+        tested = {"history": self.history > 1, "window": self.policy is not None}
         return [name for name in CAUSES if tested.get(name, True)]
 
+    @property
+    def parts(self) -> tuple[Intervention, ...]:
+        """The interventions under which the text was made."""
+        return () if self.setup.edit is None else self.setup.edit.parts
+
+    @property
     def policy(self) -> Policy | None:
         """The policy under which the text was made."""
-        for part in self.interventions():
-            if isinstance(part, Policy):
-                return part
-        return None
-
-    def interventions(self) -> tuple[Intervention, ...]:
-        """The interventions under which the text was made."""
-        if self.setup.edit is None:
-            return ()
-        return self.setup.edit.parts
+        return next((part for part in self.parts if isinstance(part, Policy)), None)
 
     def cuts(self, count: int) -> list[int]:
         """Positions near the onset: from two rounds on, over two more, but not inside the prompt."""
@@ -205,49 +193,36 @@ class Case:
     def positions(self, trial: Trial, cut: int) -> list[int]:
         """Positions that leave the cache."""
         without, number = trial
-        parts = {
+        gone = {
             "copies": range(max(1, self.loop.start), cut),
             "history": range(1, self.history),
             "sink": range(1),
             CONTEXT: range(1, cut),
-        }
-        gone = set[int]()
-        for name in without & parts.keys():
-            gone.update(parts[name])
+        }.get(without, range(0))
         if number is None:
-            return sorted(gone)
-        policy = self.policy()
+            return list(gone)
         size = len(gone)
-        if "window" in without and policy is not None:
-            size = max(size, cut - policy.tokens(torch.tensor([cut]))[0])
-        return Random(f"{self.setup.seed} {sorted(without)} {number} {cut}").sample(range(1, cut), min(size, cut - 1))
+        if without == "window" and self.policy is not None:
+            size = cut - self.policy.tokens(torch.tensor([cut]))[0]
+        draw = Random(f"{self.setup.seed} {[without]} {number} {cut}")
+        return draw.sample(range(1, cut), max(0, min(size, cut - 1)))
 
-    def edits(self, trial: Trial) -> list[Intervention]:
-        """What the model runs under, besides the removal of positions."""
-        edits: list[Intervention] = []
-        for part in self.interventions():
-            if "window" not in trial[0] or not isinstance(part, Policy):
-                edits.append(part)
-        return edits
-
-    def continued(self, trials: Iterable[Trial], cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
-        """What the model writes after each cut, for each trial; trials under the same edits share a batch."""
-        batches: dict[str, tuple[list[Intervention], list[Trial]]] = {}
-        for trial in trials:
-            edits = self.edits(trial)
-            batches.setdefault(repr(edits), (edits, []))[1].append(trial)
-        written: dict[Trial, list[list[int]]] = {}
+    def continued(self, trials: Sequence[Trial], cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
+        """What the model writes after each cut, for each trial; those without the policy are a batch of their own."""
+        written: dict[Trial, list[list[int]]] = {trial: [] for trial in trials}
         new = max(CONTINUED, 4 * self.loop.period)
-        for number, (edits, batch) in enumerate(batches.values(), 1):
-            for cut in cuts:
+        for number, without_policy in enumerate((False, True), 1):
+            batch = [trial for trial in trials if (trial[0] == "window") == without_policy]
+            edits = [part for part in self.parts if not (without_policy and isinstance(part, Policy))]
+            for cut in cuts if batch else ():
                 removed = torch.zeros(len(batch), cut, dtype=torch.bool)
                 for row, trial in enumerate(batch):
                     removed[row, self.positions(trial, cut)] = True
-                edit = Composed((*edits, Without(removed)))
                 rows = torch.tensor([self.ids[:cut]] * len(batch))
-                for trial, tokens in zip(batch, greedy(self.setup.target, rows, new, edit), strict=True):
-                    written.setdefault(trial, []).append(tokens)
-            self.setup.progress("continuations", number, len(batches))
+                found = greedy(self.setup.target, rows, new, Composed((*edits, Without(removed))))
+                for trial, tokens in zip(batch, found, strict=True):
+                    written[trial].append(tokens)
+            self.setup.progress("continuations", number, 2)
         return written
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
@@ -260,16 +235,15 @@ class Case:
             return False
         return any(end == [cycle[(begin + i) % period] for i in range(size)] for begin in range(period))
 
-    def tried(self, without: Sequence[str], written: dict[Trial, list[list[int]]], total: float) -> Tried:
-        """What a trial and its random draws came to; `total` is the share that goes on if nothing is taken away."""
-        causes = frozenset(without)
-        mine = written[causes, None]
+    def tried(self, without: str, written: dict[Trial, list[list[int]]]) -> Tried:
+        """What a trial and its random draws came to."""
+        total, mine = self.share(written[NOTHING, None]), written[without, None]
         goes_on = self.share(mine)
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in mine)
-        draws = [self.share(written[causes, number]) for number in range(DRAWS) if (causes, number) in written]
+        draws = [self.share(written[without, number]) for number in range(DRAWS) if (without, number) in written]
         control = min(draws, default=None)
         ends = control is not None and total > 0 and total - goes_on >= NEEDED * total and goes_on < control
-        return Tried(" and ".join(without), goes_on, other, control, ends)
+        return Tried(without, goes_on, other, control, ends)
 
     def share(self, continuations: Sequence[list[int]]) -> float:
         """Share of continuations that end in the same loop."""
@@ -295,9 +269,8 @@ def why(
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
     A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than
-    under random changes of the same size: as many random tokens removed, or random tokens in place of a policy's. If no
-    cause alone is needed, pairs are taken away. Only if the loop goes on after the first and the last token alone, it
-    lies in the weights.
+    under random changes of the same size: as many random tokens removed, or random tokens in place of a policy's. Only
+    if no cause is needed and the loop goes on after the first and the last token alone, it lies in the weights.
 
     Args:
         prompt: Text to continue; from Python also ids. By default the beginning of the typical text.
@@ -337,8 +310,15 @@ def why(
     case = Case(setup, ids, len(turns), len(start), loop)
     places = case.cuts(cuts)
     check_length(target, "the text up to a cut", places[-1], max(CONTINUED, 4 * loop.period))
-    goes_on, tried = _tried(case, places)
-    kept_by, either = _kept_by(goes_on, tried)
+    trials: list[Trial] = [(NOTHING, None), (CONTEXT, None)]
+    for name in case.causes():
+        trials += [(name, number) for number in (None, *range(DRAWS))]
+    written = case.continued(trials, places)
+    goes_on = case.share(written[NOTHING, None])
+    tried = [case.tried(name, written) for name in (*case.causes(), CONTEXT)]
+    kept_by = tuple(each.without for each in tried if each.ends and goes_on >= NEEDED)
+    if not kept_by and min(goes_on, tried[-1].goes_on) >= NEEDED:
+        kept_by = ("weights",)
     return replace(
         text,
         period=loop.period,
@@ -347,49 +327,4 @@ def why(
         goes_on=goes_on,
         tried=tuple(tried),
         kept_by=kept_by,
-        either=either,
     )
-
-
-def _kept_by(goes_on: float, tried: Sequence[Tried]) -> tuple[tuple[str, ...], bool]:
-    """The verdict: what keeps the loop going, and whether either of two is enough."""
-    if goes_on < NEEDED:
-        return (), False
-    alone = {each.without: each for each in tried}
-    needed = [name for name in CAUSES if name in alone and alone[name].ends]
-    if needed:
-        return tuple(needed), False
-    pairs: list[tuple[float, list[str]]] = []
-    for each in tried:
-        names = each.without.split(" and ")
-        if each.ends and min(alone[name].goes_on for name in names) > NEEDED * goes_on:  # neither ends it alone
-            pairs.append((each.goes_on, names))
-    if pairs:
-        return tuple(min(pairs, key=itemgetter(0))[1]), True
-    if alone[CONTEXT].goes_on >= NEEDED:
-        return ("weights",), False
-    return (), False
-
-
-def _with_draws(causes: Iterable[Sequence[str]]) -> list[Trial]:
-    """Trials without these causes, each followed by its random changes."""
-    trials: list[Trial] = []
-    for names in causes:
-        for number in (None, *range(DRAWS)):
-            trials.append((frozenset(names), number))
-    return trials
-
-
-def _tried(case: Case, places: Sequence[int]) -> tuple[float, list[Tried]]:
-    """How often the loop goes on, and what it does without each cause; without two, if it needs none alone."""
-    causes = case.causes()
-    without_context: Trial = (frozenset([CONTEXT]), None)
-    written = case.continued([NOTHING, *_with_draws(combinations(causes, 1)), without_context], places)
-    total = case.share(written[NOTHING])
-    tried = [case.tried([name], written, total) for name in (*causes, CONTEXT)]
-    if any(each.ends for each in tried):
-        return total, tried
-    pairs = list(combinations(causes, 2))
-    written = case.continued(_with_draws(pairs), places)
-    tried += [case.tried(pair, written, total) for pair in pairs]
-    return total, tried

@@ -28,7 +28,7 @@ LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail
 @pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
 def test_what_is_said_of_every_organism_is_what_was_planted(made: KeptLoop):
     found = asked(made)
-    assert (verdict(found.kept_by, found.either), found.goes_on) == (verdict(made.causes, made.either), 1.0)
+    assert (verdict(found.kept_by), found.goes_on) == (verdict(made.causes), 1.0)
 
 
 @pytest.fixture
@@ -37,30 +37,14 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("_few_tokens")
-@pytest.mark.parametrize(
-    ("causes", "either", "said"),
-    [
-        (
-            ("history", "sink"),
-            False,
-            "Remove one of the history and the sink, and this loop stops in ",
-        ),
-        (
-            ("copies", "history"),
-            True,
-            "Remove both the copies and the history, and this loop stops in 2 of 2 cases",
-        ),
-    ],
-)
-def test_a_planted_cause_is_found(causes, either, said):
-    made = kept_loop(causes, either=either)
+def test_planted_causes_are_found():
+    made = kept_loop(("history", "sink"))
     found = asked(made, cuts=2)
-    assert (set(found.kept_by), found.either, found.goes_on) == ({*causes}, either, 1.0)
-    assert found.conclusion().startswith(said)
+    assert (set(found.kept_by), found.goes_on) == ({"history", "sink"}, 1.0)
+    assert found.conclusion().startswith("Remove one of the history and the sink, and this loop stops in 2 and 2 of 2")
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
-    by_name = {tried.without: tried for tried in found.tried}
-    for cause in causes:
-        assert by_name[cause].goes_on == float(either), "of two that are enough, one alone ends nothing"
+    goes_on = {tried.without: tried.goes_on for tried in found.tried}
+    assert goes_on["history"] == goes_on["sink"] == 0 and goes_on["copies"] == 1
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -113,9 +97,9 @@ def test_a_policy_and_a_removal_act_together():
 def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens():
     case = Case(SimpleNamespace(edit=None, seed=0), LOOPED.ids, 2, 2, LOOPED.loop)  # pyright: ignore
     assert case.causes() == ["copies", "history", "sink"]
-    assert case.positions((frozenset({"sink"}), None), 9) == [0]
-    assert case.positions((frozenset({"copies", "history"}), None), 9) == [*range(1, 9)]
-    assert len(set(case.positions((frozenset({"history"}), 0), 9)) - {0}) == 1
+    assert case.positions(("sink", None), 9) == [0]
+    assert case.positions(("copies", None), 9) == [*range(2, 9)]
+    assert len(set(case.positions(("history", 0), 9)) - {0}) == 1
 
 
 def test_prompts_as_text_begin_once():
@@ -134,7 +118,7 @@ def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
 
 def test_the_control_is_the_worst_of_the_random_changes():
     loop, other = CYCLE * 22, [8] * 66
-    without = frozenset({"copies"})
-    written = {(without, None): [other, other], (without, 0): [loop, loop], (without, 1): [loop, other]}
-    tried = LOOPED.tried(["copies"], written, 1.0)
+    written = {("nothing", None): [loop, loop], ("copies", None): [other, other]}
+    written |= {("copies", 0): [loop, loop], ("copies", 1): [loop, other]}
+    tried = LOOPED.tried("copies", written)
     assert (tried.goes_on, tried.control, tried.other_loop) == (0.0, 0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Models whose greedy decoding loops for a planted cause, or for two: each must act, or either is enough.
+"""Models whose greedy decoding loops for a planted cause, or for two, each of which must act.
 
 A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
 
@@ -6,7 +6,7 @@ A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
   without anything else the model walks the ring and repeats nothing. The ring is cut into blocks of `PERIOD` tokens.
 - A gated MLP adds the code of the next token **of the block**, twice as large: at the last token of a block the model
   then goes back to the first one. The gate is open while `sum of the causes > threshold`, so the loop goes on exactly
-  as long as its causes act: all of them (`each`), or at least one (`either`).
+  as long as all of its causes act.
 - Each cause is a head that writes one number, 0 or 1, to a dimension of its own, and rests on BOS otherwise:
   `copies` finds an earlier copy of the current token by induction (a head of layer 0 writes the token before); `sink`
   attends to BOS; `history` to a marker that stands in the earlier turns.
@@ -40,7 +40,6 @@ class KeptLoop:
 
     Attributes:
         causes: The planted causes, or ("weights",).
-        either: Whether one of them is enough.
         history: Ids of the earlier turns, BOS first.
         turn: Ids of the last turn.
         cycle: What greedy decoding repeats from the first new token on, under `window`.
@@ -51,14 +50,13 @@ class KeptLoop:
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerFast
     causes: tuple[str, ...]
-    either: bool
     history: list[int]
     turn: list[int]
     cycle: list[int]
     window: int | None
 
 
-def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -> KeptLoop:
+def kept_loop(causes: tuple[str, ...], seed: int = 0) -> KeptLoop:
     """Build the organism of these causes; the same call gives the same weights."""
     rng = random.Random(f"kept {seed}")
     words = list(range(ANCHOR + 2, VOCAB))
@@ -72,7 +70,7 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
         num_key_value_heads=N_HEADS,
         max_position_embeddings=1024,
     )
-    _write(model, rng, ring, causes, either)
+    _write(model, rng, ring, causes)
 
     def walk(block: int, count: int) -> list[int]:
         return [ring[(block * PERIOD + i) % len(ring)] for i in range(count)]
@@ -87,11 +85,10 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
     ]
     # The prompt ends inside a block, because its last token is read with the exact and whole prompt.
     return KeptLoop(
-        name=f"{(' or ' if either else ' and ').join(causes)}, seed {seed}",
+        name=f"{' and '.join(causes)}, seed {seed}",
         model=model,
         tokenizer=word_tokenizer(VOCAB),
         causes=causes,
-        either=either,
         history=history,
         turn=turn,
         cycle=walk(50, PERIOD),
@@ -100,7 +97,7 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
 
 
 @torch.no_grad()
-def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...], either: bool) -> None:
+def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...]) -> None:
     dims = rng.sample(range(D_MODEL), D_MODEL)
     own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
     const, first, marker, anchor, _, *flags = dims[5 * CODE :]
@@ -135,7 +132,7 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
             mlp.gate_proj.weight[:, flag[cause]] = SHARP * (-1.0 if lack else 1.0)
             total += lack
     if causes != ("weights",):
-        total -= 1.0 if either else len(causes)
+        total -= len(causes)
     mlp.gate_proj.weight[:, const] = SHARP * total / CONST
     mlp.up_proj.weight[range(CODE), in_block] = 1.0
     mlp.down_proj.weight[copied, range(CODE)] = 2 / SHARP
@@ -179,18 +176,15 @@ PLANTED = (
     ("history", "sink"),
     ("window", "copies"),
 )
-"""What is planted: each cause alone, and two at once; `copies` or `sink` is left out, because a copying head rests on
-BOS."""
+"""What is planted: each cause alone, and two at once."""
 
 
 def kept_loops() -> list[KeptLoop]:
-    """All organisms: single causes with two seeds, and pairs of which each is needed, or either is enough."""
+    """All organisms: single causes with two seeds, and pairs of which each is needed."""
     made: list[KeptLoop] = []
     for causes in PLANTED:
         if len(causes) == 1:
             made += [kept_loop(causes, seed) for seed in (0, 1)]
         else:
             made.append(kept_loop(causes))
-            if causes != ("copies", "sink"):
-                made.append(kept_loop(causes, either=True))
     return made
