@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.loops.servers.loop_row import KEY, LoopRow, ServingSettings
 
 ROW_KEY = "__sinkscope__"  # where the row of a request lies in its own parameters
-REASON = "repetition_detected"  # what the finish reason of a request that was cut has as `matched`
 _log = logging.getLogger(__name__)
 
 
@@ -39,20 +37,7 @@ class SglangLoops:
                 # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
                 row.mark = max(len(output), row.mark + 1)
             row.edit(logits[place], row.mark + draft)
-            if row.stopped:
-                self._finish(params["__req__"])
         return logits
-
-    @staticmethod
-    def _finish(request: Any) -> None:
-        """Let the server end a request with a finish reason of its own; a version without it sees the end token."""
-        if getattr(request, "to_finish", REASON) is not None:  # no such field, or the request is ended already
-            return
-        try:
-            reasons = import_module("sglang.srt.managers.schedule_batch")
-            request.to_finish = reasons.FINISH_MATCHED_STR(REASON)
-        except (ImportError, AttributeError):
-            _log.warning("This version of SGLang has no FINISH_MATCHED_STR: a request that is cut ends as any other.")
 
     @staticmethod
     def _row(params: dict[str, Any]) -> LoopRow | None:
