@@ -175,16 +175,14 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
         return reader.read()
 
 
-def right_logits(flow: Flow, outcome: Outcome | None = None) -> Logits:
-    """What is right: the logits of a plain pass, which sees what the cache kept if there is a budget.
+def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:
+    """What is right: the logits of a plain pass.
 
     Args:
         flow: The use.
-        outcome: What it gave, which says what was kept. None: everything.
+        sees: What the queries of each layer saw of what the cache kept. None or nothing: everything.
     """
-    if outcome is None or flow.budget is None:
-        return _plain(flow)
-    return _dense(flow, outcome.sees)
+    return _dense(flow, sees) if sees else _plain(flow)
 
 
 @cache
