@@ -17,7 +17,6 @@ from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.output import write_atomic
-from sinkscope.kv import StreamingLLM
 from sinkscope.loops.why import Why, why
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
@@ -36,16 +35,7 @@ def verdict(causes: Sequence[str]) -> str:
 
 def asked(made: KeptLoop, cuts: int = CUTS) -> Why:
     """What keeps the loop of an organism going."""
-    policy = None if made.window is None else StreamingLLM(budget=made.window)
-    return why(
-        made.model,
-        made.turn,
-        history=made.history,
-        tokenizer=made.tokenizer,
-        interventions=policy,
-        max_new_tokens=48,
-        cuts=cuts,
-    )
+    return why(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48, cuts=cuts)
 
 
 def asked_of_model(setup: Setup, prompt: Prompt) -> Row:
