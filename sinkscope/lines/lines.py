@@ -30,13 +30,13 @@ from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measuremen
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of
-from sinkscope.results.parts import Lines
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
+RANDOM = "random lines of the same total length"
+TITLES = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
 _SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
 
 
@@ -99,77 +99,48 @@ class LineWeights(Result):
         rows = [row for row in self.rows() if row["eta"] == self.etas[self.shown_eta]]
         return sorted(rows, key=lambda row: row["mass"])[: self.table_rows]
 
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        """What is left of the attention without the heaviest lines."""
-        i = self.shown_eta
-        random = Contrast(
-            "random", 1 - float(self.mean("random_mass")[i]), name="random lines of the same total length"
-        )
-        claim = Claim(
-            role="carries",
-            subject=(Lines("vertical"), Lines("slash")),
-            outcome=Outcome("the attention", self.layers),
-            place=f"{self.etas[i]:.0%} of all lines",
-            value=1 - float(self.mean("mass")[i]),
-            contrasts=(Contrast("intact", 1.0), random),
-            draws=len(self.tokens),
-            search=Search("lines", 2 * max(self.tokens)),
-            margin=margin_of(self.text_mass[i]),
-        )
-        return (claim,)
+    def shown(self, name: str) -> float:
+        """The mean of a field over all heads, at the eta that is shown."""
+        return float(self.mean(name)[self.shown_eta])
 
     def conclusion(self) -> str:
         """Attention on the heaviest lines, compared with random lines of the same length."""
-        (claim,) = self.claims
         return (
-            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry {1 - claim.value:.1%} "
-            f"of the attention; {claim.control.name} carry {1 - claim.control.value:.1%}."
+            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry "
+            f"{self.shown('mass'):.1%} of the attention; {RANDOM} carry {self.shown('random_mass'):.1%}."
         )
 
     def details(self) -> list[str]:
         """The cells, how many heads reach the paper's share, and how far lines agree."""
         heads = self.mass[self.shown_eta]
-
-        def share(name: str) -> str:
-            return f"{self.mean(name)[self.shown_eta]:.1%}"
-
         lines = [
             f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
-            f"The lines cover {share('cells')} of the cells.",
+            f"The lines cover {self.shown('cells'):.1%} of the cells.",
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
         ]
         if self.inputs is not None:
-            same, chance = share("inputs"), share("inputs_random")
-            lines.append(f"Between two texts {same} of the lines are the same (random {chance}).")
-        same, chance = share("segments"), share("segments_random")
-        lines.append(f"Of a text's second half, {same} of the lines are those of its first (random {chance}).")
+            same, chance = self.shown("inputs"), self.shown("inputs_random")
+            lines.append(f"Between two texts {same:.1%} of the lines are the same (random {chance:.1%}).")
+        same, chance = self.shown("segments"), self.shown("segments_random")
+        lines.append(f"Of a text's second half, {same:.1%} of the lines are those of its first (random {chance:.1%}).")
         return lines
 
     def numbers(self) -> list[Number]:
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
-        i = self.shown_eta
-        (claim,) = self.claims
-        label, random = f"of the attention on the heaviest {self.etas[i]:.0%} of lines", claim.control
-        on_lines = 1 - claim.value, 1 - random.value
-        numbers = [Number(f"mass.{self.etas[i]:g}", label, *on_lines, claim.margin, True, random.name)]
+        eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
+        label = f"of the attention on the heaviest {eta:.0%} of lines"
+        on_lines = self.shown("mass"), self.shown("random_mass")
+        numbers = [Number(f"mass.{eta:g}", label, *on_lines, margin, share=True, contrast=RANDOM)]
         if self.inputs is not None:
-            shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            label = "of the heaviest lines shared by two texts"
-            numbers.append(Number(f"inputs.{self.etas[i]:g}", label, *shared, None, True, "random lines"))
+            label, shared = "of the heaviest lines shared by two texts", self.shown("inputs")
+            random = self.shown("inputs_random")
+            numbers.append(Number(f"inputs.{eta:g}", label, shared, random, share=True, contrast="random lines"))
         return numbers
 
 
 def draw(result: LineWeights) -> go.Figure:
-    """Draw mass and agreement of the lines by eta, and mass by head."""
-    i = result.shown_eta
-    titles = (
-        "Attention on the lines, mean over heads",
-        f"Attention on the lines, eta {result.etas[i]:g}",
-        "Lines shared, mean over heads",
-    )
-    specs: list[list[Any]] = [[{}, {"rowspan": 2}], [{}, None]]
-    fig: Any = make_subplots(2, 2, specs=specs, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.12)
+    """Draw mass and agreement of the lines by eta."""
+    fig: Any = make_subplots(2, 1, subplot_titles=TITLES, vertical_spacing=0.12)
     curves = (
         ("mass", "heaviest lines", BLUE, "solid", 1),
         ("random_mass", "random lines of the same length", GREY, "dash", 1),
@@ -185,13 +156,9 @@ def draw(result: LineWeights) -> go.Figure:
             line = {"color": color, "dash": dash}
             fig.add_scatter(x=result.etas, y=result.mean(field_name), name=name, line=line, row=row, col=1)
     fig.add_hline(PAPER_MASS, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
-    fig.update_yaxes(tickformat=".0%", rangemode="tozero", col=1)
-    fig.update_xaxes(title_text="share of all lines chosen (eta)", col=1)
-    fig.add_heatmap(z=result.mass[i], y=result.layers, zmin=0, zmax=1, colorscale="Viridis", row=1, col=2)
-    fig.update_traces(selector={"type": "heatmap"}, colorbar={"tickformat": ".0%"})
-    fig.update_xaxes(title_text="head", row=1, col=2)
-    fig.update_yaxes(title_text="layer", autorange="reversed", row=1, col=2)
-    return figure_of(fig, result, width=1300, height=1000, legend=-0.07, bottom=90)
+    fig.update_yaxes(tickformat=".0%", rangemode="tozero")
+    fig.update_xaxes(title_text="share of all lines chosen (eta)")
+    return figure_of(fig, result, width=900, height=1000, legend=-0.07, bottom=90)
 
 
 @measurement(
