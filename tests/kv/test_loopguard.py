@@ -69,12 +69,13 @@ def test_a_new_turn_begins_anew(model):
     assert run.events == []
 
 
-def test_between_window_is_streaming_llm_until_a_loop_comes(model):
+def test_beside_streaming_llm_it_does_nothing_until_a_loop_comes(model):
     prompt, mask = prompts([20, 31])
     new = torch.tensor([looping(30, 30), looping(30, 30)])
     with StreamingLLM(budget=24, first=4).on(model):
         want = feed(model, prompt, mask, new)
-    with LoopGuard.paper(**SMALL, between="window", variant="tail", monitor=EAGER).on(model) as run:
+    guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
+    with (StreamingLLM(budget=24, first=4) | guard).on(model) as run:
         got = feed(model, prompt, mask, new)
         feed(model, prompt, mask, torch.tensor([looping(10, 40)] * 2))
     assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True}

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -21,7 +21,6 @@ from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
@@ -31,10 +30,6 @@ from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of
 
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
-
-
-class LoopGuardWindow(StreamingLLM):
-    """The window policy after `between="window"`; a class of its own, so that errors name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +48,11 @@ class LoopGuard(Intervention):
     keep the guard's anchors, and the guard keeps their first tokens.
 
     Attributes:
-        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
+        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt. Between
+            interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` holds it at all times.
         anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
             quarter of the budget.
         window: Number of tokens that the monitor looks at (W).
-        between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
-            grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
         variant: When to intervene: "repeats" for any exact repetition, "full" for the paper's votes, or a variant of
             Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
             "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
@@ -93,7 +87,6 @@ class LoopGuard(Intervention):
     budget: Budget = field(default=1024, kw_only=False)
     anchors: Whole | None = None
     window: Natural = 256
-    between: Literal["full", "window"] = "full"
     variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
@@ -168,8 +161,6 @@ class LoopGuard(Intervention):
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache(first=self.kept_first)
-        if self.between == "window":
-            LoopGuardWindow(budget=self.budget, first=self.kept_first).enter(run, key)
         settings = self.settings
         if settings.rule == "never":
             return
