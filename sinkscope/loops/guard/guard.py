@@ -49,7 +49,7 @@ class LoopGuard(Intervention):
 
     Attributes:
         budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt. Between
-            interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` holds it at all times.
+            interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` always holds it.
         anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
             quarter of the budget.
         window: Number of tokens that the monitor looks at (W).
