@@ -46,32 +46,29 @@ class Fussy:
         return SimpleNamespace(trigger=self.hash % 11 == 0)
 
 
-def alone(request: kit.Request, *, drafts: bool) -> tuple[list[int], list[int]]:
+def alone(request: kit.Request) -> tuple[list[int], list[int]]:
     """What a request says, and where the processor acts, with one monitor of its own and no batch.
 
     Args:
-        request: its log has, for each step, how many of its tokens could be read before, and how many came.
-
-        drafts: tokens after the first of a step have logits that the processor sees.
+        request: its log has, for each step, how many of its tokens could be read before.
     """
     tokens = json.loads((request.params.extra_args or {}).get("sinkscope", "{}")).get("tokens", [])
     monitor, begun, taken, read = Fussy(), 0, 0, 0
     said = []
     acted = []
-    for visible, size in request.log:
+    for visible in request.log:
         due = False
         for token in said[read:visible]:
             due |= monitor.update(token).trigger
         read = max(read, visible)
         if due and request.params.extra_args:
             begun, taken = len(said), taken + 1
-        for j in range(size):
-            n, token = len(said) - begun, request.stream[len(said)]
-            forces = taken == 1 and tokens
-            if taken and (n < len(tokens) or not forces) and (j == 0 or drafts):
-                acted.append(len(said))
-                token = tokens[n] if forces else kit.END
-            said.append(token)
+        n, token = len(said) - begun, request.stream[len(said)]
+        forces = taken == 1 and tokens
+        if taken and (n < len(tokens) or not forces):
+            acted.append(len(said))
+            token = tokens[n] if forces else kit.END
+        said.append(token)
     return said, acted
 
 
@@ -85,26 +82,32 @@ def requests(rng: Random, tokens: list[int]) -> list[kit.Request]:
     return made
 
 
-def check(server, rng: Random, tokens: list[int], *, drafts: bool = False):
+def check(server, rng: Random, tokens: list[int]):
     asked = requests(rng, tokens)
     with mock.patch.object(loop_row, "Monitor", Fussy):
         kit.play(server, rng, asked)
     for request in asked:
-        assert (request.output, request.edited) == alone(request, drafts=drafts)
+        assert (request.output, request.edited) == alone(request)
 
 
-@given(seed=SEEDS, tokens=FORCED, drafts=st.sampled_from([0, 0, 1, 3]))
-def test_in_vllm_each_request_is_watched_as_if_alone(seed, tokens, drafts):
-    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts."""
-    server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
-    check(server, Random(seed), tokens, drafts=True)
-
-
-@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}], ids=str)
 @given(seed=SEEDS, tokens=FORCED)
-def test_in_sglang_each_request_is_watched_as_if_alone(seed, tokens, how):
-    server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
-    check(server, Random(seed), tokens, drafts=True)
+def test_in_vllm_each_request_is_watched_as_if_alone(seed, tokens):
+    """Recycled slots, rows in any order, requests that pause, chunked prompts."""
+    check(kit.Slots(serving.VllmLoopProcessor), Random(seed), tokens)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@given(seed=SEEDS, tokens=FORCED)
+def test_in_sglang_each_request_is_watched_as_if_alone(seed, tokens, overlap):
+    processor = serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str())
+    check(kit.Overlapped(processor, overlap=overlap), Random(seed), tokens)
+
+
+def test_drafts_are_left_alone():
+    with refused("under speculative decoding"):
+        serving.VllmLoopProcessor(SimpleNamespace(speculative_config=SimpleNamespace()), None)
+    logits = torch.zeros(4, kit.VOCAB)
+    assert torch.equal(serving.SglangLoopProcessor()(logits.clone(), [{}, {}]), logits)
 
 
 def looping(count: int = 600) -> list[int]:

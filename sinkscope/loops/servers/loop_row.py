@@ -87,8 +87,7 @@ def _fields(value: Any, name: str) -> dict[str, Any] | Literal[False] | None:
 class LoopRow:
     """One request: its monitor, and what is done against its loop.
 
-    Positions count the tokens of the request, from any fixed origin. What is done at a position depends on the position
-    alone, so it is correct for drafts that are accepted and for drafts that are rejected.
+    Positions count the tokens of the request, from any fixed origin.
 
     Args:
         settings: Settings of the request.
@@ -137,7 +136,7 @@ class LoopRow:
         Args:
             logits: Logits of the token at that position, changed in place. Shape `[vocab]`. A token that something else
                 has forbidden (minus infinity) stays forbidden.
-            position: Position of the token that is chosen from these logits. Rows of drafts come in order.
+            position: Position of the token that is chosen from these logits.
         """
         tokens = self.settings.tokens
         if self._due:

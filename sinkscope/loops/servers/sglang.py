@@ -16,27 +16,22 @@ _log = logging.getLogger(__name__)
 
 
 class SglangLoops:
-    """Watches each request for loops and ends them; `ServingSettings` says how. For SGLang."""
+    """Watches each request for loops and ends them; `ServingSettings` says how. For SGLang, but not for drafts."""
 
     def __call__(self, logits: Tensor, custom_param_list: Sequence[Any] | None = None) -> Tensor:
-        """Apply the actions that are due to logits `[row vocab]`; a request has one row, or one for each draft."""
+        """Apply the actions that are due to logits `[row vocab]`, a row for each request; not those of drafts."""
         requests = custom_param_list or ()
-        if not requests:
+        if logits.shape[0] != len(requests):
             return logits
-        rows_each = logits.shape[0] // len(requests)  # more than one if the list has a request once for its drafts
-        first_place: dict[int, int] = {}
-        for place in range(len(requests) * rows_each):
-            params = requests[place // rows_each] or {}
-            row = self._row(params)
+        for place, params in enumerate(requests):
+            row = self._row(params or {})
             if row is None:
                 continue
-            draft = place - first_place.setdefault(id(row), place)
-            if draft == 0:
-                output = params["__req__"].output_ids
-                row.follow(output)
-                # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
-                row.mark = max(len(output), row.mark + 1)
-            row.edit(logits[place], row.mark + draft)
+            output = params["__req__"].output_ids
+            row.follow(output)
+            # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
+            row.mark = max(len(output), row.mark + 1)
+            row.edit(logits[place], row.mark)
         return logits
 
     @staticmethod
