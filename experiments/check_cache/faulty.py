@@ -356,15 +356,6 @@ def all_caches_share_their_layers(config):
     return Cache(layers=layers)
 
 
-@fault("rows_change_places_as_beams_do", stock)
-def rows_stay_where_they_are(config):
-    class Still(DynamicLayer):
-        def reorder_cache(self, beam_idx):
-            pass
-
-    return stock_with(config, Still)
-
-
 @fault("a_cropped_draft_leaves_no_trace", stock)
 def crop_does_nothing(config):
     class Uncropped(DynamicLayer):

@@ -273,12 +273,6 @@ def _tokens(outcome: Outcome, row: int, column: int) -> int:
 
 
 @check
-def rows_change_places_as_beams_do(kit: Kit) -> str:
-    """After `reorder_cache`, a row goes on with the tokens of another, in all layers."""
-    return kit.right(Flow(lengths=(24, 24), order=(1, 1)), Flow(lengths=(17, 17, 17), order=(2, 0, 0)))
-
-
-@check
 def a_cropped_draft_leaves_no_trace(kit: Kit) -> str:
     """Tokens that were read and rejected are gone after `crop(-n)`."""
     return kit.right(Flow(rejected=1), Flow(rejected=3))

@@ -25,7 +25,7 @@ SEEN = "[sees.sum(-1) for sees in outcome.sees.values()]"
 ERROR = "(outcome.logits - right_logits(flow, outcome.sees)).abs().max()"
 """The largest error of the logits, as Python that shows it."""
 ROTATED = "keys are rotated again, so no mask says what is right: facts on both sides of a hole say it"
-_OPERATIONS = ("crop", "reset", "reorder_cache")
+_OPERATIONS = ("crop", "reset")
 
 
 class ApartError(Exception):
