@@ -53,7 +53,6 @@ class GuardedRow(WatchedRow):
 
     Attributes:
         steering: How it is steered since it looped.
-        waiting: Step of an alarm inside a word, whose end it waits for.
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int, prompt_ids: list[int]) -> None:
@@ -61,7 +60,6 @@ class GuardedRow(WatchedRow):
         self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.steering: Steering | None = None
-        self.waiting: int | None = None
 
     @property
     def length(self) -> int:

@@ -24,7 +24,7 @@ from sinkscope.kv.session import Session
 from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
-from sinkscope.loops.guard.words import LONGEST, Words, words_of
+from sinkscope.loops.guard.words import Words, words_of
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of
@@ -66,7 +66,7 @@ class LoopGuard(Intervention):
             is cut after the first copy and continues under the penalty.
 
     If the model carries a tokenizer whose tokens mark words, the cache is cut and tokens are taken back where a word
-    begins, and the penalty does not break words (`words.Words`). An alarm inside a word waits for its end.
+    begins, and the penalty does not break words (`words.Words`).
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -238,7 +238,6 @@ class Guarding:
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        alarms = self._at_words(rows, alarms, logits)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
             alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
         if alarms:
@@ -246,26 +245,6 @@ class Guarding:
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
                 row.steering.steer(logits[number], row.ids, rows.ends)
-
-    def _at_words(self, rows: GuardedRows, alarms: list[int], logits: Tensor) -> list[int]:
-        """The rows with an alarm that stand between words. Others wait until their word has ended, if words end."""
-        concerned = [number for number, row in enumerate(rows.rows) if number in alarms or row.waiting is not None]
-        if not concerned or self.words is None:
-            return alarms
-        due: list[int] = []
-        for number in concerned:
-            row = rows.rows[number]
-            step, tail, ids = row.monitor.last, row.monitor.last.tail, row.tokens
-            since = step.step if row.waiting is None else row.waiting
-            row.waiting = None
-            if row.monitor.ended or (tail is None and number not in alarms):
-                continue
-            inside = self.words.goes_on(ids[-1], int(logits[number].argmax())) and step.step - since < LONGEST
-            if inside and tail is not None and self.words.seam(ids, tail.start, tail.period) is not None:
-                row.waiting = since
-            else:
-                due.append(number)
-        return due
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
