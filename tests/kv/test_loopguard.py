@@ -43,7 +43,9 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         for event in events:
             held += range(seen, seen := event.position + 1)
             assert seen == length + event.data["generated"] and event.step == event.data["generated"]
-            made = tokens_to_keep(held, seen, event.data["bad"], ALWAYS.retention(length), event.data["level"])
+            made = tokens_to_keep(
+                held, seen, range(*(event.data["bad"] or [(0, 0)])[0]), ALWAYS.retention(length), event.data["level"]
+            )
             assert event.data["kept"] == ranges_of(made) and event.data["cached_before"] == len(held)
             held = made
             assert event.data["kept_count"] == len(held) <= SMALL["budget"]

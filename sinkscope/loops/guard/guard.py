@@ -65,8 +65,8 @@ class LoopGuard(Intervention):
         rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
             is cut after the first copy and continues under the penalty.
 
-    If the model carries a tokenizer whose tokens mark words, the cache is cut and tokens are taken back where a word
-    begins, and the penalty does not break words (`words.Words`).
+    If the model carries a tokenizer whose tokens mark words, tokens are taken back where a word begins, and the penalty
+    does not break words (`words.Words`).
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -352,16 +352,11 @@ class Guarding:
         if taken_back:
             begin = length - taken_back
         elif retention.recent is None and period is not None:
-            # The text goes on in the copy that has begun, as if it were the first one. Both begin with a word.
-            if self.words is not None:
-                known = length - len(ids)  # tokens before the latest ids
-                begin = known + (self.words.seam(ids, begin - known, period) or begin - known)
-            end -= (length - begin) % period
-        bad = [(begin, end)] if begin < end else []
-        kept = tokens_to_keep(cached, length, bad, retention, level)
+            end -= (length - begin) % period  # the text goes on in the copy that has begun, as if it were the first
+        kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
         data = {
             "period": period,
-            "bad": bad,
+            "bad": [(begin, end)] if begin < end else [],
             "level": level,
             "cached_before": len(cached),
             "taken_back": taken_back,
