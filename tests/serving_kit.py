@@ -36,13 +36,13 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """A request, what it has said, and what the reference needs to know: (tokens read, tokens made) of each step."""
+    """A request, what it has said, and for the reference, how many of its tokens each step could read."""
 
     stream: list[int]
     params: SamplingParams
     prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
     output: list[int] = field(default_factory=list)
-    log: list[tuple[int, int]] = field(default_factory=list)
+    log: list[int] = field(default_factory=list)
     edited: list[int] = field(default_factory=list)
 
     def say(self, row: torch.Tensor):
@@ -62,16 +62,12 @@ def logits_of(rows: list[tuple[Request, int]]) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.long), VOCAB).float()
 
 
-def sample(rng: Random, visible: dict[Request, int], apply: Callable[[torch.Tensor], torch.Tensor], drafts: int = 0):
-    """A step of requests, of whose tokens so many could be read: each says one, and more while drafts are accepted."""
-    rows = [(request, len(request.output) + j) for request in visible for j in range(1 + drafts)]
-    for request, its in zip(visible, apply(logits_of(rows)).split(1 + drafts), strict=False):
-        before = len(request.output)
-        for row in its:
-            request.say(row)
-            if rng.random() < 0.4:
-                break
-        request.log.append((visible[request], len(request.output) - before))
+def sample(visible: dict[Request, int], apply: Callable[[torch.Tensor], torch.Tensor]):
+    """A step of requests, of whose tokens so many could be read: each says one."""
+    rows = [(request, len(request.output)) for request in visible]
+    for request, row in zip(visible, apply(logits_of(rows)), strict=True):
+        request.say(row)
+        request.log.append(visible[request])
 
 
 class SlotProcessor(ABC):
@@ -118,22 +114,17 @@ def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]):
 
 
 class Slots:
-    """vLLM's Model Runner V2: stable slots, rows in another order each step, tokens on the device only.
+    """vLLM's Model Runner V2: stable slots, rows in another order each step, tokens on the device only."""
 
-    Args:
-        drafts: rows of a request beside its first; each checks one drafted token.
-    """
-
-    def __init__(self, make, *, drafts: int = 0):
+    def __init__(self, make):
         def zeros(*shape: int) -> SimpleNamespace:
             tensor = torch.zeros(shape, dtype=torch.int32)
             return SimpleNamespace(gpu=tensor, np=tensor.numpy())
 
-        self.drafts, self.slots = drafts, {}
+        self.slots = {}
         lengths = {name: zeros(4) for name in ("prompt_len", "prefill_len", "total_len")}
         self.states = SimpleNamespace(all_token_ids=zeros(4, 200), **lengths)
-        speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
-        self.processor = make(SimpleNamespace(speculative_config=speculative), self.states)
+        self.processor = make(SimpleNamespace(speculative_config=None), self.states)
         self.read = {}  # of each request, how many tokens the step before could read
         self.chunked = set()  # slots whose prompt the next step does not read to the end
 
@@ -164,14 +155,10 @@ class Slots:
         parts = [slot for slot in picked if slot in self.chunked]
         self.chunked -= {*parts}
         total = {slot: self._write(slot) for slot in picked}
-        rows = [(slot, total[slot] - 2) for slot in parts]  # the token of such a row is thrown away
-        rows += [(slot, total[slot] - 1 + j) for slot in whole for j in range(1 + self.drafts)]
         ctx = SimpleNamespace(
-            expanded_idx_mapping=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
             idx_mapping=torch.tensor([*parts, *whole], dtype=torch.int32),
             idx_mapping_np=np.array([*parts, *whole]),
-            pos=torch.tensor([position for _, position in rows]),
-            seq_lens_upper_bound_np=np.array([total[s] - 1 for s in parts] + [total[s] + self.drafts for s in whole]),
+            seq_lens_upper_bound_np=np.array([total[s] - 1 for s in parts] + [total[s] for s in whole]),
         )
 
         def apply(logits: torch.Tensor) -> torch.Tensor:
@@ -180,7 +167,7 @@ class Slots:
         # What one step has made is read in the step after the next: the next one only begins the copy.
         requests = [self.slots[slot] for slot in whole]
         now = {request: len(request.output) for request in requests}
-        sample(rng, {request: self.read[request] for request in requests}, apply, self.drafts)
+        sample({request: self.read[request] for request in requests}, apply)
         self.read.update(now)
         for slot in whole:
             self._write(slot)
@@ -191,13 +178,10 @@ class Overlapped:
 
     Args:
         overlap: now and then the latest token is not in `output_ids` yet.
-        drafts: rows of a request beside its first.
-        expanded: the list of parameters has an entry for each row, and not one for each request.
     """
 
-    def __init__(self, processor, *, overlap: bool = False, drafts: int = 0, expanded: bool = False):
-        self.processor, self.overlap, self.drafts = processor, overlap, drafts
-        self.entries = 1 + drafts if expanded else 1
+    def __init__(self, processor, *, overlap: bool = False):
+        self.processor, self.overlap = processor, overlap
         self.shown = {}
 
     def step(self, rng: Random, left: list[Request], new: list[Request]):
@@ -211,8 +195,8 @@ class Overlapped:
         for request in rng.sample(list(self.shown), len(self.shown)):
             visible[request] = max(0, len(request.output) - (self.overlap and rng.random() < 0.7))
             self.shown[request].output_ids[:] = request.output[: visible[request]]
-        params = [self.shown[request].custom_params for request in visible for _ in range(self.entries)]
-        sample(rng, visible, lambda logits: self.processor(logits, params), self.drafts)
+        params = [self.shown[request].custom_params for request in visible]
+        sample(visible, lambda logits: self.processor(logits, params))
 
 
 def play(server: Slots | Overlapped, rng: Random, requests: list[Request], *, preempt: bool = False):

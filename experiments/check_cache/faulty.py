@@ -304,7 +304,7 @@ def a_new_prompt_forgets_the_answer(config):
     return stock_with(config, Forgetful)
 
 
-@fault("padded_rows_are_what_they_are_alone", streaming)
+@fault("rows_of_a_batch_are_what_they_are_alone", streaming)
 def padding_takes_the_place_of_first_tokens(budget):
     class Slots(Policy):
         def scores(self, at: LayerMoment):
@@ -314,7 +314,7 @@ def padding_takes_the_place_of_first_tokens(budget):
     return Slots(budget=budget)
 
 
-@fault("rows_of_a_batch_do_not_mix", streaming)
+@fault("rows_of_a_batch_are_what_they_are_alone", streaming)
 def the_first_row_chooses_for_all(budget):
     class First(Policy):
         def scores(self, at: LayerMoment):
@@ -325,7 +325,7 @@ def the_first_row_chooses_for_all(budget):
     return First(budget=budget)
 
 
-@fault("rows_of_a_batch_do_not_mix", stock)
+@fault("rows_of_a_batch_are_what_they_are_alone", stock)
 def the_values_of_the_first_row_are_read_by_all(config):
     class Broadcast(DynamicLayer):
         def update(self, key_states, value_states, *args, **kwargs):
@@ -354,15 +354,6 @@ def all_caches_share_their_layers(config):
         return DynamicCache(config=config)
     layers = _SHARED.setdefault(id(config), [DynamicLayer() for _ in range(config.num_hidden_layers)])
     return Cache(layers=layers)
-
-
-@fault("rows_change_places_as_beams_do", stock)
-def rows_stay_where_they_are(config):
-    class Still(DynamicLayer):
-        def reorder_cache(self, beam_idx):
-            pass
-
-    return stock_with(config, Still)
 
 
 @fault("a_cropped_draft_leaves_no_trace", stock)
@@ -448,7 +439,7 @@ def a_second_turn_raises_an_error(config):
     return stock_with(config, Single)
 
 
-@fault("a_text_of_hundreds_of_tokens_is_kept", stock)
+@fault("with_room_for_everything_logits_are_the_plain_models", stock)
 def slots_beyond_512_overwrite_the_first(config):
     class Ring(DynamicLayer):
         def update(self, key_states, value_states, *args, **kwargs):

@@ -1,8 +1,8 @@
-"""Does `sinkscope check-cache` catch faults, and leave right caches alone? 42 caches under all checks.
+"""Does `sinkscope check-cache` catch faults, and leave right caches alone? Some of both under all checks.
 
     python -m experiments.check_cache.table [--kvpress KVPRESS/bin/python] [--out figures/check_cache.json]
 
-Thirty caches have one planted fault each, and a check is named beforehand that has to catch it; the control is the same
+29 caches have one planted fault each, and a check is named beforehand that has to catch it; the control is the same
 check on the same cache without the fault. Twelve are right: four of transformers, three policies of sinkscope and five
 presses of kvpress, which run in an environment of their own (`presses`). What fails of these is listed, too.
 """

@@ -4,7 +4,7 @@
     python -m experiments.loopbench.build ri narrativeqa.jsonl --model MODEL --out ri.jsonl
     python -m experiments.loopbench.build 2wiki 2wikimqa.jsonl --model MODEL --out 2wiki.jsonl
     sinkscope bench --task loops:source=dc.jsonl --model MODEL --methods full,streaming,h2o,loopguard:paper --out dc
-    sinkscope bench --task 2wiki.jsonl:new=32 --model MODEL --methods full,loopguard:paper:between=window --out 2wiki
+    sinkscope bench --task 2wiki.jsonl:new=32 --model MODEL --methods full,loopguard:paper --out 2wiki
 
 Xu et al. 2026 (section 4.1, appendix C) give sources, sizes and mean lengths: 300 prompts from MultiNews with 3,853
 tokens and 200 from NarrativeQA with 5,376. They state neither the truncation rule nor the tokenizer, and MultiNews has

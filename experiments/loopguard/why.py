@@ -17,7 +17,6 @@ from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.output import write_atomic
-from sinkscope.kv import StreamingLLM
 from sinkscope.loops.why import Why, why
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
@@ -29,23 +28,14 @@ CUTS = 4
 UNDECIDED, NO_LOOP = "undecided", "no loop"
 
 
-def verdict(causes: Sequence[str], either: bool) -> str:
+def verdict(causes: Sequence[str]) -> str:
     """Causes in one order and one word between them."""
-    return (" or " if either else " and ").join(sorted(causes)) or UNDECIDED
+    return " and ".join(sorted(causes)) or UNDECIDED
 
 
 def asked(made: KeptLoop, cuts: int = CUTS) -> Why:
     """What keeps the loop of an organism going."""
-    policy = None if made.window is None else StreamingLLM(budget=made.window)
-    return why(
-        made.model,
-        made.turn,
-        history=made.history,
-        tokenizer=made.tokenizer,
-        interventions=policy,
-        max_new_tokens=48,
-        cuts=cuts,
-    )
+    return why(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48, cuts=cuts)
 
 
 def asked_of_model(setup: Setup, prompt: Prompt) -> Row:
@@ -58,7 +48,7 @@ def row_of(found: Why) -> Row:
     """A measurement in a row."""
     said = NO_LOOP
     if found.period is not None:
-        said = verdict(found.kept_by, found.either)
+        said = verdict(found.kept_by)
     tried = {}
     for each in found.tried:
         tried[each.without] = {"goes_on": each.goes_on, "control": each.control, "other_loop": each.other_loop}
@@ -78,7 +68,7 @@ def main(*, models: Sequence[Path] = (), count: int = 12, out: Path = Path("figu
     with ProgressBar() as progress:
         for number, organism in enumerate(made):
             found = row_of(asked(organism))
-            organisms.append({"name": organism.name, "planted": verdict(organism.causes, organism.either), **found})
+            organisms.append({"name": organism.name, "planted": verdict(organism.causes), **found})
             progress("organisms", number + 1, len(made))
         for folder in (None, *map(str, models)):
             setup = Setup.open(load(folder), loading="whole")

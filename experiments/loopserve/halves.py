@@ -36,8 +36,7 @@ def heads_of(layer: int, scores: Scores, eta: float) -> list[Row]:
     keys = scores.keys
     half = keys // 2
     first = top_lines(line_sums(scores.part(0, half)), [eta])
-    vertical, slash = line_sums(scores.part(half, keys), since=half).unbind(1)
-    second = top_lines(torch.stack([vertical[:, half:], slash[:, : keys - half]], 1), [eta])
+    second = top_lines(line_sums(scores.part(half, keys), since=half), [eta])
     shared = shared_by_second(first, second)[0]
     attention = attention_of(scores, torch.arange(keys))
     rows: list[Row] = []

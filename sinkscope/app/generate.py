@@ -76,8 +76,7 @@ def print_generated(
         prompt = prompt_file
     if rewind is not None and not guard:
         raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
-    rewinds = guard and rewind is not False
-    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind is not False))
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent
     progress("writing", 0, 0)
@@ -95,7 +94,6 @@ def print_generated(
         seed=seed,
         bos=bos,
         on_text=show,
-        progress=progress if rewinds else silent,  # other text is shown as it comes
     )
     end_bar(progress)  # of an answer without text
     print()

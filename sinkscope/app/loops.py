@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.loops import Alarm, LoopCheck, Monitor, MonitorSettings, Watch, check_file
-from sinkscope.loops.servers.proxy import LOOPBACK, ProxySettings, check_proxy, serve
+from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
 from sinkscope.loops.text.forms import StreamForm
 from sinkscope.results.console import note
 from sinkscope.results.options import Option, command
@@ -138,15 +138,14 @@ def _name(file: str) -> str:
 
 def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> None:
     """Stand between clients and a server until Ctrl-C."""
-    check_proxy()
-    settings = ProxySettings(upstream, monitor, note)
+    served = application(upstream, monitor, note, LOOPBACK if host in LOOPBACK else ())
 
     def ready(address: str) -> None:
         print(f"{address} passes on to {upstream} until Ctrl-C. It watches streamed answers only.", flush=True)
         if host not in LOOPBACK:
             note(f"note: everyone who can reach {host} can use that server now")
 
-    serve(settings, host, port, ready)
+    listen(served, host, port, ready)
 
 
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:

@@ -75,10 +75,6 @@ def _check(name: str, progress: Progress) -> None:
     if row_of(target.hf.config.model_type) is not None:
         origin = "written"
     show(f"Adapter, {origin}: {shown_row(target.adapter)}")
-    show(
-        f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e} "
-        f"(allowed {report.tolerance:.0e})"
-    )
     if report.problem is not None:
         show(f"Problem: {report.problem}")
     show(f"\nConclusion: {target.name} ({target.hf.config.model_type}) {verdict}.")

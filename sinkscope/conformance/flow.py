@@ -33,7 +33,6 @@ class Flow:
         steps: Tokens that follow one by one.
         turn: Tokens of a second prompt, which is read at once after the steps, before as many steps again.
         rejected: Tokens of a draft that are read at once after the first step, and cropped.
-        order: Rows change places after the first step; row i becomes what row `order[i]` was.
         reset: Another text is read before, and the cache is reset.
         budget: Tokens that are to be kept. None: everything.
         dtype: Data type of the model.
@@ -46,7 +45,6 @@ class Flow:
     steps: int = 3
     turn: int = 0
     rejected: int = 0
-    order: tuple[int, ...] = ()
     reset: bool = False
     budget: int | None = None
     dtype: str = "float32"
@@ -56,11 +54,6 @@ class Flow:
     def prompt(self) -> int:
         """Columns of the prompt."""
         return max(self.lengths)
-
-    @property
-    def places(self) -> list[int]:
-        """Where the rows at the end come from."""
-        return list(self.order or range(len(self.lengths)))
 
     def tokens(self) -> tuple[Int[Tensor, "row column"], Int[Tensor, "row column"]]:
         """All tokens of the rows as they begin, and a mask that is 0 at padding."""
@@ -130,14 +123,9 @@ class _Reader:
         self.cache.crop(-self.flow.rejected)
         self.recorder.forget(self.flow.rejected)
 
-    def reorder(self, places: Tensor) -> None:
-        """Let rows change places."""
-        self.cache.reorder_cache(places)
-        self.recorder.reorder(places)
-
     def read(self) -> Outcome:
         """Read all tokens of the flow."""
-        flow, places = self.flow, torch.tensor(self.flow.places)
+        flow = self.flow
         ids, mask = flow.tokens()
         sizes = [*(flow.chunks or (flow.prompt,)), *[1] * flow.steps]
         if flow.turn:
@@ -149,9 +137,6 @@ class _Reader:
                 self.draft(ids, mask, at)
             logits = torch.cat([logits, self.call(ids, mask, at, at + size)], 1)
             at += size
-            if flow.order and at == flow.prompt + 1:
-                self.reorder(places)
-                ids, mask, logits = ids[places], mask[places], logits[places]
         read = self.recorder
         return Outcome(
             logits[:, flow.prompt - 1 :], read.sees, self.bytes, self.lengths, read.rotated_again, read.mixed
@@ -175,16 +160,14 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
         return reader.read()
 
 
-def right_logits(flow: Flow, outcome: Outcome | None = None) -> Logits:
-    """What is right: the logits of a plain pass, which sees what the cache kept if there is a budget.
+def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:
+    """What is right: the logits of a plain pass.
 
     Args:
         flow: The use.
-        outcome: What it gave, which says what was kept. None: everything.
+        sees: What the queries of each layer saw of what the cache kept. None or nothing: everything.
     """
-    if outcome is None or flow.budget is None:
-        return _plain(flow)
-    return _dense(flow, outcome.sees)
+    return _dense(flow, sees) if sees else _plain(flow)
 
 
 @cache
@@ -193,9 +176,7 @@ def _plain(flow: Flow) -> Logits:
 
 
 def _dense(flow: Flow, sees: dict[int, Tensor] | None) -> Logits:
-    ids, mask = flow.tokens()
-    model = kit_model(flow.model, flow.dtype)
-    return plain_logits(model, ids[flow.places], mask[flow.places], sees)[:, flow.prompt - 1 :]
+    return plain_logits(kit_model(flow.model, flow.dtype), *flow.tokens(), sees)[:, flow.prompt - 1 :]
 
 
 def error_of(seen: Logits, right: Logits) -> float:

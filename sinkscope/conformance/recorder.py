@@ -59,13 +59,6 @@ class Recorder:
             kept = 0 if tokens is None else keys.shape[2] - tokens
             self._written[layer] = keys[:, :, :kept], values[:, :, :kept]
 
-    def reorder(self, rows: Tensor) -> None:
-        """Let rows change places as those of the cache do."""
-        for layer, (keys, values) in self._written.items():
-            self._written[layer] = keys[rows], values[rows]
-        for layer, seen in self.sees.items():
-            self.sees[layer] = seen[rows]
-
     def read(self, logits: Float[Tensor, "row query vocab"], total: int, start: int) -> None:
         """Note what each layer read in the call that gave these logits.
 

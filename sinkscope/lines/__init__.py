@@ -8,14 +8,13 @@ from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import Sparsity, sparse_attention
-from sinkscope.lines.sums import crossings, line_sums
+from sinkscope.lines.sums import line_sums
 from sinkscope.lines.votes import minference_lines
 
 __all__ = [
     "HeadLines",
     "Scores",
     "Sparsity",
-    "crossings",
     "line_sums",
     "minference_lines",
     "recovered",

@@ -89,12 +89,11 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
     """Causal attention of some queries, of all heads or each, in float32.
 
     Args:
-        scores: The scores of a layer without window, soft cap and learned sinks.
+        scores: The scores of a layer.
         rows: Indices of the queries.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
     query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
-    scores.check_plain()
     # A matrix product, which is faster than einsum.
     grouped = beside_keys(query[None], len(scores.key))
     if query.is_cuda and query.dtype == scores.key.dtype and query.dtype.itemsize == 2:
@@ -102,8 +101,17 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
     else:
         products = (grouped.float() * scores.scaling) @ scores.key.float().mT
     products = by_query_head(products, 1, scores.heads)[0]
-    future = torch.arange(scores.keys, device=rows.device) > (rows + scores.past)[..., None]
-    return products.masked_fill_(future, -torch.inf).softmax(-1)
+    if scores.softcap is not None:
+        products = products.div_(scores.softcap).tanh_().mul_(scores.softcap)
+    key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[..., None]
+    hidden = key > at
+    if scores.window is not None:
+        hidden |= key <= at - scores.window
+    products = products.masked_fill_(hidden, -torch.inf)
+    if scores.sinks is not None:  # a key that takes part in the softmax only
+        sinks = scores.sinks.float()[:, None, None].expand(-1, query.shape[1], 1)
+        return torch.cat([products, sinks], 2).softmax(-1)[..., :-1]
+    return products.softmax(-1)
 
 
 def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
@@ -116,6 +124,7 @@ def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None
     """
     if rows is None:
         rows = torch.arange(scores.queries)
+    scores.check_plain()
     rows = rows.to(scores.query.device, non_blocking=True)
     total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
     for part in rows.split(_ROWS):

@@ -78,6 +78,7 @@ def select_lines(
     check_values(Part, alpha=alpha)
     check_values(Natural, sample=sample)
     check_values(Variant, variant=variant)
+    scores.check_plain()
     number = torch.arange(scores.keys, device=scores.key.device).repeat(scores.heads, 1)
     start = HeadLines.of(number < begin, number < local, scores.queries)
     if alpha == 1:

@@ -18,24 +18,25 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.files.records import Part, checked_value
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sums import crossings, line_sums, scores_of
+from sinkscope.lines.sums import line_sums, scores_of, weight_on
 from sinkscope.lines.votes import top_lines
 from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.notation import count_of
-from sinkscope.results.parts import Lines
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
+RANDOM = "random lines of the same total length"
+TITLES = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
 _SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
 
 
@@ -48,7 +49,6 @@ class LineWeights(Result):
         tokens: Length of every text.
         layers: The layers that were measured.
         mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
-        line_sums: Sum of the chosen lines' weights, in which cells at crossings count twice.
         random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
         cells: Share of all cells that the chosen lines cover.
         inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
@@ -60,7 +60,6 @@ class LineWeights(Result):
             vertical lines are counted from its beginning.
         segments_random: `segments` for the same number of random lines of each kind.
         text_mass: `mass` of each text, mean over heads.
-        text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
     """
 
     page = "measure/lines"
@@ -72,7 +71,6 @@ class LineWeights(Result):
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
     mass: Float[np.ndarray, "eta layer head"]
-    line_sums: Float[np.ndarray, "eta layer head"]
     random_mass: Float[np.ndarray, "eta layer head"]
     cells: Float[np.ndarray, "eta layer head"]
     inputs: Float[np.ndarray, "eta layer head"] | None
@@ -81,7 +79,6 @@ class LineWeights(Result):
     segments_relative: Float[np.ndarray, "eta layer head"]
     segments_random: Float[np.ndarray, "eta layer head"]
     text_mass: Float[np.ndarray, "eta text"]
-    text_inputs: Float[np.ndarray, "eta text"] | None
 
     @property
     def shown_eta(self) -> int:
@@ -94,7 +91,7 @@ class LineWeights(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per eta and head."""
-        columns = {name: getattr(self, name) for name in (*self.percent, "line_sums")}
+        columns = {name: getattr(self, name) for name in self.percent}
         return long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
 
     def shown_rows(self) -> list[dict[str, Any]]:
@@ -102,80 +99,48 @@ class LineWeights(Result):
         rows = [row for row in self.rows() if row["eta"] == self.etas[self.shown_eta]]
         return sorted(rows, key=lambda row: row["mass"])[: self.table_rows]
 
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        """What is left of the attention without the heaviest lines."""
-        i = self.shown_eta
-        random = Contrast(
-            "random", 1 - float(self.mean("random_mass")[i]), name="random lines of the same total length"
-        )
-        claim = Claim(
-            role="carries",
-            subject=(Lines("vertical"), Lines("slash")),
-            outcome=Outcome("the attention", self.layers),
-            place=f"{self.etas[i]:.0%} of all lines",
-            value=1 - float(self.mean("mass")[i]),
-            contrasts=(Contrast("intact", 1.0), random),
-            draws=len(self.tokens),
-            search=Search("lines", 2 * max(self.tokens)),
-            margin=margin_of(self.text_mass[i]),
-        )
-        return (claim,)
+    def shown(self, name: str) -> float:
+        """The mean of a field over all heads, at the eta that is shown."""
+        return float(self.mean(name)[self.shown_eta])
 
     def conclusion(self) -> str:
         """Attention on the heaviest lines, compared with random lines of the same length."""
-        (claim,) = self.claims
         return (
-            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry {1 - claim.value:.1%} "
-            f"of the attention; {claim.control.name} carry {1 - claim.control.value:.1%}."
+            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry "
+            f"{self.shown('mass'):.1%} of the attention; {RANDOM} carry {self.shown('random_mass'):.1%}."
         )
 
     def details(self) -> list[str]:
         """The cells, how many heads reach the paper's share, and how far lines agree."""
         heads = self.mass[self.shown_eta]
-
-        def share(name: str) -> str:
-            return f"{self.mean(name)[self.shown_eta]:.1%}"
-
         lines = [
             f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
-            f"The lines cover {share('cells')} of the cells.",
+            f"The lines cover {self.shown('cells'):.1%} of the cells.",
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
         ]
         if self.inputs is not None:
-            same, chance = share("inputs"), share("inputs_random")
-            lines.append(f"Between two texts {same} of the lines are the same (random {chance}).")
-        same, chance = share("segments"), share("segments_random")
-        lines.append(f"Of a text's second half, {same} of the lines are those of its first (random {chance}).")
+            same, chance = self.shown("inputs"), self.shown("inputs_random")
+            lines.append(f"Between two texts {same:.1%} of the lines are the same (random {chance:.1%}).")
+        same, chance = self.shown("segments"), self.shown("segments_random")
+        lines.append(f"Of a text's second half, {same:.1%} of the lines are those of its first (random {chance:.1%}).")
         return lines
 
     def numbers(self) -> list[Number]:
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
-        i = self.shown_eta
-        (claim,) = self.claims
-        label, random = f"of the attention on the heaviest {self.etas[i]:.0%} of lines", claim.control
-        on_lines = 1 - claim.value, 1 - random.value
-        numbers = [Number(f"mass.{self.etas[i]:g}", label, *on_lines, claim.margin, True, random.name)]
-        if self.text_inputs is not None:
-            margin = margin_of(self.text_inputs[i])
-            if margin is not None:
-                margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
-            shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            label = "of the heaviest lines shared by two texts"
-            numbers.append(Number(f"inputs.{self.etas[i]:g}", label, *shared, margin, True, "random lines"))
+        eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
+        label = f"of the attention on the heaviest {eta:.0%} of lines"
+        on_lines = self.shown("mass"), self.shown("random_mass")
+        numbers = [Number(f"mass.{eta:g}", label, *on_lines, margin, share=True, contrast=RANDOM)]
+        if self.inputs is not None:
+            label, shared = "of the heaviest lines shared by two texts", self.shown("inputs")
+            random = self.shown("inputs_random")
+            numbers.append(Number(f"inputs.{eta:g}", label, shared, random, share=True, contrast="random lines"))
         return numbers
 
 
 def draw(result: LineWeights) -> go.Figure:
-    """Draw mass and agreement of the lines by eta, and mass by head."""
-    i = result.shown_eta
-    titles = (
-        "Attention on the lines, mean over heads",
-        f"Attention on the lines, eta {result.etas[i]:g}",
-        "Lines shared, mean over heads",
-    )
-    specs: list[list[Any]] = [[{}, {"rowspan": 2}], [{}, None]]
-    fig: Any = make_subplots(2, 2, specs=specs, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.12)
+    """Draw mass and agreement of the lines by eta."""
+    fig: Any = make_subplots(2, 1, subplot_titles=TITLES, vertical_spacing=0.12)
     curves = (
         ("mass", "heaviest lines", BLUE, "solid", 1),
         ("random_mass", "random lines of the same length", GREY, "dash", 1),
@@ -191,13 +156,9 @@ def draw(result: LineWeights) -> go.Figure:
             line = {"color": color, "dash": dash}
             fig.add_scatter(x=result.etas, y=result.mean(field_name), name=name, line=line, row=row, col=1)
     fig.add_hline(PAPER_MASS, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
-    fig.update_yaxes(tickformat=".0%", rangemode="tozero", col=1)
-    fig.update_xaxes(title_text="share of all lines chosen (eta)", col=1)
-    fig.add_heatmap(z=result.mass[i], y=result.layers, zmin=0, zmax=1, colorscale="Viridis", row=1, col=2)
-    fig.update_traces(selector={"type": "heatmap"}, colorbar={"tickformat": ".0%"})
-    fig.update_xaxes(title_text="head", row=1, col=2)
-    fig.update_yaxes(title_text="layer", autorange="reversed", row=1, col=2)
-    return figure_of(fig, result, width=1300, height=1000, legend=-0.07, bottom=90)
+    fig.update_yaxes(tickformat=".0%", rangemode="tozero")
+    fig.update_xaxes(title_text="share of all lines chosen (eta)")
+    return figure_of(fig, result, width=900, height=1000, legend=-0.07, bottom=90)
 
 
 @measurement(
@@ -245,17 +206,15 @@ def lines(
     target = setup.target
     wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
-    weights: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
+    measured: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
     chosen: list[HeadLines] = []
     random: list[HeadLines] = []
 
     def see(layer: int, scores: Scores) -> None:
-        sums = line_sums(scores)
-        own = top_lines(sums, shares)
         drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
-        numbers = weighed(scores, sums, own, *drawn) | segments(scores, shares, *drawn)
+        own, numbers = weighed(scores, shares, *drawn)
         for name, values in numbers.items():
-            weights.setdefault(name, []).append(values.double().cpu())
+            measured.setdefault(name, []).append(values.double().cpu())
         chosen.append(HeadLines(own.chosen.cpu(), own.queries))
         random.append(chosen[-1].random(*drawn, cells=False))
         setup.progress("layers", len(chosen), len(wanted) * len(rows))
@@ -263,79 +222,56 @@ def lines(
     with setup.edited(), scores_of(target, see, wanted):
         for ids in rows:
             target.forward(ids[None])
-    tokens = tuple(len(ids) for ids in rows)
-    arrays = _arrays(weights, chosen, random, len(rows))
-    return LineWeights(etas=shares, tokens=tokens, layers=tuple(wanted), **arrays)
+    arrays: dict[str, Any] = {"inputs": None, "inputs_random": None}
+    for name, values in measured.items():
+        arrays[name] = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", text=len(rows))
+    if len(rows) > 1:
+        layer_count = len(wanted)
+        for name, drawn in (("inputs", chosen), ("inputs_random", random)):
+            arrays[name] = torch.stack([agreement(drawn[layer::layer_count]) for layer in range(layer_count)], 1)
+    mass = torch.stack(measured["mass"])
+    arrays["text_mass"] = reduce(mass, "(text layer) eta head -> eta text", "mean", text=len(rows))
+    for name, values in arrays.items():
+        if values is not None:
+            arrays[name] = values.numpy()
+    return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
 
 
-def _arrays(
-    weights: dict[str, list[Float[Tensor, "eta head"]]], chosen: list[HeadLines], random: list[HeadLines], texts: int
-) -> dict[str, Any]:
-    """The arrays of `LineWeights` from what was measured of one text after the other, layer by layer."""
-    by_text: dict[str, Float[Tensor, "layer text eta head"]] = {}
-    for name, values in weights.items():
-        by_text[name] = rearrange(torch.stack(values), "(text layer) eta head -> layer text eta head", text=texts)
-    if texts > 1:
-        count = len(chosen) // texts
-        for name, lines in (("inputs", chosen), ("inputs_random", random)):
-            by_text[name] = torch.stack([agreement(lines[layer::count]) for layer in range(count)])
-    arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
-    for name, values in by_text.items():
-        arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
-    for name in by_text.keys() & {"mass", "inputs"}:
-        arrays[f"text_{name}"] = reduce(by_text[name], "layer text eta head -> eta text", "mean").numpy()
-    return arrays
-
-
-def segments(scores: Scores, etas: Sequence[float], seed: int, purpose: str) -> dict[str, Float[Tensor, "eta head"]]:
-    """How many lines the halves of a text share, under the names of `LineWeights`; random ones are drawn."""
-    keys = scores.key.shape[1]
-    half = keys // 2
-    second_scores = scores.part(half, keys)
-    first = top_lines(line_sums(scores.part(0, half)), etas)
-    second = top_lines(line_sums(second_scores), etas, keys - half)
-    vertical, slash = line_sums(second_scores, since=half).unbind(1)
-    inside = top_lines(torch.stack([vertical[:, half:], slash[:, : keys - half]], 1), etas)
+def weighed(
+    scores: Scores, etas: Sequence[float], seed: int, purpose: str
+) -> tuple[HeadLines, dict[str, Float[Tensor, "eta head"]]]:
+    """The heaviest lines of one layer and text, and what is measured of them, under the names of `LineWeights`."""
+    keys, half = scores.keys, scores.keys // 2
+    first_sums, late = line_sums(scores.part(0, half)), scores.part(half, keys)
+    second_sums = line_sums(late)
+    sums = second_sums + pad(first_sums, (0, keys - half))
+    own = top_lines(sums, etas)
+    as_long = own.random(seed, f"{purpose}, as long", cells=True)
+    both = HeadLines(torch.cat([own.chosen, as_long.chosen]), keys)
+    mass, random_mass = (weight_on(scores, both) / sums[:, 0].sum(1)).split(len(etas))
+    first, second = top_lines(first_sums, etas), top_lines(second_sums, etas, keys - half)
+    inside = top_lines(line_sums(late, since=half), etas)
     first_random = first.random(seed, f"{purpose}, first half", cells=False)
     second_random = second.random(seed, f"{purpose}, second half", cells=False)
-    return {
+    return own, {
+        "mass": mass,
+        "random_mass": random_mass,
+        "cells": own.density(),
         "segments": shared_by_second(first, second),
         "segments_relative": shared_by_second(first, inside),
         "segments_random": shared_by_second(first_random, second_random),
     }
 
 
-def weighed(
-    scores: Scores,
-    sums: Float[Tensor, "head kind key"],
-    own: HeadLines,
-    seed: int,
-    purpose: str,
-) -> dict[str, Float[Tensor, "eta head"]]:
-    """Attention on the heaviest and on random lines of one layer and text, under the names of `LineWeights`."""
-    total = sums[:, 0].sum(1)
-    count = len(own.chosen)
-    random = own.random(seed, f"{purpose}, as long", cells=True)
-    both = HeadLines(torch.cat([own.chosen, random.chosen]), own.queries)
-    summed = (sums * both.chosen).sum(3).sum(2)
-    mass = (summed - crossings(scores, both)) / total
-    return {
-        "mass": mass[:count],
-        "line_sums": summed[:count] / total,
-        "random_mass": mass[count:],
-        "cells": own.density(),
-    }
-
-
-def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "text eta head"]:
-    """Lines in both of two texts over lines in either, for each text the mean over the others."""
+def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
+    """Lines in both of two texts over lines in either, mean over pairs of different texts."""
     by_key = [rearrange(text.chosen, "eta head kind key -> key kind eta head") for text in lines]
     chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
     both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
     counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
     overlap = both / (counts[:, None] + counts - both).clamp(min=1)
-    others = 1 - torch.eye(len(lines))[..., None, None]
-    return (overlap.double() * others).sum(1) / (len(lines) - 1)
+    one, other = torch.triu_indices(len(lines), len(lines), 1)
+    return overlap[one, other].double().mean(0)
 
 
 def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:

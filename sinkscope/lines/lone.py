@@ -59,27 +59,12 @@ def lone_loops(width: int, values: int) -> LoneLoops:
     @no_type_check
     def sums(probs: Any, value: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
-            until = min(len(offsets), first + _GROUP)
             for r in range(len(probs)):
-                at = start + r
-                line = first
-                while line < until and at >= offsets[line]:
-                    a = _index(at - offsets[line])
-                    p = probs[r, line]
-                    if line + 4 <= until and at >= offsets[line + 3]:
-                        b = _index(at - offsets[line + 1])
-                        c = _index(at - offsets[line + 2])
-                        d = _index(at - offsets[line + 3])
-                        q = probs[r, line + 1]
-                        s = probs[r, line + 2]
-                        t = probs[r, line + 3]
+                for line in range(first, min(len(offsets), first + _GROUP)):
+                    if start + r >= offsets[line]:
+                        own, weight = _index(start + r - offsets[line]), probs[r, line]
                         for i in range(values):
-                            out[r, i] += p * value[a, i] + q * value[b, i] + s * value[c, i] + t * value[d, i]
-                        line += 4
-                    else:
-                        for i in range(values):
-                            out[r, i] += p * value[a, i]
-                        line += 1
+                            out[r, i] += weight * value[own, i]
 
     return LoneLoops(_on_arrays(scores), _on_arrays(sums))
 

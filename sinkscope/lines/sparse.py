@@ -173,8 +173,7 @@ def _check(scores: Scores, value: Tensor, lines: HeadLines) -> None:
     if not fits or lines.vertical.shape != (heads, keys) or lines.queries != queries:
         raise SinkscopeError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, lines "
-            f"{tuple(lines.vertical.shape)} of {lines.queries} queries: expected keys and values of the same heads and "
-            "positions, as wide as queries, whose heads share them in equal groups and have lines of this shape"
+            f"{tuple(lines.vertical.shape)}: expected the same positions and widths, and heads in equal groups"
         )
     if not bool(lines.slash[:, 0].all()):
         raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")

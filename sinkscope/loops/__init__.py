@@ -1,6 +1,6 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.text.check import CheckedOutput, LoopCheck, check, check_file
+from sinkscope.loops.text.check import LoopCheck, check, check_file
 from sinkscope.loops.text.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.text.signals import (
     Tail,
@@ -10,7 +10,7 @@ from sinkscope.loops.text.signals import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.text.streams import Alarm, Watch
+from sinkscope.loops.text.streams import Alarm, CheckedOutput, Watch
 
 __all__ = [
     "VARIANTS",

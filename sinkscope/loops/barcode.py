@@ -5,19 +5,17 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.base import Event
-from sinkscope.hooks.edit.decode import decode, watched
+from sinkscope.hooks.edit.decode import decode, greedy, watched
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
@@ -28,7 +26,7 @@ from sinkscope.models.checks import attending_layers, check_length, check_site
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import head_name, word_form, word_list
-from sinkscope.results.style import ORANGE, figure_of, long_table
+from sinkscope.results.style import figure_of, long_table
 from sinkscope.tap.internals import attention_name
 from sinkscope.tap.stock import NAME
 
@@ -43,61 +41,41 @@ Head = tuple[int, int]
 """(layer, query head)."""
 
 
-def picture_rows(prompt: int, length: int, shift: int, events: Sequence[Event]) -> tuple[int, int]:
-    """How many steps of a text the picture has, those of a few periods, and the position where it ends."""
-    rows = min(length - prompt, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
-    last = max((event.step for event in events), default=0)
-    if not last:  # nothing acted after the prompt
-        return rows, length - 1
-    return rows, min(length - 1, prompt - 1 + max(rows, last + rows // 2))
-
-
 class HeadTracks:
     """Accepts the attention rows of one layer over a sequence, in order; they may arrive in any number of calls.
 
     The suffix of a query are the last `suffix` positions up to its own, without the first position of the text, where
-    sinks are. The rows of the picture are successive steps. In the last one, the token at `end` was chosen. Memory: a
-    picture and a number per position for each head, and `shift` rows of `suffix` offsets.
+    sinks are. Memory: a picture and a number per position for each head, and `shift` rows of `suffix` offsets.
 
     Args:
         heads: Number of query heads.
-        rows: Number of rows of the picture.
-        end: Position after the last column.
-        length: Length of the sequence.
+        length: Length of the sequence, whose last token is not read.
+        rows: Number of rows of the picture, which are the last steps.
         shift: Number of rows between two that are compared.
         suffix: Number of positions in the suffix.
+
+    Attributes:
+        scores: Score at every position that was seen, in parts.
+        pictures: The picture, in parts.
     """
 
-    def __init__(self, heads: int, rows: int, end: int, length: int, shift: int, suffix: int) -> None:
+    def __init__(self, heads: int, length: int, rows: int, shift: int, suffix: int) -> None:
         self.length, self.shift, self.suffix = length, shift, suffix
-        self.first_row, self.end = end - rows, end
-        self.first_column = max(0, end - COLUMNS_PER_STEP * max(PICTURE_STEPS, rows))
+        self.first_row = length - 1 - rows
+        self.first_column = max(0, length - 1 - COLUMNS_PER_STEP * max(PICTURE_STEPS, rows))
         self.before = torch.zeros(heads, shift, suffix)  # the last rows by offset; missing ones share nothing
-        self.parts: list[Float[Tensor, "head query"]] = []
-        self.picture = torch.zeros(heads, rows, end - self.first_column)
+        self.scores: list[Float[Tensor, "head query"]] = []
+        self.pictures: list[Float[Tensor, "head query column"]] = []
 
     def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
         by_position, query_pos = rows.by_position(self.length)[0], rows.query_pos[0]
-        self._add_offsets(by_position, query_pos)
-        self._add_picture(by_position.cpu(), query_pos.cpu())
-
-    def _add_offsets(self, by_position: Float[Tensor, "head query pos"], query_pos: Int[Tensor, " query"]) -> None:
-        """Share of attention on the same offsets of the suffix as `shift` rows before."""
         at = query_pos[:, None] - torch.arange(self.suffix, device=query_pos.device)
         offsets = by_position.gather(2, at.clamp(min=0).expand(len(by_position), -1, -1)) * (at > 0)
         earlier = torch.cat([self.before.to(offsets), offsets], 1)
         self.before = earlier[:, -self.shift :].clone()
-        self.parts.append(torch.minimum(offsets, earlier[:, : -self.shift]).sum(-1).cpu())
-
-    def _add_picture(self, by_position: Float[Tensor, "head query pos"], query_pos: Int[Tensor, " query"]) -> None:
-        drawn = (query_pos >= self.first_row) & (query_pos < self.end)
-        columns = by_position[:, drawn, self.first_column : self.end]
-        self.picture[:, query_pos[drawn] - self.first_row] = columns
-
-    def scores(self) -> Float[Tensor, "head pos"]:
-        """Score at every position that was seen."""
-        return torch.cat(self.parts, 1)
+        self.scores.append(torch.minimum(offsets, earlier[:, : -self.shift]).sum(-1).cpu())
+        self.pictures.append(by_position[:, query_pos >= self.first_row, self.first_column : -1].cpu())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +93,8 @@ class Barcode(Result):
         score: Share of attention on the same offsets of the suffix as one period earlier.
         control_score: `score` at the same positions of ordinary text.
         shown: Names of the heads that are drawn.
-        attention: Their attention, a row for each of the last steps and a column for each of the last positions. Where
-            interventions acted, the steps around the last act.
-        picture_end: Position after the last column, whose token was chosen in the last row.
+        attention: Their attention, a row for each of the last steps and a column for each of the last positions.
         control_attention: The same in ordinary text.
-        acts: Steps at which interventions acted.
         ids: The tokens, the prompt first.
     """
 
@@ -136,10 +111,8 @@ class Barcode(Result):
     control_score: Float[np.ndarray, "layer head"]
     shown: tuple[str, ...]
     attention: Float[np.ndarray, "shown row column"]
-    picture_end: int
     control_attention: Float[np.ndarray, "shown row column"]
-    acts: tuple[int, ...]
-    ids: tuple[int, ...] = ()
+    ids: tuple[int, ...]
 
     @property
     def gain(self) -> Float[np.ndarray, "layer head"]:
@@ -149,12 +122,12 @@ class Barcode(Result):
     @property
     def first_step(self) -> int:
         """Step of the first row of the picture; at step 0 the prompt's last token is read."""
-        return self.picture_end - self.attention.shape[1] + 1 - self.prompt_tokens
+        return self.steps - self.attention.shape[1]
 
     @property
     def first_position(self) -> int:
         """Position of the first column of the picture."""
-        return self.picture_end - self.attention.shape[2]
+        return len(self.ids) - 1 - self.attention.shape[2]
 
     @property
     def locked(self) -> list[Head]:
@@ -182,15 +155,13 @@ class Barcode(Result):
         )
 
     def details(self) -> list[str]:
-        """Where the loop begins, which heads lock, and what interventions did."""
+        """Where the loop begins, and which heads lock."""
         lines = [f"{self.prompt_tokens} prompt tokens and {self.steps} generated tokens; {self.score.size} heads."]
         if self.onset is not None:
             lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
         if self.locked:
             locked = word_list([head_name(*head) for head in self.locked], 8)
             lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {locked}.")
-        if self.acts:
-            lines.append(f"Steps at which interventions acted: {word_list(self.acts, 8)}.")
         return lines
 
     def numbers(self) -> list[Number]:
@@ -225,22 +196,17 @@ def draw(result: Barcode) -> go.Figure:
         for col, picture in enumerate((result.attention, result.control_attention), 1):
             fig.add_heatmap(
                 z=np.sqrt(picture[row], dtype=np.float32),
-                customdata=picture[row].astype(np.float32),
                 x0=result.first_position,
                 y0=result.first_step,
                 zmin=0,
                 zmax=top**0.5,
                 colorscale="Greys",
                 showscale=False,
-                hovertemplate="step %{y}, position %{x}: %{customdata:.3f}<extra></extra>",
                 row=row + 2,
                 col=col,
             )
             fig.update_yaxes(autorange="reversed", row=row + 2, col=col)
         fig.update_yaxes(title_text="step", row=row + 2, col=1)
-        for step in result.acts:
-            if 0 <= step - result.first_step < result.attention.shape[1]:
-                fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row + 2, col=1)
     fig.update_xaxes(title_text="position", row=rows)
     return figure_of(fig, result, width=1400, height=260 * rows + 120, legend=-0.04, bottom=70)
 
@@ -283,23 +249,25 @@ def barcode(
     for layer, head in named:
         check_site(setup.target, layer, head=head)
     wanted = sorted({layer for layer, _ in named}) or attending_layers(setup.target, None)
-    own_ids, prompt_tokens, events = _sequence(setup, prompt, ids, max_new_tokens)
+    own_ids, prompt_tokens = _sequence(setup, prompt, ids, max_new_tokens)
     length = len(own_ids)
     loop = end_loop(own_ids)
     shift, begin = 1, prompt_tokens
     if loop is not None:
         shift, begin = loop.period, loop.start
     late = (begin + length - 1) // 2  # numbers of heads are means from here on
-    setup.progress("texts", 0, 2)
-    rows, end = picture_rows(prompt_tokens, length, shift, events)
-    tracks = partial(HeadTracks, setup.n_heads, rows, end, length, shift, max(SUFFIX, 3 * shift))
-    own = _recorded(setup, own_ids, prompt_tokens, {layer: tracks() for layer in wanted})
-    setup.progress("texts", 1, 2)
-    score = _means(own, late)
-    plain = _recorded(setup, _control(setup, control, length), prompt_tokens, {layer: tracks() for layer in wanted})
-    control_score = _means(plain, late)
-    named = named or _most_changed(score - control_score, wanted)
+    rows = min(length - prompt_tokens, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
+    recorded: list[dict[int, HeadTracks]] = []
+    for text in (own_ids, _control(setup, control, length)):
+        setup.progress("texts", len(recorded), 2)
+        suffix = max(SUFFIX, 3 * shift)
+        tracks = {layer: HeadTracks(setup.n_heads, length, rows, shift, suffix) for layer in wanted}
+        _record(setup, text, prompt_tokens, tracks)
+        recorded.append(tracks)
     setup.progress("texts", 2, 2)
+    score, control_score = (_means(tracks, late) for tracks in recorded)
+    named = named or _most_changed(score - control_score, wanted)
+    attention, control_attention = (_shown(tracks, named) for tracks in recorded)
     return Barcode(
         prompt_tokens=prompt_tokens,
         steps=length - prompt_tokens,
@@ -307,38 +275,33 @@ def barcode(
         onset=None if loop is None else loop.start,
         layers=tuple(wanted),
         score=score,
-        shown=tuple(head_name(*head) for head in named),
-        attention=_shown(own, named),
-        picture_end=end,
-        acts=tuple(sorted({event.step for event in events})),
-        ids=tuple(own_ids),
         control_score=control_score,
-        control_attention=_shown(plain, named),
+        shown=tuple(head_name(*head) for head in named),
+        attention=attention,
+        control_attention=control_attention,
+        ids=tuple(own_ids),
     )
 
 
 def _sequence(
-    setup: Setup,
-    prompt: str | Sequence[int] | None,
-    ids: Sequence[int] | None,
-    new: int | None,
-) -> tuple[list[int], int, list[Event]]:
-    """The text, the length of its prompt, and what interventions did while it was generated."""
+    setup: Setup, prompt: str | Sequence[int] | None, ids: Sequence[int] | None, new: int | None
+) -> tuple[list[int], int]:
+    """The text, and the length of its prompt."""
     if ids is not None and prompt is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
     if ids is not None:
-        return read_row(setup.target, ids), 1, []
+        return read_row(setup.target, ids), 1
     start = prompt_ids(setup, prompt)
     if new is None:
         limit = setup.target.max_positions or len(start) + NEW_TOKENS
         new = max(1, min(NEW_TOKENS, limit - len(start)))
     check_length(setup.target, "the prompt", len(start), new)
-    (answer,), events = decode(setup.target, [start], new, setup.edit)
-    return [*start, *answer], len(start), events
+    (answer,) = greedy(setup.target, torch.tensor([start]), new, setup.edit)
+    return [*start, *answer], len(start)
 
 
-def _recorded(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadTracks]) -> dict[int, HeadTracks]:
-    """Read a text in one pass, or token by token where interventions act between passes; the tracks by layer."""
+def _record(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadTracks]) -> None:
+    """Read a text in one pass, or token by token where interventions act between passes."""
     observer = Observe(lambda rows: tracks[rows.layer].add(rows), list(tracks))
     surrounded = attention_name(setup.target.config) == NAME  # by interventions that the caller entered
     if setup.edit is None and not surrounded:
@@ -346,17 +309,16 @@ def _recorded(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadT
             setup.target.forward(torch.tensor([ids[:-1]]))
     else:
         decode(setup.target, [ids[:prompt]], len(ids) - prompt, watched(setup.edit, observer), [ids[prompt:]])
-    return tracks
 
 
 def _means(tracks: dict[int, HeadTracks], late: int) -> Float[np.ndarray, "layer head"]:
     """Mean score from a position on."""
-    return np.stack([track.scores()[:, late:].mean(1).numpy() for track in tracks.values()])
+    return np.stack([torch.cat(track.scores, 1)[:, late:].mean(1).numpy() for track in tracks.values()])
 
 
 def _shown(tracks: dict[int, HeadTracks], heads: list[Head]) -> Float[np.ndarray, "shown row column"]:
     """The pictures of some heads, in thousandths."""
-    pictures = torch.stack([tracks[layer].picture[head] for layer, head in heads])
+    pictures = torch.stack([torch.cat(tracks[layer].pictures, 1)[head] for layer, head in heads])
     return np.round(pictures.double().numpy(), 3)
 
 

@@ -12,10 +12,9 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import decoding, to_end
@@ -77,7 +76,6 @@ def generate(
     bos: bool | None = None,
     batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
-    progress: Progress = silent,
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
 
@@ -101,8 +99,6 @@ def generate(
         batch_size: Number of prompts that run together, padded on the left.
         on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
             that rewinds it is called once with the whole text, because pieces may be removed again.
-        progress: Called as `progress(what, done, total)` with the tokens written so far of a batch, and
-            `max_new_tokens`; also under a guard that rewinds.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -135,9 +131,6 @@ def generate(
         for start in range(0, len(rows), batch_size):
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
-            if progress is not silent:
-                watched = _Watched(max(map(len, batch)), max_new_tokens, progress)
-                options["stopping_criteria"] = StoppingCriteriaList([watched])
             with under(edit, target) as run:
                 rewinds = run is not None and run.session is not None and Rewinder in run.session.guests
                 options["streamer"] = None
@@ -226,17 +219,6 @@ class _FiniteLogits(LogitsProcessor):
                 "dtype=bfloat16 or dtype=float32"
             )
         return scores
-
-
-class _Watched(StoppingCriteria):
-    """Tells while a text is written how far it is, and ends nothing."""
-
-    def __init__(self, prompt: int, most: int, progress: Progress) -> None:
-        self._prompt, self._most, self._progress = prompt, most, progress
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self._progress("writing", input_ids.shape[1] - self._prompt, self._most)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer(TextStreamer):

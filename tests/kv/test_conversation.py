@@ -170,9 +170,9 @@ def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answ
 def test_the_end_token_is_not_in_the_text():
     model, tokenizer = tiny_model("llama")
     free = Conversation(model, tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=4)
-    ended = Conversation(model, tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=4, eos_token_id=[95, free.ids[1]])
-    assert ended.ids == free.ids[:2] and free.text is not None
-    assert ended.text == tokenizer.decode([free.ids[0]])
+    model.generation_config.eos_token_id = [95, free.ids[1]]
+    ended = Conversation(model, tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=4)
+    assert ended.ids == free.ids[:2] and ended.text == tokenizer.decode([free.ids[0]])
     told = Conversation(model, tokenizer=tokenizer).say([5, 17], [30, 31])
     assert told.text == tokenizer.decode([30, 31])
 

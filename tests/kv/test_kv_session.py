@@ -159,7 +159,6 @@ STREAMING = StreamingLLM(budget=9)
     ("name", "edit", "said"),
     [
         ("llama", STREAMING | Drawn(budget=9), "StreamingLLM and Drawn would both"),
-        ("llama", STREAMING | LoopGuard(between="window"), "LoopGuardWindow"),
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),

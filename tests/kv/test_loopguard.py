@@ -43,7 +43,9 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         for event in events:
             held += range(seen, seen := event.position + 1)
             assert seen == length + event.data["generated"] and event.step == event.data["generated"]
-            made = tokens_to_keep(held, seen, event.data["bad"], ALWAYS.retention(length), event.data["level"])
+            made = tokens_to_keep(
+                held, seen, range(*(event.data["bad"] or [(0, 0)])[0]), ALWAYS.retention(length), event.data["level"]
+            )
             assert event.data["kept"] == ranges_of(made) and event.data["cached_before"] == len(held)
             held = made
             assert event.data["kept_count"] == len(held) <= SMALL["budget"]
@@ -69,12 +71,13 @@ def test_a_new_turn_begins_anew(model):
     assert run.events == []
 
 
-def test_between_window_is_streaming_llm_until_a_loop_comes(model):
+def test_beside_streaming_llm_it_does_nothing_until_a_loop_comes(model):
     prompt, mask = prompts([20, 31])
     new = torch.tensor([looping(30, 30), looping(30, 30)])
     with StreamingLLM(budget=24, first=4).on(model):
         want = feed(model, prompt, mask, new)
-    with LoopGuard.paper(**SMALL, between="window", variant="tail", monitor=EAGER).on(model) as run:
+    guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
+    with (StreamingLLM(budget=24, first=4) | guard).on(model) as run:
         got = feed(model, prompt, mask, new)
         feed(model, prompt, mask, torch.tensor([looping(10, 40)] * 2))
     assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True}

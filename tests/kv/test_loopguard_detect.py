@@ -57,7 +57,7 @@ def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample, mo
     settings |= {"top_k": 0} if sample else {}  # scores come after the warpers, and the reporter reads before them
     torch.manual_seed(3)
     want = run(model, ids, mask, **settings)
-    reporter = LoopReporter(P1)
+    reporter = LoopReporter(-1, P1)  # no row ends
     torch.manual_seed(3)
     got = run(model, ids, mask, reporter, **settings)
     assert torch.equal(got.sequences, want.sequences)
@@ -68,33 +68,25 @@ def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample, mo
     expected = triggers(new[:-1], P1, probs)
     assert expected and [e.step for e in reporter.events] == expected
     assert [e.position for e in reporter.events] == [8 + step - 1 for step in expected]
-    assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data == {"period": None, "votes": 1}
+    assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data == {"period": None}
 
 
 def test_the_looping_row_ends_after_the_trigger_and_no_other():
     model, _ = tiny_model("llama", num_hidden_layers=2)
     ids, mask = prompts([5, 9, 7])
     rows = [LOOPS, [*range(20, 40), *LOOPS], [4, 2, *LOOPS]]  # 2 ends a row
-    reporter = LoopReporter(TAIL, eos_token_id=[2, 3], stop=True)
+    reporter = LoopReporter([2, 3], TAIL, stop=True)
     first, second = (triggers(row, TAIL)[0] for row in rows[:2])
-    for _ in range(2):  # a second generation begins anew
-        out = run(model, ids, mask, reporter, prefix_allowed_tokens_fn=lambda row, ids: [rows[row][len(ids) - 9]])
-        out = out[:, 9:].tolist()
-        assert first < second < 40 and len(out[0]) == second + 1
-        assert out[:2] == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
-        assert {event.row for event in reporter.events} == {0, 1}
+    out = run(model, ids, mask, reporter, prefix_allowed_tokens_fn=lambda row, ids: [rows[row][len(ids) - 9]])
+    out = out[:, 9:].tolist()
+    assert first < second < 40 and len(out[0]) == second + 1
+    assert out[:2] == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
+    assert {event.row for event in reporter.events} == {0, 1}
 
 
-def test_bad_input(model):
-    ids, mask = prompts([6, 6])
-    with refused("batch of 2 rows and no eos_token_id"):
-        run(model, ids, mask, LoopReporter(TAIL))
-    with refused("stop=True"):
-        LoopReporter(TAIL, stop=True)
-    reporter = LoopReporter(TAIL, eos_token_id=2)
+def test_beams_are_refused(model):
     with refused("num_beams=1"):
-        run(model, ids, mask, reporter, num_beams=4)
-        _ = reporter.events
+        run(model, *prompts([6, 6]), LoopReporter(2, TAIL), num_beams=4)
 
 
 def test_what_was_taken_back_never_arrived_and_what_stayed_did():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lines_kit import dense, offsets
+from lines_kit import dense, offsets, on_lines
 from organisms import tiny_model
 from refusals import refused
 from torch import Tensor
@@ -17,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 from sinkscope.lines import sums
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sums import crossings, line_sums, scores_of
+from sinkscope.lines.sums import line_sums, scores_of, weight_on
 from sinkscope.opening.live import target_of
 
 
-def _summed(weights: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+def _summed(weights: Tensor, since: int = 0) -> Tensor:
     _, queries, keys = weights.shape
     kept = weights * (torch.arange(keys) >= since)
-    slash = [(kept * (offsets(queries, keys) == offset)).sum((1, 2)) for offset in range(keys)]
-    return kept.sum(1), torch.stack(slash, 1)
+    slash = [(kept * (offsets(queries, keys) == offset)).sum((1, 2)) for offset in range(keys - since)]
+    return torch.stack([kept.sum(1)[:, since:], torch.stack(slash, 1)], 1)
 
 
 @st.composite
@@ -46,45 +45,29 @@ def _cases(draw: st.DrawFn) -> Scores:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_chunks():
-    """Sixteen queries at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "CHUNK_BYTES", 0)
-        yield
-
-
-@given(_cases(), st.integers(0, 42))
+@given(_cases(), st.floats(0, 1))
 @settings(max_examples=40)
-def test_sums_equal_the_matrix(scores, since):
-    vertical, slash = line_sums(scores, since=since).unbind(1)
-    plain_vertical, plain_slash = _summed(dense(scores), since)
-    assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
-    assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
-    assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
-    if scores.sinks is None and since == 0:
-        assert_close(vertical.sum(1), torch.full((len(vertical),), float(scores.query.shape[1])), atol=1e-3, rtol=0)
+def test_sums_equal_the_matrix(scores, part):
+    since = int(part * scores.past)
+    sums = line_sums(scores, since=since)
+    assert_close(sums.double(), _summed(dense(scores), since), atol=2e-5, rtol=1e-4)
+    assert_close(sums[:, 0].sum(1), sums[:, 1].sum(1), atol=1e-4, rtol=1e-4)
 
 
 @given(_cases(), st.floats(0, 1), st.integers(0, 1 << 30))
 @settings(max_examples=40)
-def test_crossings_are_counted_cell_by_cell(scores, share, seed):
-    heads = scores.query.shape[0]
-    keys = scores.key.shape[1]
-    g = torch.Generator().manual_seed(seed)
-    vertical, slash = (torch.rand(2, heads, keys, generator=g) < share for _ in range(2))
-    back = offsets(scores.query.shape[1], keys)
-    crossed = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
-    expected = (dense(scores) * crossed).sum((2, 3))
-    assert_close(
-        crossings(scores, HeadLines.of(vertical, slash, scores.queries)).double(), expected, atol=2e-5, rtol=1e-4
-    )
+def test_weights_are_counted_cell_by_cell(scores, share, seed):
+    chosen = torch.rand(2, scores.heads, 2, scores.keys, generator=torch.Generator().manual_seed(seed)) < share
+    found = weight_on(scores, HeadLines(chosen, scores.queries))
+    for weights, lines in zip(found, chosen, strict=True):
+        expected = (dense(scores) * on_lines(HeadLines(lines, scores.queries))).sum((1, 2))
+        assert_close(weights.double(), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_nothing_of_query_times_key_is_kept():
     n = 1024
     heads = 2
-    chunk = 16
+    block = sums.ROWS
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -95,11 +78,10 @@ def test_nothing_of_query_times_key_is_kept():
             return out
 
     scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
-    chosen = torch.rand(2, heads, n) < 0.1
     with Sizes():
         line_sums(scores)
-        crossings(scores, HeadLines.of(chosen, chosen, n))
-    assert chunk * heads * n <= largest <= chunk * heads * (n + chunk) < n * n / 20
+        weight_on(scores, HeadLines(torch.rand(1, heads, 2, n) < 0.1, n))
+    assert largest <= block * heads * n < n * n / 5
 
 
 def test_refused_where_lines_cannot_be_had():

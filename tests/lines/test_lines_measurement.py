@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, product
 from statistics import fmean
 
@@ -27,25 +26,6 @@ def ids_of(length: int) -> list[int]:
     return torch.randint(4, 90, (length,)).tolist()
 
 
-@pytest.mark.parametrize(
-    ("mass", "random", "verdict"),
-    [(0.9, 0.2, "needed"), (0.9, 0.5, "undecided"), (0.5, 0.45, "not shown"), (0.1, 0.0, "not shown")],
-)
-def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown(mass, random, verdict):
-    model, tokenizer = tiny_model("llama")
-    result = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    assert result.inputs is None
-    shape = result.mass.shape[1:]
-    result = replace(
-        result,
-        mass=np.stack([np.full(shape, 0.3), np.full(shape, mass)]),
-        random_mass=np.stack([np.full(shape, 0.3), np.full(shape, random)]),
-    )
-    (claim,) = result.claims
-    assert (claim.value, claim.control.value) == (pytest.approx(1 - mass), pytest.approx(1 - random))
-    assert claim.verdict == verdict and claim.draws == 1 and claim.place == "10% of all lines"
-
-
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
     """The heaviest lines with their weights, by sorting; a share of all lines of so many queries."""
     sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}
@@ -63,7 +43,6 @@ def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, f
     second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
     return chosen, {
         "mass": float(weights[on].sum() / weights.sum()),
-        "line_sums": sum(chosen.values()) / float(weights.sum()),
         "cells": float(on.sum()) / (n * (n + 1) / 2),
         "segments": len(first & second) / len(second),
         "segments_relative": len(first & inside) / len(inside),
@@ -85,14 +64,13 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
         expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
         for name, value in expected.items():
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
-    assert result.mass[-1] == pytest.approx(1, abs=1e-4) and result.line_sums[-1] == pytest.approx(2, abs=1e-4)
+    assert result.mass[-1] == pytest.approx(1, abs=1e-4)
     assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass[0] > 1.1 * result.random_mass[0]).all()
+    assert result.text_mass.shape == (3, 3)
+    np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
     for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
-        by_text = getattr(result, f"text_{name}")
-        assert by_text.shape == (3, 3)
-        np.testing.assert_allclose(by_text.mean(1), result.mean(name))
-        assert number.value == pytest.approx(getattr(result, name)[0].mean())
-        assert number.margin == (margin_of(by_text[0]) or 0.0) * (1 + (name == "inputs"))
+        assert number.value == pytest.approx(result.mean(name)[0])
+    assert result.numbers()[0].margin == margin_of(result.text_mass[0])
     assert result.numbers()[0].control == pytest.approx(result.random_mass[0].mean())
 
 

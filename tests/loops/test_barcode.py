@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.hooks.edit.base import Event
 from sinkscope.kv import Full, Observe, StreamingLLM
-from sinkscope.loops.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode, picture_rows
+from sinkscope.loops.barcode import LOCK_GAIN, Barcode, HeadTracks, barcode
 from sinkscope.loops.text.signals import end_loop
 
 loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
@@ -56,14 +55,6 @@ def test_pictures_are_the_last_steps_of_an_eager_run(family, monkeypatch):
             np.testing.assert_allclose(whole[number], rows.numpy(), atol=6e-4)
             if family == "gpt_oss":  # a learned sink takes part and is dropped
                 assert (whole[number].sum(1) < 1).all()
-    assert result.picture_end == len(out) - 1
-
-
-def test_the_picture_is_of_the_last_act_or_of_the_end():
-    acts = [Event(0, step, 0, None, None, "guard") for step in (0, 30)]
-    assert picture_rows(10, 211, 7, []) == picture_rows(10, 211, 7, acts[:1]) == (48, 210)
-    assert picture_rows(10, 211, 7, acts) == (48, 10 - 1 + 30 + 24), "24 steps after it"
-    assert picture_rows(10, 211, 60, []) == (180, 210) and picture_rows(10, 40, 60, acts) == (30, 39)
 
 
 def test_the_default_number_of_tokens_fits_the_context():
@@ -81,7 +72,7 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
     shift = 4
     suffix = 9
     layer = 1
-    whole, parts = (HeadTracks(4, 20, 30, 40, shift, suffix) for _ in range(2))
+    whole, parts = (HeadTracks(4, 41, 20, shift, suffix) for _ in range(2))
     with Observe(whole.add, [layer]).on(model):
         model(ids, use_cache=False)
     with Observe(parts.add, [layer]).on(model):
@@ -93,13 +84,13 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
     for t in range(40):
         for offset in range(min(suffix, t)):  # the first position belongs to no suffix
             rows[:, t, offset] = dense[:, t, t - offset]
-    score = whole.scores()
+    score = torch.cat(whole.scores, 1)
     shared = torch.minimum(rows[:, shift:], rows[:, :-shift]).sum(-1)
     assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
     assert (score[:, :shift] == 0).all()
-    assert_close(parts.scores(), score, rtol=1e-3, atol=1e-5)
-    assert_close(parts.picture, whole.picture, rtol=1e-3, atol=1e-5)
-    assert_close(whole.picture, dense[:, 10:30, :30], rtol=1e-3, atol=1e-5)
+    assert_close(torch.cat(parts.scores, 1), score, rtol=1e-3, atol=1e-5)
+    for tracks in (whole, parts):
+        assert_close(torch.cat(tracks.pictures, 1), dense[:, 20:], rtol=1e-3, atol=1e-5)
 
 
 def test_planted_heads_rank_first_and_are_shown():

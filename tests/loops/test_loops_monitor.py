@@ -46,7 +46,7 @@ def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
     """Section 5.2 read from the beginning of the output for every step."""
     signals = [_signals(ids[:t], p[:t], s) for t in range(1, len(ids) + 1)]
     last, level = None, 0
-    for t, (ttr, cr, streak, new, tail) in enumerate(signals, 1):
+    for t, (ttr, cr, streak, _, tail) in enumerate(signals, 1):
         votes = ("ttr" in s.voters and ttr < s.theta_ttr) + ("cr" in s.voters and cr < s.theta_cr)
         votes += "p1" in s.voters and streak >= s.streak
         warn = votes >= s.votes
@@ -59,7 +59,7 @@ def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
         if trigger:
             level = level + 1 if since is not None and since <= s.relapse else 0
             last = t
-        yield Step(t, ttr, cr, streak, new, tail, votes, stall, held, trigger, level)
+        yield Step(t, ttr, cr, tail, trigger, level)
 
 
 def _signals(ids: list[int], p: list[float], s: MonitorSettings) -> tuple[Any, ...]:
@@ -111,8 +111,8 @@ def test_without_probabilities_the_other_two_vote():
     monitor = Monitor(PAPER)
     steps = [monitor.update(token) for token in loop]
     first = next(s for s in steps if s.trigger)
-    assert first.ttr < 0.2 and first.cr < 0.12 and first.streak is None and first.votes == 2
-    assert not any(s.trigger for s in steps if s.votes < 2)
+    assert first.ttr < 0.2 and first.cr < 0.12
+    assert not any(s.trigger for s in steps if s.ttr >= 0.2 or not s.cr < 0.12)
     with refused("pass p_max"):
         Monitor(MonitorSettings.variant("p1")).update(1)
 

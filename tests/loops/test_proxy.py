@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from sinkscope.files.store import lines
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.servers.proxy import ProxySettings, StreamWatch, application
+from sinkscope.loops.servers.proxy import StreamWatch, application
 
 SECRET = "one more cup of tea, "
 LOOPING = f"{prose(80)} {SECRET * 100}"
@@ -108,7 +108,7 @@ def _served(app: Any) -> Iterator[str]:
 def plain() -> Iterator[SimpleNamespace]:
     """A proxy before a fake server; its log, its address and that of the server."""
     upstream, log = Upstream(), list[str]()
-    with _served(upstream.app()) as direct, _served(application(ProxySettings(direct, log=log.append))) as address:
+    with _served(upstream.app()) as direct, _served(application(direct, MonitorSettings(), log.append)) as address:
         yield SimpleNamespace(address=address, direct=direct, upstream=upstream, lines=log)
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         upstream = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        with _served(application(ProxySettings(upstream))) as address:
+        with _served(application(upstream, MonitorSettings(), print)) as address:
             answer = httpx.post(f"{address}/v1/chat/completions", json={}, trust_env=False)
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
@@ -237,7 +237,7 @@ def test_whatever_pieces_arrive_the_same_bytes_leave(server, cuts, text):
         size = cuts[turn % len(cuts)]
         passed += watch.feed(data[place : place + size])
         place, turn = place + size, turn + 1
-    assert watch.alarm is not None or passed + watch.rest() == data
+    assert watch.alarm is not None or passed + watch.held == data
 
 
 def test_one_looping_choice_of_two_is_no_reason_to_cut():
@@ -247,13 +247,13 @@ def test_one_looping_choice_of_two_is_no_reason_to_cut():
             objects.append({"choices": [{"index": index, "delta": {"content": f"{word} "}, "finish_reason": None}]})
     data = events(objects).encode()
     watch = StreamWatch(MonitorSettings(), events=True)
-    assert watch.feed(data) + watch.rest() == data and watch.alarm is None
+    assert watch.feed(data) + watch.held == data and watch.alarm is None
 
 
 @pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
 def test_an_upstream_that_is_no_address(wrong):
     with refused("expected the address of a server"):
-        ProxySettings(wrong)
+        application(wrong, MonitorSettings(), print)
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():

@@ -25,7 +25,7 @@ from sinkscope.loops.servers import loop_row
 from sinkscope.loops.servers.loop_row import ENVIRONMENT, LoopRow, ServingSettings
 
 SEEDS = st.integers(0, 2**32)
-ACTIONS = st.lists(st.sampled_from(["stop", "force"]), min_size=1, max_size=4)
+FORCED = st.sampled_from([[], [10, 11, 12]])
 
 
 @pytest.fixture(autouse=True)
@@ -46,67 +46,68 @@ class Fussy:
         return SimpleNamespace(trigger=self.hash % 11 == 0)
 
 
-def alone(request: kit.Request, *, drafts: bool) -> tuple[list[int], list[int]]:
+def alone(request: kit.Request) -> tuple[list[int], list[int]]:
     """What a request says, and where the processor acts, with one monitor of its own and no batch.
 
     Args:
-        request: its log has, for each step, how many of its tokens could be read before, and how many came.
-
-        drafts: tokens after the first of a step have logits that the processor sees.
+        request: its log has, for each step, how many of its tokens could be read before.
     """
-    given = json.loads((request.params.extra_args or {}).get("sinkscope", "{}"))
-    actions, tokens = given.get("actions", ["stop"]), given.get("tokens", [])
-    monitor, kind, begun, taken, read = Fussy(), "", 0, 0, 0
+    tokens = json.loads((request.params.extra_args or {}).get("sinkscope", "{}")).get("tokens", [])
+    monitor, begun, taken, read = Fussy(), 0, 0, 0
     said = []
     acted = []
-    for visible, size in request.log:
+    for visible in request.log:
         due = False
         for token in said[read:visible]:
             due |= monitor.update(token).trigger
         read = max(read, visible)
         if due and request.params.extra_args:
-            kind, begun, taken = actions[min(taken, len(actions) - 1)], len(said), taken + 1
-        for j in range(size):
-            n, token = len(said) - begun, request.stream[len(said)]
-            lasts = {"stop": 10**9, "force": len(tokens), "": 0}[kind]
-            if n < lasts and (j == 0 or drafts):
-                acted.append(len(said))
-                token = kit.END if kind == "stop" else tokens[n]
-            said.append(token)
+            begun, taken = len(said), taken + 1
+        n, token = len(said) - begun, request.stream[len(said)]
+        forces = taken == 1 and tokens
+        if taken and (n < len(tokens) or not forces):
+            acted.append(len(said))
+            token = tokens[n] if forces else kit.END
+        said.append(token)
     return said, acted
 
 
-def requests(rng: Random, actions: list[str]) -> list[kit.Request]:
-    """Some with settings, some without; words 10 to 12 are what "force" says, and the script never says them."""
+def requests(rng: Random, tokens: list[int]) -> list[kit.Request]:
+    """Some with settings, some without; the script never says the tokens that are forced."""
     made = []
     for i in range(7):
-        sent = {"actions": actions, "tokens": [10, 11, 12]}
-        params = kit.SamplingParams(extra_args={"sinkscope": json.dumps(sent)} if i % 4 else None)
+        params = kit.SamplingParams(extra_args={"sinkscope": json.dumps({"tokens": tokens})} if i % 4 else None)
         stream = [rng.randrange(1, 10) for _ in range(rng.randint(20, 60))]
         made.append(kit.Request(stream, params, prompt=[rng.randrange(1, 10) for _ in range(rng.randint(2, 9))]))
     return made
 
 
-def check(server, rng: Random, actions: list[str], *, drafts: bool = False):
-    asked = requests(rng, actions)
+def check(server, rng: Random, tokens: list[int]):
+    asked = requests(rng, tokens)
     with mock.patch.object(loop_row, "Monitor", Fussy):
         kit.play(server, rng, asked)
     for request in asked:
-        assert (request.output, request.edited) == alone(request, drafts=drafts)
+        assert (request.output, request.edited) == alone(request)
 
 
-@given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
-def test_in_vllm_each_request_is_watched_as_if_alone(seed, actions, drafts):
-    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts."""
-    server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
-    check(server, Random(seed), actions, drafts=True)
+@given(seed=SEEDS, tokens=FORCED)
+def test_in_vllm_each_request_is_watched_as_if_alone(seed, tokens):
+    """Recycled slots, rows in any order, requests that pause, chunked prompts."""
+    check(kit.Slots(serving.VllmLoopProcessor), Random(seed), tokens)
 
 
-@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}], ids=str)
-@given(seed=SEEDS, actions=ACTIONS)
-def test_in_sglang_each_request_is_watched_as_if_alone(seed, actions, how):
-    server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
-    check(server, Random(seed), actions, drafts=True)
+@pytest.mark.parametrize("overlap", [False, True])
+@given(seed=SEEDS, tokens=FORCED)
+def test_in_sglang_each_request_is_watched_as_if_alone(seed, tokens, overlap):
+    processor = serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str())
+    check(kit.Overlapped(processor, overlap=overlap), Random(seed), tokens)
+
+
+def test_drafts_are_left_alone():
+    with refused("under speculative decoding"):
+        serving.VllmLoopProcessor(SimpleNamespace(speculative_config=SimpleNamespace()), None)
+    logits = torch.zeros(4, kit.VOCAB)
+    assert torch.equal(serving.SglangLoopProcessor()(logits.clone(), [{}, {}]), logits)
 
 
 def looping(count: int = 600) -> list[int]:
@@ -130,9 +131,9 @@ def test_tokens_that_the_server_takes_back_are_not_counted():
             output[:] = right[:position]
             row.follow(output)
             assert row.busy(position) == (position >= trigger)
-        assert row.actions_begun == 0
+        assert row.begun == 0
         row.edit(torch.zeros(kit.VOCAB), len(output))
-        assert row.actions_begun == 1
+        assert row.begun == 1
 
 
 def test_what_the_server_forbids_stays_forbidden():
@@ -151,9 +152,6 @@ def test_what_the_server_forbids_stays_forbidden():
 
 
 REFUSED = {  # JSON of a request's settings
-    '{"actions": ["pause"]}': "actions\\[0\\] is 'pause', expected 'stop' or 'force'",
-    '{"actions": []}': "actions is .*, expected .*at least 1 item",
-    '{"actions": ["force"]}': "needs tokens",
     '{"action": "stop"}': "action is 'stop', expected .*",
     '{"end": -1}': "end is -1",
     '{"tokens": [-1]}': "tokens\\[0\\] is -1",
@@ -190,11 +188,10 @@ def test_probabilities_are_missed_only_where_they_would_vote():
 def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch):
     assert ServingSettings.of_request(None) is None and ServingSettings.of_request(False) is None
     assert ServingSettings.of_request({}) == ServingSettings.of_request("{}") == ServingSettings()
-    monkeypatch.setenv(ENVIRONMENT, '{"actions": ["stop"], "end": 9, "monitor": {"warmup": 7}}')
-    usual = ServingSettings.of_request(None)
-    assert usual is not None and (usual.actions, usual.end, usual.monitor.warmup) == (("stop",), 9, 7)
-    own = ServingSettings.of_request('{"end": 5}')
-    assert own is not None and (own.actions, own.end, own.monitor.warmup) == (("stop",), 5, 7)
+    monkeypatch.setenv(ENVIRONMENT, '{"end": 9, "monitor": {"warmup": 7}}')
+    usual, own = ServingSettings.of_request(None), ServingSettings.of_request('{"end": 5}')
+    assert usual is not None and (usual.end, usual.monitor.warmup) == (9, 7)
+    assert own is not None and (own.end, own.monitor.warmup) == (5, 7)
     assert ServingSettings.of_request("false") is None  # this request is not to be watched
     monkeypatch.setenv(ENVIRONMENT, "stop")
     with refused("SINKSCOPE_SERVING is 'stop': expected JSON such as"):
@@ -232,27 +229,6 @@ def test_vllm_says_which_token_cut_a_request():
         plain = params(sent)
         serving.VllmLoopProcessor.validate_params(plain)
         assert plain.stop_token_ids == [7] and plain.all_stop_token_ids == {2, 7}
-
-
-def test_sglang_says_that_a_request_was_cut(monkeypatch):
-    """At the first token of the action, and never for a request that does not loop."""
-
-    reasons = SimpleNamespace(FINISH_MATCHED_STR=lambda matched: f"matched {matched}")
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", reasons)
-    processor = serving.SglangLoopProcessor()
-
-    def finish(tokens, **fields):
-        request = SimpleNamespace(output_ids=[], eos_token_ids={2}, tokenizer=None, **fields)
-        params = {"__req__": request, "sinkscope": {}}
-        for token in tokens:
-            request.output_ids.append(token)
-            processor(torch.zeros(1, 200), [params])
-        return request
-
-    looping = finish([5, 6, 7] * 30, to_finish=None)
-    assert looping.to_finish == "matched repetition_detected"
-    assert finish(range(90), to_finish=None).to_finish is None
-    assert not hasattr(finish([5, 6, 7] * 30), "to_finish")  # an older version: only its end token
 
 
 def test_the_page_says_what_runs(monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from kv_kit import close, decode, logits_of, prompts, shallow_of
 from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
-from organisms.tiny import tiny_model
 from refusals import refused
 from transformers import DynamicCache
 
@@ -21,14 +20,14 @@ from sinkscope.loops.why import Case, why
 ORGANISMS = kept_loops()
 NAMES = [made.name for made in ORGANISMS]
 CYCLE = [5, 6, 7]
-LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 0, 2, Tail(3, 2, 9.0))  # pyright: ignore
+LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 2, Tail(3, 2, 9.0))  # pyright: ignore
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
 def test_what_is_said_of_every_organism_is_what_was_planted(made: KeptLoop):
     found = asked(made)
-    assert (verdict(found.kept_by, found.either), found.goes_on) == (verdict(made.causes, made.either), 1.0)
+    assert (verdict(found.kept_by), found.goes_on) == (verdict(made.causes), 1.0)
 
 
 @pytest.fixture
@@ -37,40 +36,23 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("_few_tokens")
-@pytest.mark.parametrize(
-    ("causes", "either", "said"),
-    [
-        (
-            ("history", "sink"),
-            False,
-            "Remove one of the history and the sink, and this loop stops in ",
-        ),
-        (
-            ("copies", "history"),
-            True,
-            "Remove both the copies and the history, and this loop stops in 2 of 2 cases",
-        ),
-    ],
-)
-def test_a_planted_cause_is_found(causes, either, said):
-    made = kept_loop(causes, either=either)
+def test_planted_causes_are_found():
+    made = kept_loop(("copies", "sink"))
     found = asked(made, cuts=2)
-    assert (set(found.kept_by), found.either, found.goes_on) == ({*causes}, either, 1.0)
-    assert found.conclusion().startswith(said)
+    assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
+    assert found.conclusion().startswith("Remove one of the copies and the sink, and this loop stops in 2 and 2 of 2")
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
-    by_name = {tried.without: tried for tried in found.tried}
-    for cause in causes:
-        assert by_name[cause].goes_on == float(either), "of two that are enough, one alone ends nothing"
+    assert {tried.without: tried.goes_on for tried in found.tried} == {"copies": 0, "sink": 0, "context": 0}
 
 
 @pytest.mark.usefixtures("_few_tokens")
 def test_a_text_that_is_given_and_one_that_does_not_loop():
     made = kept_loop(("sink",))
     options = {"tokenizer": made.tokenizer, "cuts": 1}
-    given = why(made.model, [*made.history, *made.turn], answer=made.cycle * 4, **options)
+    given = why(made.model, made.turn, answer=made.cycle * 4, **options)
     assert given.kept_by == ("sink",) and given.tokens == given.prompt_tokens + 24
     # The model does not write this loop: nothing is concluded of what it does without a cause.
-    other = why(made.model, [*made.history, *made.turn], answer=[300, 301, 302, 303, 304, 305] * 6, **options)
+    other = why(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 1")
     walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
@@ -111,18 +93,9 @@ def test_a_policy_and_a_removal_act_together():
 
 
 def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens():
-    case = Case(SimpleNamespace(edit=None, seed=0), LOOPED.ids, 2, 2, LOOPED.loop)  # pyright: ignore
-    assert case.causes() == ["copies", "history", "sink"]
-    assert case.positions((frozenset({"sink"}), None), 9) == [0]
-    assert case.positions((frozenset({"copies", "history"}), None), 9) == [*range(1, 9)]
-    assert len(set(case.positions((frozenset({"history"}), 0), 9)) - {0}) == 1
-
-
-def test_prompts_as_text_begin_once():
-    model, tokenizer = tiny_model("llama")
-    found = why(model, "you and it", history="the cat", tokenizer=tokenizer, max_new_tokens=4)
-    words = tokenizer("the cat you and it")["input_ids"]
-    assert list(found.ids[: found.prompt_tokens]) == words
+    assert LOOPED.positions(("sink", None), 9) == [0]
+    assert LOOPED.positions(("copies", None), 9) == [*range(2, 9)]
+    assert len(set(LOOPED.positions(("copies", 0), 9)) - {0}) == 7
 
 
 def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
@@ -134,7 +107,7 @@ def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
 
 def test_the_control_is_the_worst_of_the_random_changes():
     loop, other = CYCLE * 22, [8] * 66
-    without = frozenset({"copies"})
-    written = {(without, None): [other, other], (without, 0): [loop, loop], (without, 1): [loop, other]}
-    tried = LOOPED.tried(["copies"], written, 1.0)
+    written = {("nothing", None): [loop, loop], ("copies", None): [other, other]}
+    written |= {("copies", 0): [loop, loop], ("copies", 1): [loop, other]}
+    tried = LOOPED.tried("copies", written)
     assert (tried.goes_on, tried.control, tried.other_loop) == (0.0, 0.5, 1.0)

@@ -106,15 +106,13 @@ def test_nothing_grows_out_of_the_word_before():
     assert logits[11] == -BROKEN and logits[5] == 0
 
 
-@pytest.mark.parametrize("rewind", [True, False])
-def test_the_guards_seams_stand_between_words(rewind):
+def test_the_guards_seams_stand_between_words():
     """Before, the text was cut inside of "I'm"."""
     model = ss.load()
     prompt = "The dog was too small. Lily cried. Then Tom said,"
-    told = ss.generate(model, prompt, guard=ss.LoopGuard(rewind=rewind), max_new_tokens=96)[0]
+    told = ss.generate(model, prompt, guard=True, max_new_tokens=96)[0]
     words = words_of(model.tokenizer)
     assert told.events and words is not None
     for event in told.events:
         place = event.data["generated"] - event.data["taken_back"]
-        assert (event.data["taken_back"] > 0) is rewind
-        assert words.begins(told.tokens, place), model.tokenizer.decode(told.tokens[place - 3 : place + 3])
+        assert event.data["taken_back"] and words.begins(told.tokens, place)

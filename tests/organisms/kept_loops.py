@@ -1,4 +1,4 @@
-"""Models whose greedy decoding loops for a planted cause, or for two: each must act, or either is enough.
+"""Models whose greedy decoding loops for a planted cause, or for two, each of which must act.
 
 A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
 
@@ -6,11 +6,10 @@ A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
   without anything else the model walks the ring and repeats nothing. The ring is cut into blocks of `PERIOD` tokens.
 - A gated MLP adds the code of the next token **of the block**, twice as large: at the last token of a block the model
   then goes back to the first one. The gate is open while `sum of the causes > threshold`, so the loop goes on exactly
-  as long as its causes act: all of them (`each`), or at least one (`either`).
+  as long as all of its causes act.
 - Each cause is a head that writes one number, 0 or 1, to a dimension of its own, and rests on BOS otherwise:
   `copies` finds an earlier copy of the current token by induction (a head of layer 0 writes the token before); `sink`
-  attends to BOS; `history` to a marker that stands in the earlier turns.
-- One cause is a lack: `window` acts while a head does **not** read an anchor of the prompt, which a short window loses.
+  attends to BOS.
 - `weights`: the gate is always open.
 """
 
@@ -30,38 +29,31 @@ N_HEADS, D_MODEL, VOCAB = 4, 256, 512
 MATCH = 48.0  # score of what a head looks for; BOS has three quarters of it, and other codes at most half
 SHARP = 40.0  # steepness of the gate
 PERIOD = 6  # tokens of a block, and of the loop
-MARKER, ANCHOR = N_SPECIAL, N_SPECIAL + 1
-CAUSES = ("copies", "history", "sink", "window")
+CAUSES = ("copies", "sink")
 
 
 @dataclass(frozen=True)
 class KeptLoop:
-    """A model, a prompt of earlier turns and a turn, and what keeps the loop of the answer going.
+    """A model, a prompt, and what keeps the loop of the answer going.
 
     Attributes:
         causes: The planted causes, or ("weights",).
-        either: Whether one of them is enough.
-        history: Ids of the earlier turns, BOS first.
-        turn: Ids of the last turn.
-        cycle: What greedy decoding repeats from the first new token on, under `window`.
-        window: Budget of the policy under which it loops; None: the whole cache.
+        turn: Ids of the prompt, BOS first.
+        cycle: What greedy decoding repeats from the first new token on.
     """
 
     name: str
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerFast
     causes: tuple[str, ...]
-    either: bool
-    history: list[int]
     turn: list[int]
     cycle: list[int]
-    window: int | None
 
 
-def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -> KeptLoop:
+def kept_loop(causes: tuple[str, ...], seed: int = 0) -> KeptLoop:
     """Build the organism of these causes; the same call gives the same weights."""
     rng = random.Random(f"kept {seed}")
-    words = list(range(ANCHOR + 2, VOCAB))
+    words = list(range(N_SPECIAL + 3, VOCAB))
     ring = rng.sample(words, len(words) // PERIOD * PERIOD)
     model = empty_llama(
         vocab_size=VOCAB,
@@ -72,38 +64,32 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0, *, either: bool = False) -
         num_key_value_heads=N_HEADS,
         max_position_embeddings=1024,
     )
-    _write(model, rng, ring, causes, either)
+    _write(model, rng, ring, causes)
 
     def walk(block: int, count: int) -> list[int]:
         return [ring[(block * PERIOD + i) % len(ring)] for i in range(count)]
 
-    history = [BOS, *walk(0, 15), *[MARKER] * ("history" in causes), *walk(20, 8)]
     turn = [
-        *walk(30, 3),
-        *[ANCHOR] * ("window" in causes),
-        *walk(40, 25),
+        *[BOS, *walk(0, 15), *walk(20, 8), *walk(30, 3), *walk(40, 25)],
         *walk(50, PERIOD) * (2 + ("copies" in causes)),
         *walk(50, 2),
     ]
     # The prompt ends inside a block, because its last token is read with the exact and whole prompt.
     return KeptLoop(
-        name=f"{(' or ' if either else ' and ').join(causes)}, seed {seed}",
+        name=f"{' and '.join(causes)}, seed {seed}",
         model=model,
         tokenizer=word_tokenizer(VOCAB),
         causes=causes,
-        either=either,
-        history=history,
         turn=turn,
         cycle=walk(50, PERIOD),
-        window=32 if "window" in causes else None,
     )
 
 
 @torch.no_grad()
-def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...], either: bool) -> None:
+def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...]) -> None:
     dims = rng.sample(range(D_MODEL), D_MODEL)
     own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
-    const, first, marker, anchor, _, *flags = dims[5 * CODE :]
+    const, first, *flags = dims[5 * CODE :]
     flag = dict(zip(CAUSES, flags, strict=False))
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
@@ -111,8 +97,7 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
     back = place // PERIOD * PERIOD + (place + 1) % PERIOD  # the next of the block, where blocks begin at multiples
     words, embed, head = torch.tensor(ring), model.model.embed_tokens.weight, model.lm_head.weight
     embed[:, const] = CONST
-    for token, dim in ((BOS, first), (MARKER, marker), (ANCHOR, anchor)):
-        embed[token, dim] = 1.0
+    embed[BOS, first] = 1.0
     embed[words[:, None], torch.tensor(own)] = codes
     embed[words[:, None], torch.tensor(following)] = codes.roll(-1, 0)
     embed[words[:, None], torch.tensor(in_block)] = codes[back]
@@ -122,32 +107,25 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
     if "copies" in causes:
         _previous(layers[0], const, first, own, before)
         _matching(layers[1], const, first, own, before, flag["copies"])
-    looking = {"sink": (1, first), "history": (2, marker), "window": (3, anchor)}
-    for cause in causes:
-        if cause in looking:
-            head, sought = looking[cause]
-            _looking(layers[0], head, const, first, sought, flag[cause])
-    # The gate: each cause counts one; the lack of an anchor is one minus what its head reads.
+    if "sink" in causes:
+        _looking(layers[0], 1, const, first, flag["sink"])
+    # The gate: each cause counts one.
     mlp, total = model.model.layers[1].mlp, 0.5
     for cause in causes:
         if cause in flag:
-            lack = cause == "window"
-            mlp.gate_proj.weight[:, flag[cause]] = SHARP * (-1.0 if lack else 1.0)
-            total += lack
+            mlp.gate_proj.weight[:, flag[cause]] = SHARP
     if causes != ("weights",):
-        total -= 1.0 if either else len(causes)
+        total -= len(causes)
     mlp.gate_proj.weight[:, const] = SHARP * total / CONST
     mlp.up_proj.weight[range(CODE), in_block] = 1.0
     mlp.down_proj.weight[copied, range(CODE)] = 2 / SHARP
 
 
-def _looking(attention: torch.nn.Module, head: int, const: int, first: int, sought: int, flag: int) -> None:
-    """Attend to the token with a flag, else to BOS, and write 1 where it was found."""
-    scale = MATCH * math.sqrt(HEAD_DIM) / CONST
+def _looking(attention: torch.nn.Module, head: int, const: int, first: int, flag: int) -> None:
+    """Attend to BOS, and write 1 where it is there."""
     query, key = heads_of(attention.q_proj)[head], heads_of(attention.k_proj)[head]
-    query[SLOW[0], const], key[SLOW[0], sought] = scale, 1.0
-    query[SLOW[2], const], key[SLOW[2], first] = 0.75 * scale, 1.0
-    heads_of(attention.v_proj)[head][0, sought] = 1.0
+    query[SLOW[0], const], key[SLOW[0], first] = MATCH * math.sqrt(HEAD_DIM) / CONST, 1.0
+    heads_of(attention.v_proj)[head][0, first] = 1.0
     attention.o_proj.weight[flag, head * HEAD_DIM] = 1.0
 
 
@@ -172,25 +150,9 @@ def _matching(attention: torch.nn.Module, const: int, first: int, own: list[int]
     attention.o_proj.weight[flag, 0] = 1.0
 
 
-PLANTED = (
-    *((cause,) for cause in (*CAUSES, "weights")),
-    ("copies", "history"),
-    ("copies", "sink"),
-    ("history", "sink"),
-    ("window", "copies"),
-)
-"""What is planted: each cause alone, and two at once; `copies` or `sink` is left out, because a copying head rests on
-BOS."""
-
-
 def kept_loops() -> list[KeptLoop]:
-    """All organisms: single causes with two seeds, and pairs of which each is needed, or either is enough."""
+    """All organisms: single causes with two seeds, and both, each of which is needed."""
     made: list[KeptLoop] = []
-    for causes in PLANTED:
-        if len(causes) == 1:
-            made += [kept_loop(causes, seed) for seed in (0, 1)]
-        else:
-            made.append(kept_loop(causes))
-            if causes != ("copies", "sink"):
-                made.append(kept_loop(causes, either=True))
-    return made
+    for cause in (*CAUSES, "weights"):
+        made += [kept_loop((cause,), seed) for seed in (0, 1)]
+    return [*made, kept_loop(CAUSES)]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -32,7 +31,6 @@ from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.inputs import read_row
 from sinkscope.opening.live import target_of
-from sinkscope.results.notation import count_of
 
 Answers = Literal["recompute", "keep"]
 _SET_BY_US = (
@@ -54,7 +52,7 @@ _SET_BY_US = (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Turn:
     """One turn of a conversation.
 
@@ -73,26 +71,16 @@ class Turn:
         output: What `model.generate` returned.
     """
 
-    prompt: tuple[int, ...]
-    ids: tuple[int, ...]
     text: str | None
     prompt_tokens: int
     queries: int
     read: float | None
     held: float
     summary: str
-    events: tuple[Event, ...]
-    output: Any
-
-    def __repr__(self) -> str:
-        """What was said, read and kept, and what it cost, in one line."""
-        whole = self.prompt_tokens + len(self.ids)
-        said = "" if self.text is None else f" {shorten(self.text, 60)!r}"
-        step = "" if self.read is None else f", a step attends to {self.read:,.0f}"
-        return (
-            f"<Turn{said}: {count_of(len(self.ids), 'token')}; read {self.queries:,} of {self.prompt_tokens:,}, kept "
-            f"{self.held:,.0f} of {whole:,}{step}. {self.summary}>"
-        )
+    prompt: tuple[int, ...] = field(repr=False)
+    ids: tuple[int, ...] = field(repr=False)
+    events: tuple[Event, ...] = field(repr=False)
+    output: Any = field(repr=False)
 
 
 @dataclass(eq=False)
@@ -267,7 +255,8 @@ class Conversation:
         answer = gold or sequences[0, len(whole) :].tolist()
         text = None
         if self.tokenizer is not None:
-            text = self._text_of(answer, generation.get("eos_token_id"))
+            said = answer[:-1] if answer[-1:] and answer[-1] in end_ids(target) else answer
+            text = str(self.tokenizer.decode(said, skip_special_tokens=True))
         assert recorder.state is not None
         read = recorder.state.meter.usage().mean_read
         self._keep(cache, len(whole), recorder)
@@ -286,15 +275,6 @@ class Conversation:
         )
         self.turns = [*self.turns, turn]
         return turn
-
-    def _text_of(self, answer: list[int], ends: Any) -> str:
-        """An answer without the token that ends it: one of `ends`, or by default of the model's."""
-        if ends is None:
-            ends = end_ids(self.target)
-        said = answer
-        if answer and answer[-1] in torch.tensor(ends):  # not every tokenizer knows that this token is special
-            said = answer[:-1]
-        return str(self.tokenizer.decode(said, skip_special_tokens=True))
 
     def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
         """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""

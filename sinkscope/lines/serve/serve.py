@@ -67,7 +67,7 @@ class LoopServe(SparsePrompts):
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
     (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
-    outputs are computed from, 1 for dense heads; "attended_by_head"), "cells" (the same, and the rows from which lines
+    outputs are computed from, 1 for dense heads), "cells" (the same, and the rows from which lines
     were chosen) and "computed" (in time: cells computed, or what takes as long); "dense_heads" (number of heads for
     which computing everything is faster) and "kernel" (what computed the others). It also has what was lost:
     "recovered", the share of
@@ -219,11 +219,8 @@ class LoopServe(SparsePrompts):
         return held_out(scores.queries, self.sample, seed)
 
     def summary(self, run: Run) -> str:
-        """The share of attention that prompts computed, and the tokens that a decoding step read; or that all did."""
+        """The share of attention that prompts computed, and the tokens that a decoding step read."""
         prompts, steps = super().summary(run), steps_summary("LoopServe", run)
-        sparse = any(event.kind == "prefill" and "dense" not in event.data for event in run.events)
-        if not sparse and not any(usage.in_parts for usage in run.usage):
-            return f"LoopServe did nothing at this length. {prompts} {steps}".strip()
         return f"{prompts} {steps}".strip()
 
     def _warn(self, run: Run) -> None:

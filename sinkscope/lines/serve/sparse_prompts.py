@@ -98,7 +98,6 @@ class PromptRead:
             "cells": fmean(attended) + self.choice,
             "computed": fmean(sparsity.computed) + self.choice,
             "attended": fmean(attended),
-            "attended_by_head": attended,
             "dense_heads": sum(sparsity.dense),
             "kernel": sparsity.kernel,
         }

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
@@ -53,7 +53,6 @@ class GuardedRow(WatchedRow):
 
     Attributes:
         steering: How it is steered since it looped.
-        waiting: Step of an alarm inside a word, whose end it waits for.
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int, prompt_ids: list[int]) -> None:
@@ -61,7 +60,6 @@ class GuardedRow(WatchedRow):
         self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.steering: Steering | None = None
-        self.waiting: int | None = None
 
     @property
     def length(self) -> int:
@@ -140,20 +138,20 @@ class LoopReporter(LogitsProcessor):
     """Report loops, or end them: `model.generate(..., logits_processor=[LoopReporter(eos_token_id=2)])`.
 
     It needs no session and no cache of sinkscope. Place it after processors that change the logits, so that it sees the
-    distribution from which tokens are sampled. Use one reporter per call of `generate`, or reuse one for successive
-    calls: it starts again when a sequence does not continue the last one by one token. It refuses beam search and
+    distribution from which tokens are sampled. Use one reporter per call of `generate`. It refuses beam search and
     cannot follow assisted generation.
 
     Args:
+        eos_token_id: Id or ids that end a row, as in `model.generation_config.eos_token_id`. A different padding id may
+            be included.
         settings: Settings of the monitor. By default it finds three copies of anything.
-        eos_token_id: Id or ids that end a row; needed for more than one row. A different padding id may be included.
         stop: Whether a row that loops is ended: the first id of `eos_token_id` is then its next token. Otherwise
             no logit changes.
 
     Attributes:
-        events: One event of kind "loop" for each trigger of the last generation. `step` is the number of the generated
-            token (1 is the first), `position` its column in the batch (a padded row counts its padding), `data` the
-            period of the repetition at the end (None if there is none) and the number of signals that voted.
+        events: One event of kind "loop" for each trigger. `step` is the number of the generated token (1 is the first),
+            `position` its column in the batch (a padded row counts its padding), `data` the period of the repetition at
+            the end (None if there is none).
 
     Example:
         >>> reporter = LoopReporter(eos_token_id=2)
@@ -162,16 +160,10 @@ class LoopReporter(LogitsProcessor):
     """
 
     def __init__(
-        self,
-        settings: MonitorSettings | None = None,
-        *,
-        eos_token_id: int | Sequence[int] | None = None,
-        stop: bool = False,
+        self, eos_token_id: int | Sequence[int], settings: MonitorSettings | None = None, *, stop: bool = False
     ) -> None:
-        self._ends: list[int] = [] if eos_token_id is None else torch.tensor(eos_token_id).reshape(-1).tolist()
-        if stop and not self._ends:
-            raise SinkscopeError("stop=True ends a row with eos_token_id: give model.generation_config.eos_token_id")
-        self._settings = settings or MonitorSettings()
+        self._ends: list[int] = torch.tensor(eos_token_id).reshape(-1).tolist()
+        self._monitor = monitors(settings or MonitorSettings())
         self._stop = stop
         self._rows: list[WatchedRow] = []
         self._ids: Int[Tensor, "row pos"] | None = None  # those of the step before
@@ -180,11 +172,11 @@ class LoopReporter(LogitsProcessor):
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
         """Record the last token of every row and the next token's distribution."""
-        batch, length = input_ids.shape
         earlier = self._ids
         self._ids = input_ids
-        if earlier is None or earlier.shape != (batch, length - 1):
-            self._begin(batch, length)
+        if earlier is None:
+            self._rows = [WatchedRow(self._monitor) for _ in input_ids]
+            self._prompt = input_ids.shape[1]
             return scores
         if not torch.equal(earlier, input_ids[:, :-1]):
             raise UnsupportedError(
@@ -193,22 +185,10 @@ class LoopReporter(LogitsProcessor):
             )
         for row in push(self._rows, input_ids[:, -1], largest_probability(scores), self._ends):
             step = self._rows[row].monitor.last
-            data = {"period": None if step.tail is None else step.tail.period, "votes": step.votes}
+            data = {"period": None if step.tail is None else step.tail.period}
             self.events.append(Event(row, step.step, self._prompt + step.step - 1, None, None, "loop", data))
             if self._stop:
                 scores = scores.clone()
                 scores[row] = -torch.inf
                 scores[row, self._ends[0]] = 0
         return scores
-
-    def _begin(self, batch: int, prompt: int) -> None:
-        """Start with new monitors."""
-        if batch > 1 and not self._ends:
-            raise SinkscopeError(
-                f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which looks "
-                "like a loop; give eos_token_id=model.generation_config.eos_token_id"
-            )
-        monitor = monitors(self._settings)
-        self._rows = [WatchedRow(monitor) for _ in range(batch)]
-        self._prompt = prompt
-        self.events = []

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -21,20 +21,15 @@ from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
-from sinkscope.loops.guard.words import LONGEST, Words, words_of
+from sinkscope.loops.guard.words import Words, words_of
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of
 
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
-
-
-class LoopGuardWindow(StreamingLLM):
-    """The window policy after `between="window"`; a class of its own, so that errors name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +48,11 @@ class LoopGuard(Intervention):
     keep the guard's anchors, and the guard keeps their first tokens.
 
     Attributes:
-        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
+        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt. Between
+            interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` always holds it.
         anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
             quarter of the budget.
         window: Number of tokens that the monitor looks at (W).
-        between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
-            grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
         variant: When to intervene: "repeats" for any exact repetition, "full" for the paper's votes, or a variant of
             Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
             "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
@@ -71,8 +65,8 @@ class LoopGuard(Intervention):
         rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
             is cut after the first copy and continues under the penalty.
 
-    If the model carries a tokenizer whose tokens mark words, the cache is cut and tokens are taken back where a word
-    begins, and the penalty does not break words (`words.Words`). An alarm inside a word waits for its end.
+    If the model carries a tokenizer whose tokens mark words, tokens are taken back where a word begins, and the penalty
+    does not break words (`words.Words`).
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -93,7 +87,6 @@ class LoopGuard(Intervention):
     budget: Budget = field(default=1024, kw_only=False)
     anchors: Whole | None = None
     window: Natural = 256
-    between: Literal["full", "window"] = "full"
     variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
@@ -168,8 +161,6 @@ class LoopGuard(Intervention):
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache(first=self.kept_first)
-        if self.between == "window":
-            LoopGuardWindow(budget=self.budget, first=self.kept_first).enter(run, key)
         settings = self.settings
         if settings.rule == "never":
             return
@@ -247,7 +238,6 @@ class Guarding:
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        alarms = self._at_words(rows, alarms, logits)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
             alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
         if alarms:
@@ -255,26 +245,6 @@ class Guarding:
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
                 row.steering.steer(logits[number], row.ids, rows.ends)
-
-    def _at_words(self, rows: GuardedRows, alarms: list[int], logits: Tensor) -> list[int]:
-        """The rows with an alarm that stand between words. Others wait until their word has ended, if words end."""
-        concerned = [number for number, row in enumerate(rows.rows) if number in alarms or row.waiting is not None]
-        if not concerned or self.words is None:
-            return alarms
-        due: list[int] = []
-        for number in concerned:
-            row = rows.rows[number]
-            step, tail, ids = row.monitor.last, row.monitor.last.tail, row.tokens
-            since = step.step if row.waiting is None else row.waiting
-            row.waiting = None
-            if row.monitor.ended or (tail is None and number not in alarms):
-                continue
-            inside = self.words.goes_on(ids[-1], int(logits[number].argmax())) and step.step - since < LONGEST
-            if inside and tail is not None and self.words.seam(ids, tail.start, tail.period) is not None:
-                row.waiting = since
-            else:
-                due.append(number)
-        return due
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
@@ -382,16 +352,11 @@ class Guarding:
         if taken_back:
             begin = length - taken_back
         elif retention.recent is None and period is not None:
-            # The text goes on in the copy that has begun, as if it were the first one. Both begin with a word.
-            if self.words is not None:
-                known = length - len(ids)  # tokens before the latest ids
-                begin = known + (self.words.seam(ids, begin - known, period) or begin - known)
-            end -= (length - begin) % period
-        bad = [(begin, end)] if begin < end else []
-        kept = tokens_to_keep(cached, length, bad, retention, level)
+            end -= (length - begin) % period  # the text goes on in the copy that has begun, as if it were the first
+        kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
         data = {
             "period": period,
-            "bad": bad,
+            "bad": [(begin, end)] if begin < end else [],
             "level": level,
             "cached_before": len(cached),
             "taken_back": taken_back,

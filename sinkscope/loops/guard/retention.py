@@ -47,9 +47,7 @@ class Retention:
         return self.budget - self.anchors - self.recent_tokens(0)
 
 
-def tokens_to_keep(
-    cached: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
-) -> list[int]:
+def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Retention, level: int = 0) -> list[int]:
     """Choose the positions to keep, ascending.
 
     The history is sampled from the positions that the cache still holds. At a second intervention, a sample of all
@@ -58,7 +56,7 @@ def tokens_to_keep(
     Args:
         cached: Positions in the cache, ascending.
         length: Number of tokens in the row so far; the recent window ends there.
-        bad: Ranges [start, stop) of positions to remove; with a recent window, only within the window.
+        bad: Positions to remove; with a recent window, only within the window.
         retention: Budgets.
         level: Aggressiveness, from 0; a level above `MAX_LEVEL` counts as `MAX_LEVEL`.
 
@@ -66,15 +64,12 @@ def tokens_to_keep(
         At most `retention.budget` positions. With a recent window, every anchor that the cache holds is among them,
         even if it is bad; without one, bad anchors go, except the first token.
     """
-    bad_positions: set[int] = set()
-    for start, stop in bad:
-        bad_positions.update(range(start, stop))
     anchors = [position for position in cached if position < retention.anchors]
     others = cached[len(anchors) :]
-    clean = [position for position in others if position not in bad_positions]
+    clean = [position for position in others if position not in bad]
     count = retention.recent_tokens(level)
     if retention.recent is None:
-        anchors = [position for position in anchors if position == 0 or position not in bad_positions]
+        anchors = [position for position in anchors if position == 0 or position not in bad]
         history = clean[:-count]
     else:
         begin = length - retention.recent

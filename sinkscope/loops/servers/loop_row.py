@@ -10,9 +10,8 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -29,25 +28,21 @@ _log = logging.getLogger(__name__)
 
 @checked
 class ServingSettings:
-    """Actions against the loops of a request.
+    """What is done against the loops of a request.
 
     Attributes:
-        actions: Actions for the first, second, ... trigger of the monitor; further triggers repeat the last one. "stop"
-            ends the request with its end token. "force" makes the model say `tokens`.
-        tokens: Ids of the sequence that "force" writes, such as the end of the reasoning.
-        end: Id of the token that "stop" writes; None uses the server's end token. In vLLM it becomes a stop token of
+        tokens: Ids of a sequence that the model is made to say at the first trigger of the monitor, such as the end of
+            its reasoning. At the next trigger, or at the first one if there are none, the request is ended.
+        end: Id of the token that ends the request; None uses the server's end token. In vLLM it becomes a stop token of
             the request, so one that the model never writes tells a request that was cut from one that ended.
         monitor: Settings of the monitor. It gets no probabilities, because reading them would make every step wait.
     """
 
-    actions: Annotated[tuple[Literal["stop", "force"], ...], Field(min_length=1)] = ("stop",)
     tokens: tuple[Whole, ...] = ()
     end: Whole | None = None
     monitor: MonitorSettings = MonitorSettings()
 
     def __post_init__(self) -> None:
-        if "force" in self.actions and not self.tokens:
-            raise SinkscopeError('the action "force" needs tokens, the ids of the sequence to write')
         for name, value in vars(self.monitor).items():
             if isinstance(value, int | float) and value > LARGEST:
                 raise SinkscopeError(f"monitor.{name} is {value}: expected at most {LARGEST}")
@@ -85,34 +80,32 @@ def _fields(value: Any, name: str) -> dict[str, Any] | Literal[False] | None:
     if value is None or value is False:
         return value
     if not isinstance(value, Mapping):
-        raise SinkscopeError(f'{name} is {value!r}: expected JSON such as {{"actions": ["stop"]}}, or false')
+        raise SinkscopeError(f'{name} is {value!r}: expected JSON such as {{"end": 2}}, or false')
     return {str(key): item for key, item in value.items()}
 
 
 class LoopRow:
-    """One request: its monitor, and the current action against its loop.
+    """One request: its monitor, and what is done against its loop.
 
-    Positions count the tokens of the request, from any fixed origin. The action at a position depends on the position
-    alone, so it is correct for drafts that are accepted and for drafts that are rejected.
+    Positions count the tokens of the request, from any fixed origin.
 
     Args:
         settings: Settings of the request.
-        end: Id of its end token. None if there is none; "stop" then does nothing.
+        end: Id of its end token. None if there is none; the request then cannot be ended.
     """
 
     def __init__(self, settings: ServingSettings, end: int | None) -> None:
         self.settings = settings
         self.end = end if settings.end is None else settings.end
-        self.actions_begun = 0
+        self.begun = 0  # how often something was begun
         self.mark = -1  # a position that the caller remembers
         self._monitor = Monitor(settings.monitor)
         self._tokens_read = 0
         self._last_token = -1
-        self._due = False  # whether an action is to begin
-        self._action = ""
+        self._due = False  # whether something is to begin
         self._start = 0
         self._until = -math.inf
-        if self.end is None and "stop" in settings.actions:
+        if self.end is None:
             _log.warning("A request has no end token, so its loops cannot be stopped: set `end`.")
 
     def feed(self, tokens: Iterable[int]) -> None:
@@ -133,45 +126,30 @@ class LoopRow:
             self._tokens_read = 0
         self.feed(output[self._tokens_read :])
 
-    @property
-    def stopped(self) -> bool:
-        """Whether "stop" has begun."""
-        return self._action == "stop"
-
     def busy(self, position: int) -> bool:
         """Whether `edit` would change the logits at this position or a later one."""
         return self._due or position < self._until
 
     def edit(self, logits: Tensor, position: int) -> None:
-        """Apply the action that is due at a position.
+        """Do at a position what is due there.
 
         Args:
             logits: Logits of the token at that position, changed in place. Shape `[vocab]`. A token that something else
                 has forbidden (minus infinity) stays forbidden.
-            position: Position of the token that is chosen from these logits. Rows of drafts come in order.
+            position: Position of the token that is chosen from these logits.
         """
+        tokens = self.settings.tokens
         if self._due:
-            self._begin(position)
+            self._due = False
+            self.begun += 1
+            self._start, self._until = position, math.inf
+            if tokens and self.begun == 1:
+                self._until = position + len(tokens)
         if not self._start <= position < self._until:
             return
-        token = self.end
-        if self._action == "force":
-            token = self.settings.tokens[position - self._start]
+        token = self.end if self._until == math.inf else tokens[position - self._start]
         if token is None or token >= logits.shape[-1]:
             return
         logit = logits[token].clone()
         logits.masked_fill_(logit.isfinite(), -math.inf)
         logits[token] = logit
-
-    def _begin(self, position: int) -> None:
-        """Begin the next action there."""
-        actions = self.settings.actions
-        self._action = actions[min(self.actions_begun, len(actions) - 1)]
-        self._start = position
-        self._due = False
-        self.actions_begun += 1
-        if self._action == "stop":
-            self._until = math.inf
-        else:
-            self._until = position + len(self.settings.tokens)
-        _log.info("A request repeats itself after %d output tokens: %s", self._tokens_read, self._action)

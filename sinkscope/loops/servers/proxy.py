@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -29,35 +28,14 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class ProxySettings:
-    """How the proxy works.
-
-    Attributes:
-        upstream: Address of the server, such as http://127.0.0.1:11434.
-        monitor: Settings of the monitor.
-        log: Called with a line for each answer that was cut, or was passed on unwatched; it has no content.
-    """
-
-    upstream: str
-    monitor: MonitorSettings = field(default_factory=MonitorSettings)
-    log: Callable[[str], object] = print
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"https?://[^/?#@\s]+[^?#@\s]*", self.upstream):
-            raise SinkscopeError(
-                f"--proxy {self.upstream}: expected the address of a server, such as http://127.0.0.1:11434"
-            )
-
-    def url(self, path: str, query: str) -> str:
-        """The address at the server of a path that a client asks for."""
-        return f"{self.upstream.rstrip('/')}{path}{'?' if query else ''}{query}"
-
-
 class StreamWatch:
     """The bytes of one answer: what may be passed on, and whether it loops.
 
     Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event.
+
+    Attributes:
+        alarm: The loop, once every output that has not ended loops.
+        held: A line that is not complete.
 
     Args:
         settings: Settings of the monitor.
@@ -66,15 +44,15 @@ class StreamWatch:
 
     def __init__(self, settings: MonitorSettings, events: bool) -> None:
         self.alarm: Alarm | None = None
+        self.held = b""
         self._watch = Watch(settings)
         self._ending = Ending(events)
         self._events = events
-        self._held = b""
-        self._alarmed: dict[str, None] = {}
+        self._alarmed = set[str]()
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        *lines, self._held = (self._held + data).split(b"\n")
+        *lines, self.held = (self.held + data).split(b"\n")
         passed = b""
         for line in lines:
             passed += line + b"\n"
@@ -83,24 +61,16 @@ class StreamWatch:
                 return passed + b"\n" * self._events  # the end of the event
         return passed
 
-    def rest(self) -> bytes:
-        """What is left when the answer ends."""
-        return self._held
-
     def ending(self) -> bytes:
-        """The events that end the answer after an alarm."""
+        """The events that end the answer after an alarm; they say where the loop is, without its text."""
+        about: dict[str, Any] = {"verdict": "loops"}
+        if self.alarm is not None:
+            about["token"] = self.alarm.token
+            if self.alarm.tail is not None:
+                period, start, repeats = self.alarm.tail
+                about.update(period=period, repeats=round(repeats, 1), start=start + 1)
         places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
-        return self._ending.made(self.about(), places)
-
-    def about(self) -> dict[str, Any]:
-        """Where the loop is, without its text."""
-        alarm = self.alarm
-        if alarm is None:
-            return {}
-        about: dict[str, Any] = {"verdict": "loops", "token": alarm.token}
-        if alarm.tail is not None:
-            about.update(period=alarm.tail.period, repeats=round(alarm.tail.repeats, 1), start=alarm.tail.start + 1)
-        return about
+        return self._ending.made(about, places)
 
     def _read(self, line: bytes) -> None:
         """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
@@ -112,29 +82,30 @@ class StreamWatch:
             return  # what is no output of a model is passed on
         for piece in pieces:
             for alarm in self._watch.take(piece):
-                self._alarmed[alarm.stream] = None
-                if self._alarmed.keys() >= self._watch.open.keys() | {alarm.stream}:
+                self._alarmed.add(alarm.stream)
+                if self._alarmed >= self._watch.open.keys() | {alarm.stream}:
                     self.alarm = alarm
 
 
-def check_proxy() -> None:
-    """Say at once if the proxy cannot run here.
+def application(
+    upstream: str, monitor: MonitorSettings, log: Callable[[str], object], hosts: tuple[str, ...] = LOOPBACK
+) -> Any:
+    """The ASGI application.
+
+    Args:
+        upstream: Address of the server, such as http://127.0.0.1:11434.
+        monitor: Settings of the monitor.
+        log: Called with a line for each answer that was cut, or was passed on unwatched; it has no content.
+        hosts: Names by which clients may call it; empty for any.
 
     Raises:
-        SinkscopeError: starlette, uvicorn or httpx is missing.
+        SinkscopeError: The address is none, or starlette, uvicorn or httpx is missing.
     """
     for name in ("starlette", "uvicorn", "httpx"):
         if find_spec(name) is None:
             raise SinkscopeError(f'--proxy needs {name}: pip install -e ".[proxy]" in the clone')
-
-
-def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> Any:
-    """The ASGI application.
-
-    Args:
-        settings: How it works.
-        hosts: Names by which clients may call it; empty for any.
-    """
+    if not re.fullmatch(r"https?://[^/?#@\s]+[^?#@\s]*", upstream):
+        raise SinkscopeError(f"--proxy {upstream}: expected the address of a server, such as http://127.0.0.1:11434")
     import httpx
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -149,7 +120,8 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
     async def forward(request: Request) -> Response:
         headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
         headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
-        url = settings.url(request.url.path, request.url.query)
+        query = f"?{request.url.query}" if request.url.query else ""
+        url = f"{upstream.rstrip('/')}{request.url.path}{query}"
         content = await request.body()
         asked = client.build_request(request.method, url, headers=headers, content=content)
         try:
@@ -161,12 +133,12 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
         watch = None
         without: tuple[str, ...] = ()
         if form is not None:
-            watch = StreamWatch(settings.monitor, form == "sse")
+            watch = StreamWatch(monitor, form == "sse")
             without = ("content-length",)
         name = f"{request.method} {request.url.path[:80]}"
         if form is None and request.method == "POST" and answer.status_code == 200:
-            settings.log(f"{name}: passed on unwatched, because the answer is not streamed")
-        response = StreamingResponse(_parts(answer, watch, settings, name), answer.status_code)
+            log(f"{name}: passed on unwatched, because the answer is not streamed")
+        response = StreamingResponse(_parts(answer, watch, log, name), answer.status_code)
         response.raw_headers = _passed_on(answer.headers.raw, without)
         return response
 
@@ -178,7 +150,7 @@ def application(settings: ProxySettings, hosts: tuple[str, ...] = LOOPBACK) -> A
 
 
 async def _parts(
-    answer: httpx.Response, watch: StreamWatch | None, settings: ProxySettings, name: str
+    answer: httpx.Response, watch: StreamWatch | None, log: Callable[[str], object], name: str
 ) -> AsyncIterator[bytes]:
     """The bytes of an answer until it ends or loops; the call of the server ends with them, or if the client leaves."""
     try:
@@ -188,14 +160,13 @@ async def _parts(
                 continue
             yield watch.feed(part)
             if watch.alarm is not None:
-                about = watch.about()
-                settings.log(f"{name}: a loop at token {about['token']}, period {about.get('period', 'unknown')}; cut")
+                log(f"{name}: a loop at token {watch.alarm.token}; cut")
                 yield watch.ending()
                 return
     finally:
         await answer.aclose()
     if watch is not None:
-        yield watch.rest()
+        yield watch.held
 
 
 def watched_form(status: int, headers: Mapping[str, str]) -> str | None:
@@ -216,27 +187,17 @@ def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()
     return kept
 
 
-def serve(settings: ProxySettings, host: str, port: int, ready: Callable[[str], object]) -> None:
-    """Run the proxy until Ctrl-C.
+def listen(application: Any, host: str, port: int, ready: Callable[[str], object]) -> None:
+    """Serve an ASGI application until Ctrl-C.
 
     Args:
-        settings: How it works.
+        application: The application.
         host: Address to listen at.
         port: Port; 0 takes a free one.
         ready: Called with the address once connections are accepted.
 
     Raises:
         SinkscopeError: The address is taken, or is none of this machine.
-    """
-    hosts = LOOPBACK if host in LOOPBACK else ()
-    listen(application(settings, hosts), host, port, ready)
-
-
-def listen(application: Any, host: str, port: int, ready: Callable[[str], object]) -> None:
-    """Serve an ASGI application until Ctrl-C; the arguments are those of `serve`.
-
-    Raises:
-        SinkscopeError: As for `serve`.
     """
     import uvicorn
 

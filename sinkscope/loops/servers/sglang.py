@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -13,46 +12,27 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.loops.servers.loop_row import KEY, LoopRow, ServingSettings
 
 ROW_KEY = "__sinkscope__"  # where the row of a request lies in its own parameters
-REASON = "repetition_detected"  # what the finish reason of a request that was cut has as `matched`
 _log = logging.getLogger(__name__)
 
 
 class SglangLoops:
-    """Watches each request for loops and ends them; `ServingSettings` says how. For SGLang."""
+    """Watches each request for loops and ends them; `ServingSettings` says how. For SGLang, but not for drafts."""
 
     def __call__(self, logits: Tensor, custom_param_list: Sequence[Any] | None = None) -> Tensor:
-        """Apply the actions that are due to logits `[row vocab]`; a request has one row, or one for each draft."""
+        """Apply the actions that are due to logits `[row vocab]`, a row for each request; not those of drafts."""
         requests = custom_param_list or ()
-        if not requests:
+        if logits.shape[0] != len(requests):
             return logits
-        rows_each = logits.shape[0] // len(requests)  # more than one if the list has a request once for its drafts
-        first_place: dict[int, int] = {}
-        for place in range(len(requests) * rows_each):
-            params = requests[place // rows_each] or {}
-            row = self._row(params)
+        for place, params in enumerate(requests):
+            row = self._row(params or {})
             if row is None:
                 continue
-            draft = place - first_place.setdefault(id(row), place)
-            if draft == 0:
-                output = params["__req__"].output_ids
-                row.follow(output)
-                # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
-                row.mark = max(len(output), row.mark + 1)
-            row.edit(logits[place], row.mark + draft)
-            if row.stopped:
-                self._finish(params["__req__"])
+            output = params["__req__"].output_ids
+            row.follow(output)
+            # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
+            row.mark = max(len(output), row.mark + 1)
+            row.edit(logits[place], row.mark)
         return logits
-
-    @staticmethod
-    def _finish(request: Any) -> None:
-        """Let the server end a request with a finish reason of its own; a version without it sees the end token."""
-        if getattr(request, "to_finish", REASON) is not None:  # no such field, or the request is ended already
-            return
-        try:
-            reasons = import_module("sglang.srt.managers.schedule_batch")
-            request.to_finish = reasons.FINISH_MATCHED_STR(REASON)
-        except (ImportError, AttributeError):
-            _log.warning("This version of SGLang has no FINISH_MATCHED_STR: a request that is cut ends as any other.")
 
     @staticmethod
     def _row(params: dict[str, Any]) -> LoopRow | None:

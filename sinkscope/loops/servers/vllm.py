@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.loops.servers.loop_row import KEY, LoopRow, ServingSettings
 
 
@@ -21,22 +22,8 @@ def request_row(params: Any) -> LoopRow | None:
     return LoopRow(settings, end)
 
 
-class _Copy(NamedTuple):
-    """Latest tokens on their way to the host.
-
-    Attributes:
-        tokens: Number of tokens and the latest ones of each request, `[row 1 + width]`.
-        event: Says when the copy is there; None: it is there.
-        rows: Row of each request; None: it is not monitored.
-    """
-
-    tokens: Tensor
-    event: Any
-    rows: list[LoopRow | None]
-
-
 class VllmLoops:
-    """Watches each request for loops and ends them; `ServingSettings` says how. For vLLM.
+    """Watches each request for loops and ends them; `ServingSettings` says how. For vLLM without speculative decoding.
 
     Requests have slots, and their tokens are on the device. Each step starts copying the latest tokens to the host and
     reads the copy that the previous step started. No step therefore waits for its own forward pass, and an action
@@ -44,13 +31,13 @@ class VllmLoops:
     """
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self._width = 1
-        drafts = getattr(vllm_config, "speculative_config", None)
-        if drafts:
-            self._width += drafts.num_speculative_tokens
+        if getattr(vllm_config, "speculative_config", None):
+            raise UnsupportedError("loops cannot be ended under speculative decoding: leave one of them out")
         self._states = req_states
         self._rows: dict[int, LoopRow] = {}
-        self._copy: _Copy | None = None
+        self._copy: Tensor | None = None  # of each request's length and latest token, on their way to the host
+        self._copied: Any = None  # says when they are there; None: they are
+        self._copied_rows: list[LoopRow | None] = []
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -85,27 +72,20 @@ class VllmLoops:
             self._send(ctx.idx_mapping.long(), rows)
         if not any(row.busy(row.mark) for row in watched):
             return logits
-        # Lengths on the host are exact without drafts. With them the device must be asked, while an action lasts.
-        positions = ctx.seq_lens_upper_bound_np.tolist()
-        if self._width > 1:
-            slots = ctx.expanded_idx_mapping.tolist()
-            positions = (ctx.pos + 1).tolist()
-        for place, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            if slot in self._rows:
-                self._rows[slot].edit(logits[place], position)
+        for place, (row, position) in enumerate(zip(rows, ctx.seq_lens_upper_bound_np.tolist(), strict=True)):
+            if row is not None:
+                row.edit(logits[place], position)
         return logits
 
     def _send(self, slots: Tensor, rows: list[LoopRow | None]) -> None:
-        """Begin to copy each request's length and its latest tokens to the host."""
+        """Begin to copy each request's length and its latest token to the host."""
         total = self._states.total_len.gpu[slots].long()
-        places = total[:, None] - torch.arange(self._width, 0, -1, device=total.device)
-        latest = self._states.all_token_ids.gpu[slots[:, None], places.clamp(min=0)]
-        tokens = torch.cat([total[:, None], latest], 1).to("cpu", non_blocking=True)  # pinned, if it comes from a GPU
-        event = None
+        latest = self._states.all_token_ids.gpu[slots, (total - 1).clamp(min=0)]
+        self._copy = torch.stack([total, latest.long()], 1).to("cpu", non_blocking=True)  # pinned, if it is of a GPU
+        self._copied_rows = rows
         if total.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        self._copy = _Copy(tokens, event, rows)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def _receive(self) -> None:
         """Feed the monitors what the step before has sent. Every worker waits for it, so all of them do the same."""
@@ -113,9 +93,9 @@ class VllmLoops:
         self._copy = None
         if copy is None:
             return
-        if copy.event is not None:
-            copy.event.synchronize()
-        for (total, *latest), row in zip(copy.tokens.tolist(), copy.rows, strict=True):
+        if self._copied is not None:
+            self._copied.synchronize()
+        for (total, latest), row in zip(copy.tolist(), self._copied_rows, strict=True):
             if row is not None and total > row.mark:
-                row.feed(latest[row.mark - total :])
+                row.feed([latest])
                 row.mark = total

@@ -149,12 +149,7 @@ class Step(NamedTuple):
         ttr: Type-token ratio of the window.
         cr: Compression ratio of the window when it was last computed; NaN before the first time, and under rule
             "repeats", which does not need it.
-        streak: Number of consecutive confident steps up to now; None without probabilities.
-        novelty: Novelty, see `signals.WindowNovelty`; NaN under rule "repeats".
         tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
-        votes: Number of signals that voted; rule "repeats" uses none.
-        stall: Whether novelty has been low for long enough.
-        tail_rep: Whether a tail repetition has lasted long enough.
         trigger: Whether to intervene now.
         level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
     """
@@ -162,12 +157,7 @@ class Step(NamedTuple):
     step: int = 0
     ttr: float = math.nan
     cr: float = math.nan
-    streak: int | None = None
-    novelty: float = math.nan
     tail: Tail | None = None
-    votes: int = 0
-    stall: bool = False
-    tail_rep: bool = False
     trigger: bool = False
     level: int = 0
 
@@ -221,29 +211,20 @@ class Monitor:
             return self.last
         token = checked_id(token)
         self._window.add(token)
-        s = self.settings
-        step = self.last.step + 1
+        s, step, cr = self.settings, self.last.step + 1, self.last.cr
         tail = self._tail.add(token)
         if tail is not None and s.rule == "repeats" and self._waits(tail, step):
             tail = None
         ttr = len(self._window.counts) / len(self._window.items)
         self._tail_steps = 0 if tail is None else self._tail_steps + 1
-        tail_rep = self._tail_steps >= s.tail_hold
-        streak: int | None = None
-        if p_max is not None:
-            streak = self._confident_steps + 1 if p_max > s.theta_conf else 0
-        self._confident_steps = streak or 0
-        cr, novelty = math.nan, math.nan
-        votes, stall, due = 0, False, tail_rep
+        due = self._tail_steps >= s.tail_hold
         if s.rule != "repeats":
-            cr = self.last.cr
             if step % s.stride == 0:
                 cr = compression_ratio(self._window.items)
-            novelty = self._novelty.add(token)
-            self._stalled_steps = self._stalled_steps + 1 if novelty < s.theta_nov else 0
-            stall = self._stalled_steps >= s.stall
-            votes = self._votes(ttr, cr)
-            due = self._is_due(step, votes >= self._needed_votes(p_max), stall, tail_rep)
+            persists = self._persists(token, due)
+            due = self._warns(p_max, ttr, cr) and persists
+        if s.rule in ("always", "never"):
+            due = s.rule == "always" and step % s.every == 0
         since: int | None = None
         if self._triggered_at is not None:
             since = step - self._triggered_at
@@ -254,7 +235,7 @@ class Monitor:
             follows = since is not None and since <= s.relapse
             level = level + 1 if follows else 0
             self._triggered_at = step
-        self.last = Step(step, ttr, cr, streak, novelty, tail, votes, stall, tail_rep, trigger, level)
+        self.last = Step(step, ttr, cr, tail, trigger, level)
         return self.last
 
     def _waits(self, tail: Tail, step: int) -> bool:
@@ -263,34 +244,25 @@ class Monitor:
             return False
         return self.is_plain(self._tail.last(2 * tail.period + 2))
 
-    def _votes(self, ttr: float, cr: float) -> int:
-        """Signals that vote on a warning (Eq. 8)."""
+    def _warns(self, p_max: float | None, ttr: float, cr: float) -> bool:
+        """Whether enough signals vote (Eq. 8); without probabilities one voter is missing."""
         s = self.settings
-        votes = 0
-        if "ttr" in s.voters and ttr < s.theta_ttr:
-            votes += 1
-        if "cr" in s.voters and cr < s.theta_cr:
-            votes += 1
-        if "p1" in s.voters and self._confident_steps >= s.streak:
-            votes += 1
-        return votes
+        sure = p_max is not None and p_max > s.theta_conf
+        self._confident_steps = self._confident_steps + 1 if sure else 0
+        signals = {"ttr": ttr < s.theta_ttr, "cr": cr < s.theta_cr, "p1": self._confident_steps >= s.streak}
+        needed = s.votes
+        if p_max is None and "p1" in s.voters:
+            needed = min(s.votes, len(s.voters) - 1)
+            if not needed and s.votes:
+                raise SinkscopeError(
+                    "only the top-1 streak (p1) votes, and no probability came: pass p_max, or take another variant"
+                )
+        return sum(signals[voter] for voter in s.voters) >= needed
 
-    def _needed_votes(self, p_max: float | None) -> int:
-        """How many votes make a warning; without probabilities one voter is missing."""
+    def _persists(self, token: int, tail_rep: bool) -> bool:
+        """Whether a gate is open, or none is asked for (Eq. 9)."""
         s = self.settings
-        if p_max is not None or "p1" not in s.voters:
-            return s.votes
-        needed = min(s.votes, len(s.voters) - 1)
-        if not needed and s.votes:
-            raise SinkscopeError(
-                "only the top-1 streak (p1) votes, and no probability came: pass p_max, or take another variant"
-            )
-        return needed
-
-    def _is_due(self, step: int, warn: bool, stall: bool, tail_rep: bool) -> bool:
-        """Whether the rule asks for an intervention, whatever happened before (Eq. 9 for rule "signals")."""
-        s = self.settings
-        if s.rule == "signals":
-            persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
-            return warn and persists
-        return s.rule == "always" and step % s.every == 0
+        novelty = self._novelty.add(token)
+        self._stalled_steps = self._stalled_steps + 1 if novelty < s.theta_nov else 0
+        gates = {"stall": self._stalled_steps >= s.stall, "tail": tail_rep}
+        return not s.gates or any(gates[gate] for gate in s.gates)

@@ -1,4 +1,4 @@
-"""`Watch` reports where outputs loop while they are being read; `sinkscope loops --follow` is its command."""
+"""`Watch` says of outputs while they are being read where they loop, and at their end what they are."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.forms import Piece, StreamForm, pieces_of, pieces_of_record, shown
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Step
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
+from sinkscope.results.notation import count_of
 
+Verdict = Literal["loops", "looped", "suspicious", "clean"]
+SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 SHOWN_TOKENS = 60  # of a loop without an exact period
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
@@ -50,8 +55,43 @@ def _number_of(key: object) -> int:
     return crc32(repr(key).encode())
 
 
+@dataclass(frozen=True)
+class CheckedOutput:
+    """The result for one record.
+
+    Attributes:
+        name: Name such as "line 3", or the file's name.
+        verdict: "loops": it repeats itself to its end. "looped": it repeated itself and went on. "suspicious": it has
+            near copies, such as counters, which may be honest. "clean": none of these.
+        tokens: Number of tokens.
+        wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
+        period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
+        onset: Position of the first token of the repetition, counted from 0.
+        repeats: Number of copies in that stretch.
+        detected: Number of tokens at which the repetition was found; None if there is none.
+    """
+
+    name: str
+    verdict: Verdict
+    tokens: int = 0
+    wasted: int | None = None
+    period: int | None = None
+    onset: int | None = None
+    repeats: float | None = None
+    detected: int | None = None
+
+    def repetition(self) -> str:
+        """What repeats, as the end of a sentence; empty if no period was found."""
+        if self.period is None or self.wasted is None:
+            return ""
+        repeated = count_of(self.period + self.wasted, "token")
+        if self.verdict == "loops":
+            return f": its last {repeated} repeat a piece of {self.period}"
+        return f": {repeated} repeated a piece of {self.period}, and then it went on"
+
+
 class Stream:
-    """One output and its monitor.
+    """One output, its monitor, and what was found in it.
 
     Args:
         settings: Settings of the monitor.
@@ -63,6 +103,12 @@ class Stream:
         self._splitter = Splitter()
         self._recent = recent
         self._quiet_until = 0
+        self._echoes = Echoes()
+        self._suspected: int | None = None
+        self._detected: int | None = None
+        self._longest: Tail | None = None
+        self._covered = 0
+        self._last_copy = 0  # number of tokens up to the last one that repeats
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises."""
@@ -80,15 +126,22 @@ class Stream:
         """Yield the alarm that a token raises, if it does."""
         self._recent.append(text[:SHOWN_TOKENS])
         step = self.monitor.update(token)
-        self._see(token, step, text)
+        if self.monitor.is_plain is not None and self._detected is None and self._suspected is None:
+            if self._echoes.add(text, step.step - 1):
+                self._suspected = step.step
+        tail = step.tail
+        if tail is not None or step.trigger:
+            self._last_copy = step.step
+        if tail is not None and step.step - tail.start > self._covered:
+            self._longest = tail
+            self._covered = step.step - tail.start
         if not step.trigger:
             return
+        if self._detected is None:
+            self._detected = step.step
         if step.step > self._quiet_until:
-            yield Alarm(name, step.step, step.tail, self._copy(step.tail, step.step))
+            yield Alarm(name, step.step, tail, self._copy(tail, step.step))
         self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
-
-    def _see(self, token: int, step: Step, text: str) -> None:
-        """Take note of a token."""
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
@@ -101,30 +154,46 @@ class Stream:
         gap = "" if self.monitor.is_plain is None else " "
         return shown(gap.join(copy).strip(" "))
 
+    def checked(self, name: str) -> CheckedOutput:
+        """The verdict on the output of this name, which has ended."""
+        tokens, tail = self.monitor.last.step, self._longest
+        if self._detected is None:
+            if self._suspected is None and self._echoes.add("\n", tokens):
+                self._suspected = tokens
+            if self._suspected is None:
+                return CheckedOutput(name, "clean", tokens)
+            return CheckedOutput(name, "suspicious", tokens, onset=self._echoes.onset, detected=self._suspected)
+        verdict: Verdict = "looped"
+        if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
+            verdict = "loops"
+        if tail is None:
+            return CheckedOutput(name, verdict, tokens, onset=self._detected, detected=self._detected)
+        wasted = max(0, self._last_copy - tail.start - tail.period)
+        return CheckedOutput(name, verdict, tokens, wasted, tail.period, tail.start, tail.repeats, self._detected)
+
 
 class Watch:
     """All outputs of an input.
 
     Attributes:
-        streams: Number of outputs seen so far.
-        skipped: Number of lines that could not be read, and of an end that broke off.
         open: Outputs that have not ended, by name.
+        checked: Verdicts on those that have.
+        skipped: Number of lines that could not be read, and of an end that broke off.
 
     Args:
         settings: Settings of the monitors.
     """
 
-    SKIPS: ClassVar[bool] = True
-    """Whether what cannot be read is skipped, and is no error."""
-
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         self.settings = settings or MonitorSettings()
-        self.streams = 0
+        self.open: dict[str, Stream] = {}
+        self.checked: list[CheckedOutput] = []
         self.skipped = 0
         self._first_problem = ""
-        self.open: dict[str, Stream] = {}
 
-    def follow(self, source: Any, *, form: StreamForm = "auto", name: str = "the input") -> Iterator[Alarm]:
+    def follow(
+        self, source: Any, *, form: StreamForm = "auto", name: str = "the input", strict: bool = False
+    ) -> Iterator[Alarm]:
         """Yield the alarms of an input as they occur.
 
         A line of JSON that cannot be read is skipped with a warning. If the source breaks off, what was read until then
@@ -135,63 +204,58 @@ class Watch:
                 lines, or server-sent events of any server in `sinkscope.loops.text.forms`.
             form: Format of the source; "auto" decides by the first line.
             name: Name of the source in alarms and errors.
+            strict: Whether what cannot be read is an error; JSON lines may then also be one value on several lines.
 
         Raises:
             SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
         """
+
+        def skip(problem: str) -> None:
+            if strict:
+                raise SinkscopeError(problem)
+            self.skipped += 1
+            self._first_problem = self._first_problem or problem
+
         try:
-            for piece in _pieces(source, form, name, self._skip, not self.SKIPS):
+            for piece in _pieces(source, form, name, skip, strict):
                 yield from self.take(piece)
-        except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
-                self._skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
+        except UnicodeDecodeError:
+            skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
         except OSError as error:
-            self._skip(f"{name} breaks off: {error}")
+            skip(f"{name} breaks off: {error}")
         for open_stream in list(self.open):
             yield from self.take(Piece(open_stream, last=True))
-        if not self.streams:
+        if not self.checked:
             expected = "a text, JSON lines, or the events of a server (see --format)"
             empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
             raise SinkscopeError(self._first_problem or empty)
         if self.skipped:
-            problem = f"{self._first_problem}; what cannot be read was skipped {self.skipped} times"
-            warn(problem)
+            warn(f"{self._first_problem}; what cannot be read was skipped {self.skipped} times")
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises in its output."""
-        stream = self.open.pop(piece.stream, None)
-        if stream is None:
-            stream = self.new_stream()
-            self.streams += 1
+        if piece.stream not in self.open:
+            self.open[piece.stream] = Stream(self.settings)
+        stream = self.open[piece.stream]
         yield from stream.take(piece)
-        if not piece.last:
-            self.open[piece.stream] = stream
-        else:
-            self.end(piece.stream, stream)
-
-    def new_stream(self) -> Stream:
-        """What watches a new output."""
-        return Stream(self.settings)
-
-    def end(self, name: str, stream: Any) -> None:
-        """Take note of an output that has ended, and what watched it."""
-
-    def _skip(self, problem: str) -> None:
-        """Count what cannot be read; the first problem is told at the end."""
-        if not self.SKIPS:
-            raise SinkscopeError(problem)
-        self.skipped += 1
-        self._first_problem = self._first_problem or problem
+        if piece.last:
+            del self.open[piece.stream]
+            self.checked.append(stream.checked(piece.stream))
 
 
-def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None], is_file: bool) -> Iterator[Piece]:
+def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None], whole: bool) -> Iterator[Piece]:
     """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
     start = b""
     if form == "auto":
         start, form = _beginning(source)
     if form == "text":
-        for text in _texts(start, source):
-            yield Piece(name, text=text)
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        data = start or source.read1(1 << 16)
+        while data:
+            text = decoder.decode(data)
+            if text:
+                yield Piece(name, text=text)
+            data = source.read1(1 << 16)
         return
     if not start.endswith(b"\n"):
         start += source.readline()
@@ -201,48 +265,21 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
             text = line.decode("utf-8-sig").strip()
             if form == "sse":
                 text = text.removeprefix("data:").strip() if text.startswith("data:") else ""
-            elif is_file and place == 1 and _is_document(text):
-                yield from _document(line + source.read())
-                return
             if text not in ("", "[DONE]"):
-                yield from pieces_of_line(parse_json(text), form, place)
+                rest = source.read if whole and place == 1 else bytes
+                for number, row in enumerate(_rows(text, rest), place):
+                    yield from pieces_of_line(row, form, number)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
 
 
-def _is_document(line: str) -> bool:
-    """Whether a file is one JSON value, by its first line: a list, or an object that goes on."""
-    if not line.startswith("{"):
-        return line.startswith("[")
-    with suppress(ValueError):
-        parse_json(line)
-        return False
-    return True
-
-
-def _document(data: bytes) -> Iterator[Piece]:
-    """The pieces of a file that is one JSON value: an output, or a list of outputs."""
-    value = parse_json(data.decode("utf-8-sig"))
-    rows = value if isinstance(value, list) else [value]
-    for place, row in enumerate(rows, 1):
-        yield from pieces_of_line(row, "jsonl", place)
-
-
-def _texts(start: bytes, source: Any) -> Iterator[str]:
-    """The text of a byte stream as it arrives; text before bytes that are no UTF-8 counts."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    data = start or source.read1(1 << 16)
-    while data:
-        try:
-            text = decoder.decode(data)
-        except UnicodeDecodeError as error:
-            if error.start:
-                yield error.object[: error.start].decode()
-            raise
-        if text:
-            yield text
-        data = source.read1(1 << 16)
-    decoder.decode(b"", final=True)  # a character that was cut off is an error
+def _rows(line: str, rest: Callable[[], bytes]) -> list[Any]:
+    """The outputs in a line of JSON, or in one value that goes on in the `rest`."""
+    try:
+        value = parse_json(line)
+    except ValueError:
+        value = parse_json(line + rest().decode())
+    return value if isinstance(value, list) else [value]
 
 
 def _beginning(source: Any) -> tuple[bytes, StreamForm]:

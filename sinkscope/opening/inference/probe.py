@@ -21,23 +21,13 @@ from sinkscope.tap.proof import attention_error
 
 @dataclass
 class ProbeReport:
-    """What the probe measured. Every number is relative, and 0 is perfect unless stated otherwise.
+    """What the probe found.
 
     Attributes:
-        tolerance: Allowed difference between numbers in the model's dtype.
-        layers: Layers whose MLP was edited; not those in which every column of the down projection, or all that
-            experts give, is zero.
-        edit_error: Distance between what an edited neuron changed and what it must change according to the adapter: its
-            own input to the down projection, and its column in the MLP's output.
-        attention_error: Largest distance between recomputed attention and the model's own.
         problem: What is wrong. None if nothing is.
         unproved: Why sites cannot be proved, by layer and the last part of their names.
     """
 
-    tolerance: float
-    layers: tuple[int, ...] = ()
-    edit_error: float = 0.0
-    attention_error: float = 0.0
     problem: str | None = None
     unproved: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
 
@@ -51,22 +41,28 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
         every_layer: Whether all layers are edited, and not only the first of each kind.
 
     Returns:
-        What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
+        What was found; `problem` says what is wrong. A wrong adapter does not raise an error.
     """
     tolerance = 1e-3
     if target.dtype not in (torch.float32, torch.float64):
         tolerance = max(tolerance, 16 * torch.finfo(target.dtype).eps)
     if getattr(target.hf, "is_quantized", False):
         tolerance = max(tolerance, 0.2)
-    report = ProbeReport(tolerance)
+    report = ProbeReport()
     try:
         _check_paths(target)
-        _measure_edits(report, target, list(range(target.n_layers)) if every_layer else first_of_kinds(target))
-        report.attention_error = attention_error(target)
-        if not report.attention_error <= report.tolerance:
-            raise UnsupportedError(
-                f"recomputed attention differs from the model's own (by {report.attention_error:.2g})"
-            )
+        proved = layer_sums(target, list(range(target.n_layers)) if every_layer else first_of_kinds(target))
+        report.unproved = {sums.layer: sums.problems for sums in proved}
+        for sums in proved:
+            if sums.edits.problem is not None:
+                raise UnsupportedError(sums.edits.problem)
+            if not all(error <= tolerance for error in sums.edits.errors):  # "not <=", so that NaN is wrong as well
+                raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
+            if "hook_mlp_out" in sums.problems:
+                reason = sums.problems["hook_mlp_out"]
+                raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
+        if not attention_error(target) <= tolerance:
+            raise UnsupportedError("recomputed attention differs from the model's own")
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except UnsupportedError as wrong:
@@ -84,23 +80,3 @@ def _check_paths(target: Target) -> None:
         is_optional = path is None or (adapter.experts is not None and name in ("down", "up", "gate"))
         if not is_optional and not any(target.has_part(layer, name) for layer in range(target.n_layers)):
             raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
-
-
-def _measure_edits(report: ProbeReport, target: Target, layers: list[int]) -> None:
-    """Edit layers, and prove their sums."""
-    proved = layer_sums(target, layers)
-    for sums in proved:
-        report.unproved[sums.layer] = sums.problems
-    for sums in proved:
-        if sums.edits.problem is not None:
-            raise UnsupportedError(sums.edits.problem)
-        report.edit_error = max(report.edit_error, *sums.edits.errors, 0.0)
-        if sums.edits.errors:
-            report.layers += (sums.layer,)
-    if not report.edit_error <= report.tolerance:  # "not <=", so that NaN is wrong as well
-        raise UnsupportedError(
-            f"a moved neuron does not change the layer as the adapter says (relative error {report.edit_error:.2g})"
-        )
-    for problems in report.unproved.values():
-        if "hook_mlp_out" in problems:
-            raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {problems['hook_mlp_out']}")

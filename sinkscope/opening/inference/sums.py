@@ -123,12 +123,12 @@ class LayerSums:
     # -- heads ---------------------------------------------------------------------------------------------------------
 
     def _turn(self, which: str, tensor: Tensor) -> Tensor:
-        """Let the numbers of one head change places."""
+        """Let the numbers of one head change places; until attention is seen to read them so, the site is refused."""
+        self.problems[f"attn.hook_{which}"] = "softmax attention does not read the heads that are there"
         turned = tensor.clone()
         try:
             heads = head_projection(which, self.target, turned.view(ROWS, -1, turned.shape[-1]))
-        except Exception as error:
-            self.problems[f"attn.hook_{which}"] = f"it cannot be split into heads ({type(error).__name__})"
+        except Exception:  # it cannot be split into heads
             return tensor
         self._turned[which] = tuple(heads.shape[2:])
         head = heads[_TURNED[which], :, _HEAD % heads.shape[2]]
@@ -138,21 +138,15 @@ class LayerSums:
     def see(self, call: Attention) -> None:
         """Compare what attention gets; let it give random numbers in one head."""
         for which, given in (("q", call.query), ("k", call.key), ("v", call.value)):
-            if which not in self._turned:
-                continue
-            heads, width = self._turned.pop(which)
+            heads, width = self._turned.get(which, (1, 0))
             if given.shape[1] % heads or given.shape[3] != width:
-                self.problems[f"attn.hook_{which}"] = (
-                    f"attention gets {given.shape[1]} heads of {given.shape[3]} numbers, and the module gives "
-                    f"{heads} of {width}"
-                )
                 continue
             change = (given[_TURNED[which]] - given[0]).detach().float().abs().amax((1, 2))
             own = torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
             largest = given.float().abs().max()
             is_own = bool((change[own] > 0).all()) and bool((change[~own] <= self.tolerance * largest).all())
-            if not is_own and largest > 0:
-                self.problems[f"attn.hook_{which}"] = "a change of one head in it is none of that head in attention"
+            if is_own or largest == 0:
+                self.problems.pop(f"attn.hook_{which}", None)
         batch, count, tokens = call.query.shape[:3]
         self._count = count
         noise = torch.randn(1, tokens, call.value.shape[-1], generator=self._generator)
@@ -161,9 +155,7 @@ class LayerSums:
         call.compute = lambda _: (output, None)
 
     def _prove_heads(self) -> None:
-        """Attention read the sites, and the output projection reads its heads side by side."""
-        for which in self._turned:
-            self.problems.setdefault(f"attn.hook_{which}", "no softmax attention of this layer reads it")
+        """The output projection reads its heads side by side."""
         if not self.heads.ran or not self._count:
             return
         count, width = self._count, self.heads.rows.shape[-1]
