@@ -46,30 +46,6 @@ Hidden = Annotated[Any, Option(hidden=True)]
 """Anything; only callers from Python can give it."""
 
 
-@dataclass(frozen=True)
-class Output:
-    """A file that a command writes from its result.
-
-    Attributes:
-        name: Name of the option, without dashes.
-        help: One sentence for the help.
-        save: Called with the result, the path, and whether any file may be replaced. It writes the whole file or
-            nothing. Text that it returns is printed as a note on standard error.
-        required: Whether the option must be given.
-        word: What stands before its path once it is written.
-        kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
-        metavar: Placeholder for the path in the help; with "|-", a dash is standard output.
-    """
-
-    name: str
-    help: str
-    save: Callable[[Any, str, bool], object]
-    required: bool = False
-    word: str = "File"
-    kind: str | None = None
-    metavar: str = "FILE"
-
-
 C = TypeVar("C", bound=Callable[..., Any])
 
 

@@ -33,7 +33,6 @@ from sinkscope.loops.generate import Generated
 from sinkscope.measure import Measurement
 from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
-from sinkscope.results.tables import SCREEN
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def test_models_are_filtered_by_a_word(typed):
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     shown = typed("find-sinks --json a/x.json --html x.html")
-    assert shown == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")
+    assert shown == (sample_find_sinks().text(brief=True) + "\n", "JSON: a/x.json\nPage: x.html\n")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text()
     assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
@@ -205,7 +204,7 @@ def test_refused_before_any_model_is_loaded(calls, monkeypatch, words, message, 
     assert message in refusal(words) and not calls
 
 
-def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(calls, typed):
+def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output(calls, typed):
     for _ in range(2):
         typed("find-sinks --json a.json --html a.html")
     Path("mine").write_text('{"mine": 1}')
@@ -217,8 +216,6 @@ def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_forc
     for words in ("circuit --json a.json", "circuit --html a.html"):
         assert of_another in typed(words, 2).err
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
-    typed("find-sinks --json mine --force")
-    assert Result.load("mine") == sample_find_sinks()
 
 
 # What goes wrong

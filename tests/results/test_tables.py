@@ -26,7 +26,7 @@ class Row:
         layer: where.
         neuron: which.
         expert: of a mixture.
-        drop: share that is lost; a further remark.
+        drop: share that is lost.
         share: of it.
     """
 
@@ -102,7 +102,7 @@ def test_a_result_explains_its_columns_from_its_docstrings():
         ["L1.N338", "50.0%", "1"],
         ["L1.E2.N7", "25.0%", "2"],
     ]
-    assert lines[4:6] == ["drop   Share that is lost.", "share  A better word."]
+    assert lines[4:7] == ["neuron  Which.", "drop    Share that is lost.", "share   A better word."]
     assert lines[-1] == "Conclusion: All is well."
     page = result.to_html()
     assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
@@ -137,10 +137,10 @@ def test_what_is_no_neuron_is_refused(text):
 
 
 def test_a_table_says_how_many_rows_of_all_it_shows():
-    grid = Grid({"neuron": ["a", "b", "c"], "drop": ["99.0%", "1.0%", "0.5%"]}, note="Seen.", total=9)
+    grid = Grid({"neuron": ["a"] * 99, "drop": ["99.0%"] * 99}, note="Seen.")
     assert grid.text(80, rows=1).splitlines()[1:] == ["a       99.0%", *grid.notes(1)]
-    assert grid.notes() == ["Seen.", "3 of 9 rows are shown (--csv FILE writes them all)."]
-    assert grid.notes()[1] in grid.html() and replace(grid, total=3).notes() == ["Seen."]
+    assert grid.notes() == ["Seen.", "64 of 99 rows are shown (--csv FILE writes them all)."]
+    assert grid.notes()[1] in grid.html() and grid.html().count("<tr>") == 65 and grid.notes(99) == ["Seen."]
 
 
 def test_a_table_is_text_in_a_notebook_too(monkeypatch):
