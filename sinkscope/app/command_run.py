@@ -33,14 +33,14 @@ class Output:
     Attributes:
         name: Name of the option, without dashes.
         help: One sentence for the help.
-        save: Called with the result and the path; it writes the whole file or nothing.
+        write: Called with the result and the path; it writes the whole file or nothing.
         word: What stands before its path once it is written.
         metavar: Placeholder for the path in the help; with "|-", a dash is standard output.
     """
 
     name: str
     help: str
-    save: Callable[[Result, str], object]
+    write: Callable[[Result, str], object]
     word: str
     metavar: str = "FILE|-"
 
@@ -216,7 +216,7 @@ class CommandRun:
         finally:  # the files are wanted also if the reader of the output, `head` say, has gone
             for one in OUTPUTS:
                 if one.name in files:
-                    one.save(result, files[one.name])
+                    one.write(result, files[one.name])
                     if files[one.name] != "-":
                         note(f"{one.word}: {files[one.name]}")
 

@@ -81,13 +81,8 @@ class Measurement(Generic[P, R]):
             edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
         opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments}
         if "texts" in self._own:  # texts to measure, and not a number of pieces of typical text
-            texts = opening.pop("texts", None)
-            if texts and not any(isinstance(text, str) for text in texts):
-                opening["texts"] = 0  # ids need no tokenizer
-        opening["loading"] = self.loading
-        if edit is not None:
-            opening["loading"] = "whole"
-        setup = replace(Setup.open(**opening), edit=edit)
+            opening.pop("texts", None)
+        setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
         return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
 
     @float32_by_default()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
@@ -82,7 +83,7 @@ class Setup:
         dtype: torch.dtype | str | None = None,
         bos: bool | None = None,
         text: str | Path | None = None,
-        seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0,
+        seed: Whole = 0,
         tokenizer: Hidden = None,
         texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
         progress: Hidden = None,

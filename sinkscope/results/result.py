@@ -98,8 +98,7 @@ class Result(Envelope):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
-            cls.__repr__ = Result.__repr__
+        cls.__repr__ = Result.__str__  # that of a dataclass would write every number out
 
     # What it says
 
@@ -177,13 +176,14 @@ class Result(Envelope):
         own = self.own_fields()
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return [self._record_row(record) for record in value]
+                rows = plain(value)
+                for name in self.table_without:
+                    for row in rows:
+                        del row[name]
+                return rows
         if self.table_of:
             return []
         return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
-
-    def _record_row(self, record: Any) -> dict[str, Any]:
-        return {name: value for name, value in plain(record).items() if name not in self.table_without}
 
     def grids(self) -> list[Grid]:
         """The tables that are shown, by default that of `rows`; a subclass with several overrides it."""
@@ -260,10 +260,6 @@ class Result(Envelope):
 
     def __str__(self) -> str:
         return self.text()
-
-    def __repr__(self) -> str:
-        more = ".rows()" if type(self).drawing is None else ".rows() and .figure()"
-        return visible(f"<{type(self).__name__}: {self.conclusion()} See {more}.>")
 
     def _repr_html_(self) -> str:
         return self.to_html()

@@ -37,8 +37,7 @@ class Grid:
         columns: The cells of each column, by its name.
         title: Title above the table.
         note: Note below the table.
-        important: Names of the columns that are shown if not all fit; their cells take several lines where they must.
-            Empty: the first columns that fit.
+        important: Names of the columns that are shown first; their cells take several lines where they must.
     """
 
     columns: Mapping[str, Sequence[str]]
@@ -47,20 +46,19 @@ class Grid:
     important: Sequence[str] = ()
 
     def narrow(self, width: int | None) -> Grid:
-        """The table with the columns that fit into a width, and a note that names the others; None: every column."""
-        important = [name for name in self.important if name in self.columns]
-        fitting: list[str] = []
+        """The table with the important columns and others that fit, and a note that names the rest; None: all."""
+        shown: dict[str, Sequence[str]] = {}
         end = -BETWEEN
-        for name in dict.fromkeys([*important, *self.columns]):
-            end += BETWEEN + _width(name, self.columns[name])
-            if width is None or end <= width:
-                fitting.append(name)
-        if len(fitting) == len(self.columns):
-            return replace(self, columns={name: self.columns[name] for name in fitting})
-        shown = important or fitting or list(self.columns)[:1]
+        for name in dict.fromkeys([*self.important, *self.columns]):
+            if name in self.columns:
+                end += BETWEEN + _width(name, self.columns[name])
+                if width is None or end <= width or name in self.important or not shown:
+                    shown[name] = self.columns[name]
+        note = self.note
         left_out = ", ".join(_words(name) for name in self.columns if name not in shown)
-        note = f"{self.note}\nNot shown: {left_out} (--csv FILE writes all columns)."
-        return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
+        if left_out:
+            note += f"\nNot shown: {left_out} (--csv FILE writes all columns)."
+        return replace(self, columns=shown, note=note.strip())
 
     def notes(self, rows: int = MOST_ROWS) -> list[str]:
         """The lines below the table, of which at most so many rows are shown."""

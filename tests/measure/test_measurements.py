@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
 MARKUP = "<img src=x onerror=alert(1)>"
-PLAIN = "layer head neuron token tokens text model name method seed prompt kind id task set patched source".split()
+PLAIN = "eta layer head neuron token tokens text model name method seed prompt kind id task set patched source".split()
 """Names of columns that need no explanation."""
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
 QUICK = {  # arguments with which a measurement takes about a second

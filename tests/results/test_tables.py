@@ -63,10 +63,10 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     columns = _columns([[f"{i}{j:07}" for j in range(13)] for i in range(3)])
     grid = Grid(columns, important=["column_l", "column_b"])
     text = grid.narrow(80).text(80)
-    assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
-    assert "column a, column c" in text and "--csv FILE" in text
+    assert text.splitlines()[0].split()[:4] == ["column", "l", "column", "b"]
+    assert max(map(len, text.splitlines())) <= 80 and "column j" in text and "--csv FILE" in text
     plain = Grid(columns).narrow(80)
-    assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l, column m" in plain.note
+    assert list(plain.columns) == WORDS[:8] and plain.note.startswith("Not shown: column i, column j, column k")
     assert grid.narrow(None).columns == columns
 
 
