@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,9 +14,9 @@ from mkdocs.structure.files import File
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
-from sinkscope.app.command_run import EXPLAIN_HELP, FORCE_HELP, RESULT_OUTPUTS, CommandRun
+from sinkscope.app.command_run import EXPLAIN_HELP, OUTPUTS, CommandRun
 from sinkscope.files.catalog import Command, commands
-from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
+from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
 from sinkscope.results.options import Parameter, introduction
 
 PLOTLY = "plotly.min.js"
@@ -132,7 +132,7 @@ def command_lists() -> str:
             summary = introduction(inspect.getdoc(function) or "").split("\n\n")[0]
             lines.append(f"### sinkscope {command.words}\n\n{summary}\n")
             if isinstance(function, Measurement):
-                lines += _options(function.parameters, function.outputs)
+                lines += _options(function.parameters)
             else:
                 lines += _options(CommandRun.of(command).parameters.values())
     lines.append("## Options of every measurement\n")
@@ -141,8 +141,8 @@ def command_lists() -> str:
     lines += _options(EDIT_PARAMETERS.values())
     lines.append("Commands with a result write it to files:\n")
     lines += ["| option | |", "|---|---|"]
-    lines += [f"| `--{one.name}` | {one.help} |" for one in RESULT_OUTPUTS]
-    lines += [f"| `--force` | {FORCE_HELP} |", f"| `--explain` | {EXPLAIN_HELP} |", ""]
+    lines += [f"| `--{one.name}` | {one.help} |" for one in OUTPUTS]
+    lines += [f"| `--explain` | {EXPLAIN_HELP} |", ""]
     return "\n".join(lines)
 
 
@@ -153,10 +153,9 @@ def _by_group() -> dict[str, list[Command]]:
     return groups
 
 
-def _options(parameters: Iterable[Parameter], outputs: Sequence[Output] = ()) -> list[str]:
+def _options(parameters: Iterable[Parameter]) -> list[str]:
     """A table of options."""
     rows = [f"| `{one.flag}` | {one.help_with_default} |" for one in parameters if not one.option.hidden]
-    rows += [f"| `--{output.name}` | {output.help} |" for output in outputs]
     if not rows:
         return []
     return ["| option | |\n|---|---|", *rows, ""]

@@ -2,7 +2,6 @@
 
 from . import kv as kv
 from . import loops as loops
-from .app.many import scan_many as scan_many
 from .app.report import report as report
 from .app.scan import scan as scan
 from .app.view.notebook import view as view

@@ -17,10 +17,8 @@ class SinkscopeError(ValueError):
     """Bad input or an impossible request.
 
     The message is one line: the value, what was expected, what to do. The command line prints it as
-    ``error: ...`` and exits with ``exit_code``.
+    ``error: ...`` and exits with status 2.
     """
-
-    exit_code = 2
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -36,12 +34,6 @@ def one_line(message: str) -> str:
 
 class UnsupportedError(SinkscopeError):
     """The model, or the kind of model object, cannot do what was asked; the message names what can."""
-
-
-class RefusedError(SinkscopeError):
-    """The input was good and the work was done, but what it made is not handed out, because it does not do its task."""
-
-    exit_code = 1
 
 
 class SinkscopeWarning(UserWarning):

@@ -91,7 +91,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
 FIRST = (
     "test_shards.py",
-    "test_scan_many.py",
     "test_hard_models.py",
     "test_view.py",
     "test_view_page.py",

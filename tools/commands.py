@@ -29,7 +29,7 @@ GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 ORDER = (
     *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "separate", "reproduce"),
     *("repeat", "attack", "loops", "barcode", "why", "lines", "bench", "bench table", "check-cache"),
-    *("scan", "demo", "scan table", "view", "models", "generate", "report"),
+    *("scan", "scan table", "view", "models", "generate", "report"),
 )
 """The commands of each heading, in their order; others come after them."""
 
@@ -51,12 +51,8 @@ def written() -> str:
 
 def outline_data(run: CommandRun) -> dict[str, Any]:
     """What the command line knows of a function before it is imported, as JSON; `CommandRun.from_data` reads it."""
-    outputs: list[dict[str, Any]] = []
-    for one in run.outputs.values():
-        outputs.append({name: value for name, value in vars(one).items() if name != "save"})
     parameters = [parameter_data(one) for one in run.parameters.values()]
-    more = {"parameters": parameters, "outputs": outputs, "kinds": run.kinds}
-    return {"text": run.text, "examples": run.examples, **more}
+    return {"text": run.text, "examples": run.examples, "parameters": parameters, "kinds": run.kinds}
 
 
 def parameter_data(one: Parameter) -> dict[str, Any]:

@@ -28,10 +28,9 @@ class CardPart:
     Attributes:
         name: Name of the measurement.
         command: Command that runs it alone.
-        conclusion: What it found; empty if it failed.
-        problem: Why there is no result; None if there is one.
+        conclusion: What it found, or why there is no result.
+        finished: Whether there is a result.
         seconds: Time it took, in seconds.
-        peak_memory_bytes: Largest memory of the process until its end.
         numbers: Its numbers and words, each with its control.
         topic: What its conclusion is about on the first screen. Empty: it is not there.
         headline: The number that stands beside its conclusion.
@@ -39,10 +38,9 @@ class CardPart:
 
     name: str
     command: str
-    conclusion: str = ""
-    problem: str | None = None
+    conclusion: str
+    finished: bool = True
     seconds: float = 0.0
-    peak_memory_bytes: int | None = None
     numbers: tuple[Number, ...] = ()
     topic: str = ""
     headline: Number | None = None
@@ -90,17 +88,10 @@ class SinkCard(Result):
     against: str | None = None
     changes: tuple[CardChange, ...] = ()
 
-    @property
-    def finished(self) -> list[CardPart]:
-        """Parts with a result."""
-        return [part for part in self.parts if part.problem is None]
-
     def conclusion(self) -> str:
         """What changed since the other card; without another card, the first part's conclusion."""
         if self.against is None:
-            if not self.finished:
-                return "No part could be measured."
-            return self.finished[0].conclusion
+            return self.parts[0].conclusion
         judged = [change for change in self.changes if change.changed is not None]
         changed = [change for change in judged if change.changed]
         finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged values changed"
@@ -109,93 +100,54 @@ class SinkCard(Result):
         return f"{finding}."
 
     def details(self) -> list[str]:
-        """Every part's conclusion, any failures, and the cost."""
-        lines: list[str] = []
-        for part in self.parts:
-            if part.problem is None:
-                lines.append(f"{part.command}: {part.conclusion} ({part.seconds:.1f} s)")
-            else:
-                lines.append(f"{part.command} is missing: {part.problem}")
-        lines.append(f"{self.costs()}.")
-        return lines
+        """What every part says, those of the first screen first, and the time that all took."""
+        parts = sorted(self.parts, key=lambda part: not part.topic)
+        lines = [f"{part.topic or part.command}: {part.conclusion}" for part in parts]
+        return [*lines, self.costs()]
 
-    def verdicts(self) -> list[tuple[str, str, CardPart]]:
-        """A line for each topic, what it says, and the part that says it: the last one on the topic with a result."""
-        speakers: dict[str, CardPart] = {}
-        for part in self.parts:
-            if part.topic and (part.problem is None or part.topic not in speakers):
-                speakers[part.topic] = part
-        lines: list[tuple[str, str, CardPart]] = []
-        for topic, part in speakers.items():
-            sentence = part.conclusion
-            if part.problem is not None:
-                sentence = f"Not measured: {part.problem}"
-            lines.append((topic, sentence, part))
-        return lines
-
-    def closing(self) -> list[str]:
-        """A line for each topic; in a comparison, what changed."""
-        verdicts = self.verdicts()
-        if self.against is not None or not verdicts:
-            return super().closing()
-        return [f"{topic}: {sentence}" for topic, sentence, _ in verdicts]
+    def costs(self) -> str:
+        """How many parts there are, and their time."""
+        finished = sum(part.finished for part in self.parts)
+        return f"{finished} of {len(self.parts)} parts took {sum(part.seconds for part in self.parts):.0f} s."
 
     def first_screen(self) -> str:
-        """A tile for each topic (number, control, verdict) as escaped HTML; in a comparison, its conclusion first."""
-        parts: list[str] = []
+        """A tile for each topic (number, control, conclusion) as escaped HTML; in a comparison, what changed first."""
+        tiles: list[str] = []
         if self.against is not None:
-            parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
-        parts.append('<div class="tiles">')
-        for topic, sentence, part in self.verdicts():
-            number = ""
-            if part.headline is not None:
-                number = _number(part.headline)
-            parts.append(f"<article><h3>{escape(topic)}</h3>{number}<p>{escape(visible(sentence))}</p></article>")
-        return "".join([*parts, "</div>"])
+            tiles.append(f"<p><b>{_html(self.conclusion())}</b></p>")
+        tiles.append('<div class="tiles">')
+        for part in self.parts:
+            if part.topic:
+                number = "" if part.headline is None else _number(part.headline)
+                tiles.append(f"<article><h3>{_html(part.topic)}</h3>{number}<p>{_html(part.conclusion)}</p></article>")
+        return "".join([*tiles, "</div>"])
 
     def about(self) -> str:
         """The model, and the costs, in a line; those of a quick scan, whose verdicts rest on few prompts."""
         model, made = self.model, self.provenance
         size = f"{model.family}, {model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-        about = f"{size} · {made.dtype} on {made.device} · {self.costs()}"
-        if self.quick:
-            about += " with --quick, from few prompts"
-        return about
-
-    def costs(self) -> str:
-        """Seconds and memory of all parts."""
-        seconds = sum(part.seconds for part in self.parts)
-        peak = max((part.peak_memory_bytes or 0 for part in self.parts), default=0)
-        share = f"{len(self.finished)} of {len(self.parts)} parts"
-        return f"{share} took {seconds:.0f} s and at most {peak / 1e9:.1f} GB"
+        quick = "with --quick, from few prompts: " if self.quick else ""
+        return f"{size} · {made.dtype} on {made.device} · {quick}{self.costs()}"
 
     def rows(self) -> Table:
         """One row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
             return [asdict(change) for change in self.changes]
-        return self._numbers()
-
-    def _numbers(self) -> Table:
-        rows: Table = []
-        for part in self.parts:
-            for number in part.numbers:
-                rows.append({"part": part.name, **asdict(number)})
-        return rows
+        return [{"part": part.name, **asdict(number)} for part in self.parts for number in part.numbers]
 
     def grids(self) -> list[Grid]:
         """What changed, and the numbers with their controls."""
         grids: list[Grid] = []
         if self.changes:
-            changes = strings(self.rows())
             important = ("label", "before", "after")
-            grids.append(Grid(changes, title=f"Compared with {self.against}", note=RULE, important=important))
-        shown = self._numbers()
+            grids.append(Grid(strings(self.rows()), f"Compared with {self.against}", RULE, important))
         important = ("label", "value", "control", "margin")
-        for row in shown:
+        rows = replace(self, against=None).rows()
+        for row in rows:
             for name in important[1:]:
                 if row["share"] and row[name] is not None:
                     row[name] = cell(row[name], percent=True)
-        return [*grids, Grid(strings(shown), title="Numbers, each with its control", important=important)]
+        return [*grids, Grid(strings(rows), title="Numbers, each with its control", important=important)]
 
     def compared(self, other: SinkCard) -> SinkCard:
         """Compare this card with another one and return it with the changes, the changed ones first.
@@ -220,11 +172,15 @@ class SinkCard(Result):
         return replace(self, against=other.model.name, changes=tuple(changes))
 
 
+def _html(words: str) -> str:
+    return escape(visible(words))
+
+
 def _number(number: Number) -> str:
     """A number of a tile with its control, as HTML."""
-    value = cell(number.value, percent=number.share)
-    control = escape(f"({visible(number.contrast)}: {cell(number.control, percent=number.share)})")
-    return f"<p><b>{escape(value)}</b> {escape(visible(number.label))} <small>{control}</small></p>"
+    value, control = (_html(cell(one, percent=number.share)) for one in (number.value, number.control))
+    beside = f"<small>({_html(number.contrast)}: {control})</small>"
+    return f"<p><b>{value}</b> {_html(number.label)} {beside}</p>"
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

@@ -29,7 +29,7 @@ ABOUT = """Find the attention sink of a language model, verify it by ablation, a
 
 \b
 Examples:
-  sinkscope demo
+  sinkscope scan --quick
   sinkscope scan MODEL
 Documentation: {page}"""
 WIDEST_HELP = 120
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SinkscopeError as error:
-        return _print_error(str(error), error.exit_code)
+        return _print_error(str(error))
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else program.name

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,43 +16,56 @@ from sinkscope.files.catalog import Command
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, emit, note, print_result
-from sinkscope.results.options import Output, Parameter, example_lines, introduction, parameters_of
+from sinkscope.results.options import Parameter, example_lines, introduction, parameters_of
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
 
-FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
 
 
-def _save_json(result: Result, path: str, force: bool) -> None:
-    emit(path, result.to_json(), force=force)
+@dataclass(frozen=True)
+class Output:
+    """A file that is written from every result.
+
+    Attributes:
+        name: Name of the option, without dashes.
+        help: One sentence for the help.
+        write: Called with the result and the path; it writes the whole file or nothing.
+        word: What stands before its path once it is written.
+        metavar: Placeholder for the path in the help; with "|-", a dash is standard output.
+    """
+
+    name: str
+    help: str
+    write: Callable[[Result, str], object]
+    word: str
+    metavar: str = "FILE|-"
 
 
-def _save_csv(result: Result, path: str, force: bool) -> None:
-    emit(path, result.to_csv(), force=force)
-
-
-def _save_page(result: Result, path: str, force: bool) -> None:
+def _save_page(result: Result, path: str) -> None:
     from sinkscope.app.pages import save_html  # loads what the help need not wait for
 
-    save_html(result, path, force=force)
+    save_html(result, path)
 
 
-RESULT_OUTPUTS = (
-    Output("json", "Write the result as JSON; - is standard output.", _save_json, word="JSON", metavar="FILE|-"),
-    Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, word="Page"),
+OUTPUTS = (
+    Output(
+        "json",
+        "Write the result as JSON; - is standard output.",
+        lambda result, path: emit(path, result.to_json()),
+        "JSON",
+    ),
+    Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, "Page", "FILE"),
     Output(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
-        _save_csv,
-        word="Table",
-        metavar="FILE|-",
+        lambda result, path: emit(path, result.to_csv()),
+        "Table",
     ),
 )
-"""The files that are written from every result."""
 
 
 def click_command(command: Command) -> click.Command:
@@ -83,7 +95,6 @@ class CommandRun:
         text: The docstring of its function, without sections.
         examples: Commands to type.
         parameters: What the function takes, by name.
-        outputs: Additional files that it writes, by option; read from data, without the functions that write.
         kinds: Kinds of the results that it may return; none if it prints what it finds.
     """
 
@@ -91,25 +102,17 @@ class CommandRun:
     text: str
     examples: Sequence[str]
     parameters: Mapping[str, Parameter]
-    outputs: Mapping[str, Output]
     kinds: Sequence[str]
 
     @classmethod
     def of(cls, command: Command) -> CommandRun:
         """What the function of a command says, which this imports."""
         function = command.load()
-        doc = inspect.getdoc(function) or ""
+        doc = inspect.getdoc(getattr(function, "function", function)) or ""
         parameters = getattr(function, "all_parameters", None) or parameters_of(function)
         returned: Any = get_type_hints(getattr(function, "function", function)).get("return")
         kinds: list[str] = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
-        return cls(
-            command,
-            introduction(doc),
-            example_lines(doc),
-            {one.name: one for one in parameters},
-            {one.name: one for one in getattr(function, "outputs", ())},
-            kinds,
-        )
+        return cls(command, introduction(doc), example_lines(doc), {one.name: one for one in parameters}, kinds)
 
     @classmethod
     def from_data(cls, command: Command) -> CommandRun:
@@ -118,146 +121,104 @@ class CommandRun:
         if data is None:
             return cls.of(command)
         parameters = map(Parameter.from_data, data["parameters"])
-        outputs = [Output(**one, save=lambda *_: None) for one in data["outputs"]]
-        return cls(
-            command,
-            data["text"],
-            data["examples"],
-            {one.name: one for one in parameters},
-            {one.name: one for one in outputs},
-            data["kinds"],
-        )
-
-    @cached_property
-    def function(self) -> Any:
-        """The function of the command; this imports its module."""
-        return self.command.load()
-
-    @cached_property
-    def files(self) -> dict[str, Output]:
-        """What can be written from its result, by option."""
-        if not self.kinds:
-            return {}
-        return {one.name: one for one in RESULT_OUTPUTS} | {**self.outputs}
-
-    @cached_property
-    def written(self) -> list[Parameter]:
-        """The parameters that name what the function writes itself."""
-        return [one for one in self.parameters.values() if one.option.writes]
+        return cls(command, data["text"], data["examples"], {one.name: one for one in parameters}, data["kinds"])
 
     def click_parameters(self) -> list[click.Parameter]:
         """The options of the command: those of the function, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
         if self.command.measures:
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
-        if self.files:
-            for one in (*self.outputs.values(), *RESULT_OUTPUTS):
-                names = [one.name, f"--{one.name.replace('_', '-')}"]
-                params.append(click.Option(names, metavar=one.metavar, required=one.required, help=one.help))
-            params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
+        if self.kinds:
+            for one in OUTPUTS:
+                params.append(click.Option([f"--{one.name}"], metavar=one.metavar, help=one.help))
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
-        word = values.pop(MODEL_WORD, None)
+        word, explain = values.pop(MODEL_WORD, None), bool(values.pop("explain", False))
         if word is not None and values["model"] is not None:
             raise SinkscopeError(f"two models, {word} and {values['model']}: give one, as a word or with --model")
         if word is not None:
             values["model"] = word
-        force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
         files: dict[str, str] = {}
-        for name in self.files:
-            if values.get(name) is not None:
-                files[name] = values.pop(name)
+        for one in OUTPUTS if self.kinds else ():
+            path = values.pop(one.name)
+            if path is not None:
+                files[one.name] = path
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
             self.parameters[name].check(value)
-        if world_size() > 1:
-            self._check_processes(arguments)
-        paths: dict[str, Any] = {}
+        if world_size() > 1 and not self.command.measures and self.command.words != "generate":
+            raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
+        written: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
                 model = arguments.get("model", "bundled")
                 if isinstance(model, tuple):
                     model = ", ".join(model)
                 progress(f"Loading {model} ...", 0, 0)
-            self._check_files(files, arguments, force)
+            self._check_files(files, arguments)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
-            if "to_files" in self.parameters:
-                arguments["to_files"] = bool(files)
-            if "written" in self.parameters:
-                arguments["written"] = paths.__setitem__
-            else:
-                paths = {one.option.writes: arguments[one.name] for one in self.written if one.name in arguments}
-            result = self._result(arguments, progress)
-        if result is not None and self.kinds:
-            self._end(result, files if is_first() else {}, force, explain, paths)
-
-    def _end(self, result: Any, files: Mapping[str, str], force: bool, explain: bool, paths: Mapping[str, Any]) -> None:
-        """Deliver a result, say what was written, and end with its status."""
+            own = {"to_files": bool(files), "written": written.__setitem__, "progress": progress}
+            arguments |= {name: value for name, value in own.items() if name in self.parameters}
+            result = self._result(arguments)
+        if result is None or not self.kinds:
+            return
+        if "written" not in self.parameters:
+            for one in self.parameters.values():
+                if one.option.writes and one.name in arguments:
+                    written[one.option.writes] = arguments[one.name]
         try:
-            self._deliver(result, files, force, explain)
+            self._deliver(result, files if is_first() else {}, explain)
         except BrokenPipeError:  # the reader has gone; the status is still said
             if not result.exit_code:
                 raise
-        for what, path in paths.items():
+        for what, path in written.items():
             note(f"{what}: {path}")
         if result.exit_code:
             raise click.exceptions.Exit(result.exit_code)
 
-    def _check_processes(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse, under torchrun, what one process does: commands that do not measure one model, folders of results."""
-        if not self.command.measures and self.command.words != "generate":
-            raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
-        for one in self.written:
-            if one.name in arguments:
-                path = f"{one.flag} {arguments[one.name]}"
-                raise SinkscopeError(f"{path} is written by one process: run this command without torchrun")
-
-    def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
+    def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
         from sinkscope.files.output import check_output, check_writable, is_device
 
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
         targets: list[Path] = []
-        for name, path in files.items():
-            one = self.files[name]
-            if path != "-" or "-" not in one.metavar:
-                kinds = self.kinds if one.kind is None else [one.kind]
-                targets.append(check_output(path, kinds, force=force))
-        for one in self.written:
-            if one.name in arguments:
+        for one in OUTPUTS:
+            path = files.get(one.name)
+            if path is not None and (path != "-" or "-" not in one.metavar):
+                targets.append(check_output(path, self.kinds))
+        for one in self.parameters.values():
+            if one.option.writes and one.name in arguments:
                 targets.append(check_writable(str(arguments[one.name]), folder=True))
         for target in targets:
             if targets.count(target) > 1 and not is_device(target):
                 raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
-    def _result(self, arguments: dict[str, Any], progress: ProgressBar) -> Any:
+    def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""
+        function = self.command.load()
         if self.command.measures:
-            self.function.refuse(arguments)  # before a model is opened
-        if "progress" in self.parameters:
-            arguments["progress"] = progress
-        function = self.function
+            function.refuse(arguments)  # before a model is opened
         if not gc.get_freeze_count():
             gc.freeze()  # what was imported stays, and need not be looked through
         gc.enable()
         return function(**arguments)
 
-    def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
+    def _deliver(self, result: Result, files: Mapping[str, str], explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
-        saving = self.files | {one.name: one for one in getattr(self.function, "outputs", ())}
         try:
             if "-" not in (files.get("json"), files.get("csv")):
                 print_result(result, explain=explain)
         finally:  # the files are wanted also if the reader of the output, `head` say, has gone
-            for name, path in files.items():
-                message = saving[name].save(result, path, force)
-                if path != "-":
-                    note(message if isinstance(message, str) else f"{saving[name].word}: {path}")
+            for one in OUTPUTS:
+                if one.name in files:
+                    one.write(result, files[one.name])
+                    if files[one.name] != "-":
+                        note(f"{one.word}: {files[one.name]}")
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

@@ -9,10 +9,10 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.models.checkpoints.names import ModelEntry, models
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
-from sinkscope.results.tables import SCREEN, Grid, Table, strings
+from sinkscope.results.tables import Grid, Table, strings
 
-SHOWN_MODELS = SCREEN - 4
-"""Rows that leave room on a screen for the head and two notes."""
+SHOWN_MODELS = 19
+"""Rows that leave room on a screen of 24 lines for the head and two notes."""
 
 
 @command(
@@ -52,7 +52,7 @@ def print_models(
     rows: Table = []
     for entry in known:
         rows.append({"name": entry.name, "hub id": entry.hub_id})  # the longest last
-    print(Grid(strings(rows)).text(rows=None if every else SHOWN_MODELS))
+    print(Grid(strings(rows)).text(rows=len(rows) if every else SHOWN_MODELS))
     if not every and len(known) > SHOWN_MODELS:
         show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
 

@@ -1,4 +1,4 @@
-"""`scan` runs the most important measurements on one open model and writes its sink card; `demo` is a tour of it."""
+"""`scan` runs the most important measurements on one open model and writes its sink card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup, Whole
 from sinkscope.models.target import Target
-from sinkscope.results.options import checks_arguments, command
+from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.chunks import digest_of
@@ -38,7 +38,6 @@ from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.repetition.repeat import repeat
 
 PAGE = "card.html"
-QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Part:
         name: Name of its function.
         command: Command that runs it alone.
         measure: Gives its result; it takes a `Setup` and the arguments.
-        topic: What its conclusion is about on the first screen of the card. Of several parts of a topic, the last one
-            with a result is quoted. Empty: it is not on the first screen.
+        topic: What its conclusion is about on the first screen of the card. Empty: it is not there.
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
@@ -89,9 +87,9 @@ PARTS = (
     Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
     Part("repeat", "repeat --ablate", repeat.on, "Repetition", {"ablate": True}, {"ablate": True}, streams=True),
     Part("attack", "attack", attack.on, quick={"sequences": 20}),
-    Part("patch_make", "patch make", patch_make.on, "Repetition", quick=None),
-    Part("barcode", "barcode", barcode.on, "Loops", quick={"max_new_tokens": 96}),
-    Part("why", "why", why.on, "Loops", quick={"max_new_tokens": 96, "cuts": 3}),
+    Part("patch_make", "patch make", patch_make.on, quick=None),
+    Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 96}),
+    Part("why", "why", why.on, quick={"max_new_tokens": 96, "cuts": 3}),
     Part("lines", "lines", lines.on, "Lines", quick={"count": 3, "length": 192}),
     Part(
         "loops",
@@ -125,9 +123,13 @@ class FinishedPart(Keyed):
     name: str
 
 
-@checks_arguments
+@command(
+    words="scan",
+    group="Look",
+    help="Run all measurements on a model and write its sink card.",
+)
 def scan(
-    model: Any = None,
+    model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
     out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
     quick: bool = False,
@@ -162,12 +164,16 @@ def scan(
         progress: Called as `progress(what, done, total)`.
         written: Called as `written("Card", path)` when the page is there.
 
+    Example:
+        sinkscope scan llama-2-7b --out llama
+        sinkscope scan ./fine-tuned --against llama/card.json
+
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
     other = None if against is None else read_card(against)
     options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "text": text, "seed": seed}
-    setup = _opened(model, quick, {**options, "tokenizer": tokenizer, "progress": progress})
+    setup = _opened(model, {**options, "tokenizer": tokenizer, "progress": progress})
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     settings = _settings(setup, quick)
     with Folder(folder, settings, FinishedPart, option="--out") as kept:
@@ -259,24 +265,26 @@ def _measured(part: Part, setup: Setup, quick: bool) -> Result | str:
 
 def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
-    card = CardPart(part.name, part.command, topic=part.topic)
     if isinstance(outcome, str):
-        return replace(card, problem=outcome.rstrip(".") + ".")
-    return replace(
-        card,
-        conclusion=outcome.conclusion(),
+        missing = f"not measured, because {outcome.rstrip('.')}."
+        return CardPart(part.name, part.command, missing, finished=False, topic=part.topic)
+    return CardPart(
+        part.name,
+        part.command,
+        outcome.conclusion(),
         seconds=outcome.provenance.seconds,
-        peak_memory_bytes=outcome.provenance.peak_memory_bytes,
         numbers=tuple(number for number in outcome.numbers() if number.value is not None),
+        topic=part.topic,
         headline=outcome.headline(),
     )
 
 
-def _opened(model: object, quick: bool, options: dict[str, Any]) -> Setup:
-    """The model: in memory where its weights fit, else read layer by layer."""
+def _opened(model: object, options: dict[str, Any]) -> Setup:
+    """The model: in memory where its weights fit into half of what is free, else read layer by layer."""
     setup = Setup.open(model, **options)
-    setup.target.shards.check_alone("scan")
-    if setup.target.resident or weight_bytes(setup.target) > _memory_limit(setup.target, quick):
+    target = setup.target
+    target.shards.check_alone("scan")
+    if target.resident or weight_bytes(target) > free_memory(target.device) / 2:
         return setup
     return Setup.open(model, **options, loading="whole")
 
@@ -289,35 +297,8 @@ def weight_bytes(target: Target) -> int:
     return dtype.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())
 
 
-def _memory_limit(target: Target, quick: bool) -> float:
-    """Bytes that the weights may take."""
-    if target.device.type == "cuda":
-        return 0.8 * torch.cuda.mem_get_info(target.device)[0]
-    room = psutil.virtual_memory().available / 2
-    if quick:
-        room = min(room, QUICK_BYTES)
-    return room
-
-
-@command(
-    words="demo",
-    group="Look",
-    help="Take a two-minute tour of the bundled model.",
-)
-def demo(
-    *,
-    out: Annotated[Path, Option(metavar="FOLDER")] = Path("sinkscope-demo"),
-    progress: Hidden = None,
-    written: Hidden = None,
-) -> SinkCard:
-    """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
-
-    Args:
-        out: Folder of the results and the page.
-        progress: Called as `progress(what, done, total)`.
-        written: Called as `written("Card", path)` when the page is there.
-
-    Example:
-        sinkscope demo
-    """
-    return scan(out=out, quick=True, progress=progress, written=written)
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from sinkscope.app.card import CARD, SinkCard, read_card
+from sinkscope.app.card import CARD, read_card
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, path_of
+from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.results.notation import count_of
@@ -36,8 +35,8 @@ class ScanTable(Result):
     """The cards of several scans.
 
     Attributes:
-        scans: A row for each, in the order of their names: `scan`, the name of its folder; the numbers of its card;
-            and `problem`, why there is no card.
+        scans: A row for each, in the order of their names: `scan`, the name of its folder; the numbers of its card; and
+            `problem`, why there is no card.
     """
 
     kind = "scan-table"
@@ -68,11 +67,9 @@ class ScanTable(Result):
 
     def conclusion(self) -> str:
         """How many of the models have an attention sink."""
-        measured, having = 0, 0
-        for row in self.scans:
-            measured += not row["problem"]
-            having += row["sink"] not in (None, NOWHERE)
-        return f"{having} of {measured} models have an attention sink."
+        measured = [row["sink"] for row in self.scans if not row["problem"]]
+        having = [sink for sink in measured if sink not in (None, NOWHERE)]
+        return f"{len(having)} of {len(measured)} models have an attention sink."
 
     def details(self) -> list[str]:
         """What has no card."""
@@ -107,62 +104,34 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
     If a scan has no card, the status is 1.
 
     Args:
-        folder: The folder that was given to `sinkscope scan MODEL MODEL ... --out`.
+        folder: The folder that holds the folders of the scans.
 
     Raises:
-        SinkscopeError: There is no card.
+        SinkscopeError: There is no card, or one cannot be read.
 
     Example:
         sinkscope scan table small --html small.html --csv small.csv
     """
-    scans: dict[str, str] = {}
-    for place in path_of(folder).glob("*"):
-        if (place / CARD).is_file():
-            scans[place.name] = ""
-        elif place.is_dir():
-            scans[place.name] = NO_CARD
-    if "" not in scans.values():
-        raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give what --out of scan was given")
-    return join_cards(folder, scans)
-
-
-def join_cards(folder: PathName, scans: Mapping[str, str]) -> ScanTable:
-    """The table of scans.
-
-    Args:
-        folder: What holds their folders.
-        scans: The name of each folder, with the reason if its card does not count or is not there.
-
-    Raises:
-        SinkscopeError: A card cannot be read.
-    """
     rows: Table = []
     made = UNKNOWN_PROVENANCE
-    for name in sorted(scans, key=_natural):
-        card: SinkCard | None = None
-        if not scans[name]:
-            card = read_card(Path(folder) / name)
-            made = card.provenance
-        rows.append(_row(name, card, scans[name]))
+    for place in sorted(path_of(folder).glob("*/"), key=_natural):
+        row: dict[str, Any] = {**dict.fromkeys(ScanTable.glossary), "scan": place.name, "problem": NO_CARD}
+        if (place / CARD).is_file():
+            card = read_card(place)
+            made, row["problem"] = card.provenance, ""
+            numbers = {(part.name, number.key): number for part in card.parts for number in part.numbers}
+            for column, key in ON_CARDS.items():
+                if key in numbers:
+                    row[column] = numbers[key].value
+            if ON_CARDS["loops"] in numbers:
+                row["loops_margin"] = numbers[ON_CARDS["loops"]].margin
+        rows.append(row)
+    if all(row["problem"] for row in rows):
+        raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give the folder of their folders")
     model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
     return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))
 
 
-def _natural(name: str) -> str:
+def _natural(path: Path) -> str:
     """A name by which step9 stands before step10."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(16), name)
-
-
-def _row(name: str, card: SinkCard | None, problem: str) -> dict[str, Any]:
-    """The row of a scan: the numbers of its card."""
-    row: dict[str, Any] = {"scan": name, **dict.fromkeys(ON_CARDS), "loops_margin": None}
-    numbers = {}
-    for part in () if card is None else card.parts:
-        for number in part.numbers:
-            numbers[part.name, number.key] = number
-    for column, key in ON_CARDS.items():
-        if key in numbers:
-            row[column] = numbers[key].value
-            if f"{column}_margin" in row:
-                row[f"{column}_margin"] = numbers[key].margin
-    return row | {"problem": problem}
+    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)

@@ -25,36 +25,34 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
 )
 
 
-def write_output(path: PathName, data: bytes | str, *, force: bool = False) -> Path:
+def write_output(path: PathName, data: bytes | str) -> Path:
     """Write an output that a user requested, as `write_atomic` does. It replaces only an earlier output of its kind.
 
     Args:
         path: The file.
         data: Content that says its kind.
-        force: Replace any other file, too.
 
     Raises:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
     if isinstance(data, str):
         data = data.encode()
-    check_output(path, [kind_of(data)], force=force)
+    check_output(path, [kind_of(data)])
     return write_atomic(path, data)
 
 
-def check_output(path: PathName, kinds: Sequence[str | None], *, force: bool = False) -> Path:
+def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
     """Return the path that `write_output` will write, after checking that it can and that no foreign file is lost.
 
     Args:
         path: A file that is new, empty, or an earlier output.
         kinds: Kinds that the output may have, such as "find-sinks".
-        force: Allow any file.
 
     Raises:
         SinkscopeError: As for `check_writable`; also if the file holds anything else.
     """
     target = check_writable(path)
-    if force or not target.is_file() or target.stat().st_size == 0:
+    if not target.is_file() or target.stat().st_size == 0:
         return target
     present: str | None = None
     with suppress(OSError), target.open("rb") as file:
@@ -63,7 +61,7 @@ def check_output(path: PathName, kinds: Sequence[str | None], *, force: bool = F
         content = "something that sinkscope did not write"
         if present is not None:
             content = f"an output of kind {present}"
-        raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or use --force")
+        raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or remove it first")
     return target
 
 

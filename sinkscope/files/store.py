@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, read_bytes, read_json, reason_of, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
+from sinkscope.files.processes import world_size
 from sinkscope.files.records import build
 
 SETTINGS, RECORDS = "settings.json", "runs.jsonl"
@@ -72,6 +73,8 @@ class Folder(Generic[R]):
         if self.folder is None:
             return self
         shown = f"{self._option} {self.name}"
+        if world_size() > 1:
+            raise SinkscopeError(f"{shown} is written by one process: run this without torchrun")
         try:
             if self.folder.is_dir() and not (self.folder / SETTINGS).exists():
                 if not all(path.name.startswith(OURS) for path in self.folder.iterdir()):

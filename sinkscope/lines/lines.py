@@ -65,7 +65,6 @@ class LineWeights(Result):
     page = "measure/lines"
     percent = ("mass", "random_mass", "cells", *_SHARES)
     columns = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
-    table_rows = 16
 
     etas: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -90,14 +89,10 @@ class LineWeights(Result):
         return reduce(getattr(self, name), "eta layer head -> eta", "mean")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per eta and head."""
+        """One row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
         columns = {name: getattr(self, name) for name in self.percent}
-        return long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
-
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """The heads at eta 0.1 (or the nearest), smallest mass first."""
-        rows = [row for row in self.rows() if row["eta"] == self.etas[self.shown_eta]]
-        return sorted(rows, key=lambda row: row["mass"])[: self.table_rows]
+        rows = long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
+        return sorted(rows, key=lambda row: (row["eta"] != self.etas[self.shown_eta], row["mass"]))
 
     def shown(self, name: str) -> float:
         """The mean of a field over all heads, at the eta that is shown."""

@@ -99,7 +99,6 @@ class Barcode(Result):
     """
 
     percent = ("score", "control_score", "gain")
-    table_rows = 16
     glossary: ClassVar[dict[str, str]] = {"gain": "Score minus control score; a head with at least 20 % is locked."}
 
     prompt_tokens: int

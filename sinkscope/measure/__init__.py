@@ -4,9 +4,9 @@ from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.records import Natural, Whole
 from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, measurement
-from sinkscope.measure.setup import PIECE, Setup, TextAttention
+from sinkscope.measure.setup import PIECE, Setup
 from sinkscope.models.text import typical_text
-from sinkscope.results.options import Hidden, Option, Output
+from sinkscope.results.options import Hidden, Option
 from sinkscope.results.result import Number, Result
 
 __all__ = [
@@ -19,12 +19,10 @@ __all__ = [
     "Natural",
     "Number",
     "Option",
-    "Output",
     "Progress",
     "Provenance",
     "Result",
     "Setup",
-    "TextAttention",
     "Whole",
     "measurement",
     "typical_text",

@@ -59,27 +59,22 @@ def texts_of(
             ordinary text.
 
     Raises:
-        SinkscopeError: There is no text, a text is too short, or a number is invalid.
+        SinkscopeError: There are too few texts, a text is too short, or a number is invalid.
     """
     context = setup.target.max_positions or 1 << 30
-    if isinstance(texts, str) or (texts is not None and data is not None):
-        raise SinkscopeError("texts: expected a list of them or a file, and only one of them")
     if length is not None and not SHORTEST_TEXT <= length <= context:
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     if data is not None:
         records = read_records(data, TextRecord, 'JSON lines, each with a "text"')
         texts = [record.text for record in records[:count]]
-    if texts is None:
-        pieces = text_rows(setup.tokenizer, setup.text, count, length or min(ORDINARY_TOKENS, context), setup.bos)
-        if len(pieces) < count:
-            raise SinkscopeError(
-                f"the text has {len(pieces)} pieces of {pieces.shape[1]} tokens, {count} were asked for: give a longer "
-                "--text, or a smaller --count or --length"
-            )
-        return list(pieces)
-    if not texts:
-        raise SinkscopeError("no text was given: expected at least one")
-    return [_row(setup, text, f"text {number}", length or context) for number, text in enumerate(texts)]
+    if texts is not None:
+        rows = [_row(setup, text, f"text {number}", length or context) for number, text in enumerate(texts)]
+    else:
+        size = length or min(ORDINARY_TOKENS, context)
+        rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))
+    if not rows or (texts is None and len(rows) < count):
+        raise SinkscopeError(f"there are {len(rows)} texts: give more of them, a longer --text, or a smaller --count")
+    return rows
 
 
 def _row(setup: Setup, text: str | Sequence[int], name: str, most: int) -> Int[Tensor, " pos"]:

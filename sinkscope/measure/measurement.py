@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
@@ -16,7 +15,7 @@ from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
-from sinkscope.results.options import Output, Parameter, introduction, parameters_of, section
+from sinkscope.results.options import Parameter, parameters_of
 from sinkscope.results.result import Result
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ class Measurement(Generic[P, R]):
     command: Command
     loading: Loading
     edits: bool
-    outputs: Sequence[Output]
     check: Callable[..., object] | None
 
     def __post_init__(self) -> None:
@@ -61,24 +59,7 @@ class Measurement(Generic[P, R]):
             self._shared.pop(name, None)
         model, *common = [shared[name] for name in self._shared]
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
-        self.__doc__ = self._whole_doc()
-
-    def _whole_doc(self) -> str:
-        """The docstring with the shared parameters, the result and a line of Python, as `help` shows it."""
-        doc = inspect.getdoc(self.function) or ""
-        listed: list[str] = []
-        for name, one in self._shared.items():
-            listed.append(fill(f"    {name}: {one.help}", 120, subsequent_indent=" " * 8))
-        listed.insert(1, section(doc, "Args"))  # the model first
-        name = self.function.__name__
-        returns = self.function.__annotations__.get("return", "Result")
-        sections = {
-            "Args": "\n".join(filter(None, listed)),
-            "Returns": f"    {returns}. In Python: `found = sinkscope.{name}(model); print(found); found.figure()`.",
-            "Raises": section(doc, "Raises"),
-            "Example": section(doc, "Example"),
-        }
-        return "\n\n".join([introduction(doc), *(f"{title}:\n{text}" for title, text in sections.items() if text)])
+        self.__doc__ = f"{inspect.getdoc(self.function)}\n\nFurther arguments are those of `Setup.open`."
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -90,10 +71,6 @@ class Measurement(Generic[P, R]):
         """Its own parameters, then those that it shares with all measurements."""
         return (*self.parameters, *self._shared.values())
 
-    def __get__(self, instance: object, owner: type | None = None) -> Measurement[P, R]:
-        """The measurement itself; with this method `help` describes it as a function, signature first."""
-        return self
-
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. The arguments are those of the signature."""
@@ -104,13 +81,8 @@ class Measurement(Generic[P, R]):
             edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
         opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments}
         if "texts" in self._own:  # texts to measure, and not a number of pieces of typical text
-            texts = opening.pop("texts", None)
-            if texts and not any(isinstance(text, str) for text in texts):
-                opening["texts"] = 0  # ids need no tokenizer
-        opening["loading"] = self.loading
-        if edit is not None:
-            opening["loading"] = "whole"
-        setup = replace(Setup.open(**opening), edit=edit)
+            opening.pop("texts", None)
+        setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
         return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
 
     @float32_by_default()
@@ -146,7 +118,7 @@ class Measurement(Generic[P, R]):
         if arguments.get("text") is not None:
             settings["text"] = Path(arguments["text"]).name
         for one in self.parameters:
-            if not one.option.hidden:
+            if not one.option.hidden and not one.option.writes:
                 settings[one.name] = own.get(one.name, one.default)
         if self.edits:
             for name in EDIT_PARAMETERS:
@@ -166,7 +138,6 @@ def measurement(
     help: str = "",
     loading: Loading = "stream",
     edits: bool = False,
-    outputs: Sequence[Output] = (),
     check: Callable[..., object] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
@@ -181,7 +152,6 @@ def measurement(
         help: One line for the list of commands.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
-        outputs: Additional files that its command writes.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
     """
@@ -195,6 +165,6 @@ def measurement(
         said = (words or function.__name__).replace("_", "-")
         target = f"{function.__module__}:{function.__name__}"
         command = Command(said, target, group, help or f"See sinkscope {said} --help.", measures=True)
-        return Measurement(function, command, loading, edits, outputs, check)
+        return Measurement(function, command, loading, edits, check)
 
     return wrap

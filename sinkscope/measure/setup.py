@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.hooks.edit.decode import decode, watched
-from sinkscope.hooks.trace import attention_rows
-from sinkscope.kv.observe import Observe
-from sinkscope.models.checks import attending_layers
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
@@ -44,21 +41,6 @@ def model_info(target: Target) -> ModelInfo:
         d_mlp=target.d_mlp,
         fingerprint=fingerprint_of(target),
     )
-
-
-@dataclass(frozen=True)
-class TextAttention:
-    """Attention of one layer for the last queries of one text.
-
-    Attributes:
-        text: Index of the text, from 0.
-        layer: Layer number.
-        probs: Attention `[batch head query key]`, float32. Rows sum to one unless the model has learned sink logits.
-    """
-
-    text: int
-    layer: int
-    probs: Float[Tensor, "batch head query key"]
 
 
 @dataclass
@@ -101,7 +83,7 @@ class Setup:
         dtype: torch.dtype | str | None = None,
         bos: bool | None = None,
         text: str | Path | None = None,
-        seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0,
+        seed: Whole = 0,
         tokenizer: Hidden = None,
         texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
         progress: Hidden = None,
@@ -163,55 +145,8 @@ class Setup:
         return len(self.ids)
 
     def edited(self) -> AbstractContextManager[Any]:
-        """A `with` block in which the caller's interventions act; `attention` enters them itself."""
+        """A `with` block in which the caller's interventions act."""
         return under(self.edit, self.target)
-
-    def attention(self, *, last: int | None = None, layers: Sequence[int] | None = None) -> Iterator[TextAttention]:
-        """Attention of every layer on each piece of typical text, under the caller's interventions.
-
-        Without interventions a text takes one pass. Under interventions it is read token by token from the first of
-        these queries on, because a policy or a guard acts between passes; evicted keys have no attention.
-
-        Only the rows of one text are in memory at a time: `layer x head x last x key` numbers.
-
-        Args:
-            last: Only the last queries of each text. None: all.
-            layers: Only these layers. None: all.
-
-        Raises:
-            SinkscopeError: The model has no such layer.
-        """
-        wanted = None if layers is None else attending_layers(self.target, layers)
-        read = self._in_one_pass if self.edit is None else self._token_by_token
-        for text, row in enumerate(self.ids):
-            parts = read(row, 0 if last is None else max(0, len(row) - last), wanted)
-            self.progress("texts", text + 1, self.n_texts)
-            for layer, probs in parts.items():
-                yield TextAttention(text, layer, torch.cat(probs, 2))
-
-    def _in_one_pass(self, row: Tensor, first: int, layers: list[int] | None) -> dict[int, list[Tensor]]:
-        """Attention of the queries from `first` on, by layer, in parts `[batch head query key]`."""
-        parts: dict[int, list[Tensor]] = {}
-
-        def keep(layer: int, begin: int, probs: Tensor) -> None:
-            if first < begin + probs.shape[2]:
-                parts.setdefault(layer, []).append(probs[:, :, max(0, first - begin) :].cpu())
-
-        with attention_rows(self.target, keep, layers=layers):
-            self.target.forward(row[None])
-        return parts
-
-    def _token_by_token(self, row: Tensor, first: int, layers: list[int] | None) -> dict[int, list[Tensor]]:
-        """The same under the interventions. Keys are positions; evicted keys have no attention."""
-        parts: dict[int, list[Tensor]] = {}
-
-        def keep(rows: Any) -> None:
-            parts.setdefault(rows.layer, []).append(rows.by_position(len(row))[:, :, -1:].cpu())
-
-        edit = watched(self.edit, Observe(keep, layers, last=1))
-        ids = row.tolist()
-        decode(self.target, [ids[: first + 1]], len(ids) - first, edit, [[*ids[first + 1 :], ids[0]]])
-        return parts
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What is made the first time that something is asked for with this key."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Literal
 
 from sinkscope.results.notation import short_sentence
@@ -13,8 +12,7 @@ NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
 NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
-NAMED = 4  # parts that a sentence names
-MANY = 10.0  # shares from here on are multiples, in a sentence
+NAMED, BRIEFLY_NAMED = 4, 2  # parts that a sentence names
 DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
 EXAMPLES = (" (most often ", " (any token")
 """How brackets begin that a short sentence leaves out of the words for a place."""
@@ -131,10 +129,6 @@ class Claim:
     margin: float | None = None
     edit: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.subject or self.draws < 1 or len(self.contrasts) < 2:
-            raise ValueError("a claim needs a subject, at least one draw, and two contrasts")
-
     @property
     def verdict(self) -> Verdict:
         """What the values show, from the value with its margin against every contrast."""
@@ -185,36 +179,34 @@ class Claim:
         """Whether a sentence gives the share that is lost, and not what is left."""
         return self.verdict == "needed" and self.outcome.unit == "intact" and not self.brings
 
-    def finding(self) -> tuple[str, str]:
-        """What is left, or lost, in per cent; and the control with its name and the same of it."""
-        value, chance = self.value, self.control.value
-        if self.lost:
-            value, chance = 1 - value, 1 - chance
-        first, second = percent_pair(value, chance)
-        return first, f"{self.control.in_words(self.subject)}: {second}"
-
-    def sentence(self, named: int = NAMED, *, brief: int = 0) -> str:
+    def sentence(self, *, brief: bool = False) -> str:
         """What is shown of the subject, with the value and its control; a negative says what was searched.
 
         Args:
-            named: Parts that are named.
-            brief: 1 leaves out what a share is lost of, and what the words for the place add in brackets; 2 the search,
-                too.
+            brief: Name fewer parts, and leave out the search, what a share is lost of, and what the words for the
+                place add in brackets.
         """
-        place = without_example(self.place) if brief else self.place
-        said, (value, control) = in_words(self.subject, named), self.finding()
+        place, said, of = self.place, in_words(self.subject, NAMED), ""
+        if brief:
+            place, said = without_example(place), in_words(self.subject, BRIEFLY_NAMED)
+        elif self.outcome.lost_of:
+            of = f" of {self.outcome.lost_of}"
+        value, chance = self.value, self.control.value
+        if self.lost:
+            value, chance = 1 - value, 1 - chance
+        share, control = percent_pair(value, chance)
         if self.brings:
-            said += f" {self._brings(value, place)}"
+            said += f" {self._brings(share, place)}"
         else:
-            of = f" of {self.outcome.lost_of}" if self.outcome.lost_of and not brief else ""
             end = "is gone" if self.lost else "stays"
             if self.raises:
                 end = "is there"
-            without = f"{removed(self.subject, self.edit)} {value}{of} {end}"
+            without = f"{removed(self.subject, self.edit)} {share}{of} {end}"
             said = f"{DOUBTS.get(self.verdict, '')} {said} {self._does(place)}: {without}".strip()
-        if self.verdict == "not shown" and brief < 2:
-            control = f"{control}; {self.search}"
-        return f"{said[:1].upper()}{said[1:]} ({control})."
+        beside = f"{self.control.in_words(self.subject)}: {control}"
+        if self.verdict == "not shown" and not brief:
+            beside += f"; {self.search}"
+        return f"{said[:1].upper()}{said[1:]} ({beside})."
 
     def _does(self, place: str) -> str:
         """What the subject does, if without it the effect is gone; or there."""
@@ -232,8 +224,8 @@ class Claim:
         return f"{'give' if is_several(self.subject) else 'gives'} {value} of {self.outcome.at(place)}"
 
     def shortest(self) -> str:
-        """The sentence with as many names as at most 30 words allow."""
-        return short_sentence(self.sentence(named, brief=brief) for brief, named in product(range(3), (NAMED, 2, 1)))
+        """The whole sentence, or the brief one if that has more than 30 words."""
+        return short_sentence(self.sentence(brief=brief) for brief in (False, True))
 
 
 Claims = tuple[Claim, ...]
@@ -247,15 +239,14 @@ def without_example(place: str) -> str:
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:
-    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two).
-
-    From 1,000 % on they are multiples.
-    """
-    texts: list[str] = []
+    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
+    texts = ("", "")
     for digits in range(3):
-        texts = []
-        for value in (share, control):
-            texts.append(f"{value:,.0f} times as much" if value >= MANY else f"{value:.{digits}%}".replace("-0%", "0%"))
-        if abs(share - control) < 1e-3 or texts[0] != texts[1]:
+        texts = (_percent(share, digits), _percent(control, digits))
+        if texts[0] != texts[1] or abs(share - control) < 1e-3:
             break
-    return texts[0], texts[1]
+    return texts
+
+
+def _percent(value: float, digits: int) -> str:
+    return f"{value:,.{digits}%}".replace("-0%", "0%")

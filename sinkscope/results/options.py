@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 from pydantic import Field
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
-from sinkscope.files.records import Wording, between, checked_value
+from sinkscope.files.records import Wording, checked_value
 
 
 @dataclass(frozen=True)
@@ -44,30 +45,6 @@ class Option:
 
 Hidden = Annotated[Any, Option(hidden=True)]
 """Anything; only callers from Python can give it."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """A file that a command writes from its result.
-
-    Attributes:
-        name: Name of the option, without dashes.
-        help: One sentence for the help.
-        save: Called with the result, the path, and whether any file may be replaced. It writes the whole file or
-            nothing. Text that it returns is printed as a note on standard error.
-        required: Whether the option must be given.
-        word: What stands before its path once it is written.
-        kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
-        metavar: Placeholder for the path in the help; with "|-", a dash is standard output.
-    """
-
-    name: str
-    help: str
-    save: Callable[[Any, str, bool], object]
-    required: bool = False
-    word: str = "File"
-    kind: str | None = None
-    metavar: str = "FILE"
 
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -116,7 +93,8 @@ def checks_arguments(function: C) -> C:
 
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
-LARGEST: dict[Any, float] = {float: 1e300, int: (1 << 31) - 1}
+LARGEST = (1 << 31) - 1
+"""A number above it is too large for any work."""
 TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
 """Types that the command line knows by name; anything else is text to it."""
 
@@ -203,16 +181,9 @@ class Parameter:
         if in_python or self.option.hidden:
             name, then = f"{self.name}=", ""
         checked_value(self.hint, value, name, strict=True, then=then)
-        if any(map(_has_largest, self.limits)):
-            return
         for number in value if self.many and isinstance(value, list | tuple) else [value]:
-            if type(number) in LARGEST:
-                checked_value(between(type(number), None, LARGEST[type(number)]), number, name, then=then)
-
-
-def _has_largest(limit: Any) -> bool:
-    """Whether a part of an annotation, such as `pydantic.Field(le=9)`, says how large a number may be."""
-    return any(hasattr(part, "le") for part in getattr(limit, "metadata", ()))
+            if isinstance(number, int | float) and not abs(number) <= LARGEST:
+                raise SinkscopeError(f"{name}{number!r:.80}: expected a number up to {LARGEST}{then}")
 
 
 @cache

@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import in_words, kind_of, removed
-from sinkscope.results.tables import WIDTH, Grid, Table, glossary, height, strings
+from sinkscope.results.tables import MOST_ROWS, WIDTH, Grid, Table, glossary, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,8 +25,8 @@ UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
 MOST_DETAILS = 6
 """Claims below the conclusion."""
-LEAST_TABLE = 5
-"""Lines that tables have before details take the rest."""
+FEW_ROWS, FEW_DETAILS = 6, 8
+"""Rows of a table and lines below it that a command prints, unless it is asked to explain."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Result(Envelope):
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
-    table_rows: ClassVar[int] = 64  # number of rows that are printed
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
@@ -98,8 +97,7 @@ class Result(Envelope):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__repr__" not in vars(cls):  # that of a dataclass would write every number out
-            cls.__repr__ = Result.__repr__
+        cls.__repr__ = Result.__str__  # that of a dataclass would write every number out
 
     # What it says
 
@@ -177,24 +175,21 @@ class Result(Envelope):
         own = self.own_fields()
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return [self._record_row(record) for record in value]
+                rows = plain(value)
+                for name in self.table_without:
+                    for row in rows:
+                        del row[name]
+                return rows
         if self.table_of:
             return []
         return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
 
-    def _record_row(self, record: Any) -> dict[str, Any]:
-        return {name: value for name, value in plain(record).items() if name not in self.table_without}
-
-    def shown_rows(self) -> Table:
-        """The rows that are printed; if there are many, the first ones."""
-        return self.rows()[: self.table_rows]
-
     def grids(self) -> list[Grid]:
-        """The tables that are shown, by default that of `shown_rows`; a subclass with several overrides it."""
-        columns = strings(self.shown_rows(), self.percent)
+        """The tables that are shown, by default that of `rows`; a subclass with several overrides it."""
+        columns = strings(self.rows(), self.percent)
         if not columns:
             return []
-        return [Grid(columns, important=self.columns, total=len(self.rows()))]
+        return [Grid(columns, important=self.columns)]
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""
@@ -221,25 +216,23 @@ class Result(Envelope):
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)
 
-    def text(self, width: int | None = WIDTH, lines: int | None = None) -> str:
+    def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
         """The tables, then the details, and the conclusion last, where a terminal shows it.
 
         Args:
             width: Characters per line of the tables. None: every column is shown.
-            lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
-                says so. None: everything, with the meaning of the columns.
+            brief: Whether only the first rows and details are shown, and a line says so; else there is also the meaning
+                of the columns.
         """
         details, closing = self.summary().split("\n")[1:], self.closing()
-        tables = [grid.text(width) for grid in self.grids()]
-        if lines is None or width is None:
-            return "\n\n".join([*tables, *self.below(width), "\n".join([*details, *closing])])
-        hint = "--explain shows more rows, all details and the meaning of the columns."
-        room = lines - height([hint, *closing], width) - 1
-        rows = "\n\n".join(tables).split("\n")
-        while details and height(details, width) > room - min(LEAST_TABLE, len(rows)):
-            details.pop()
-        rows = rows[: room - height(details, width)]
-        return "\n".join([*rows, "", *details, hint, *closing]).lstrip("\n")
+        rows = MOST_ROWS
+        if brief:
+            rows = FEW_ROWS
+            details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
+        parts = [grid.text(width, rows) for grid in self.grids()]
+        if not brief:
+            parts += self.below(width)
+        return "\n\n".join([*parts, "\n".join([*details, *closing])])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""
@@ -266,10 +259,6 @@ class Result(Envelope):
 
     def __str__(self) -> str:
         return self.text()
-
-    def __repr__(self) -> str:
-        more = ".rows()" if type(self).drawing is None else ".rows() and .figure()"
-        return visible(f"<{type(self).__name__}: {self.conclusion()} See {more}.>")
 
     def _repr_html_(self) -> str:
         return self.to_html()

@@ -6,7 +6,7 @@ import html
 import inspect
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import product
 from textwrap import fill, wrap
@@ -18,17 +18,12 @@ from sinkscope.results.options import descriptions_of
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
-SCREEN = 23
-"""Lines of a terminal of 24 lines beside the next prompt."""
+MOST_ROWS = 64
+"""Rows of a table that are shown; a file of it holds all."""
 ROUNDING = 1e-6
 """Below it a number in a table is what float32 leaves of zero."""
 BETWEEN, WIDEST = 2, 10_000
 """Spaces between columns, and the longest line of a table that shows every column."""
-PLAIN = frozenset(
-    "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
-    "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
-)
-"""Names of columns that need no explanation."""
 Table = list[dict[str, Any]]
 """One dict per row."""
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|nan|yes|no|about 0|")
@@ -42,48 +37,43 @@ class Grid:
         columns: The cells of each column, by its name.
         title: Title above the table.
         note: Note below the table.
-        important: Names of the columns that are shown if not all fit; their cells take several lines where they must.
-            Empty: the first columns that fit.
-        total: Number of rows of the whole table, if it has more than these.
+        important: Names of the columns that are shown first; their cells take several lines where they must.
     """
 
     columns: Mapping[str, Sequence[str]]
     title: str = ""
     note: str = ""
     important: Sequence[str] = ()
-    total: int = 0
 
     def narrow(self, width: int | None) -> Grid:
-        """The table with the columns that fit into a width, and a note that names the others; None: every column."""
-        important = [name for name in self.important if name in self.columns]
-        ends, end = dict[str, int](), -BETWEEN
-        for name in dict.fromkeys([*important, *self.columns]):
-            end += BETWEEN + _width(name, self.columns[name])
-            ends[name] = end
-        shown = list(ends)
-        if width is not None and end > width:
-            shown = important or [name for name in ends if ends[name] <= width] or shown[:1]
+        """The table with the important columns and others that fit, and a note that names the rest; None: all."""
+        shown: dict[str, Sequence[str]] = {}
+        end = -BETWEEN
+        for name in dict.fromkeys([*self.important, *self.columns]):
+            if name in self.columns:
+                end += BETWEEN + _width(name, self.columns[name])
+                if width is None or end <= width or name in self.important or not shown:
+                    shown[name] = self.columns[name]
         note = self.note
-        left_out = [_words(name) for name in ends if name not in shown]
+        left_out = ", ".join(_words(name) for name in self.columns if name not in shown)
         if left_out:
-            note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
-        return replace(self, columns={name: self.columns[name] for name in shown}, note=note.strip())
+            note += f"\nNot shown: {left_out} (--csv FILE writes all columns)."
+        return replace(self, columns=shown, note=note.strip())
 
-    def notes(self, rows: int | None = None) -> list[str]:
-        """The lines below the table, of which so many rows are shown; None: all that it has."""
-        every = max(map(len, self.columns.values()), default=0)
-        count = every if rows is None else min(rows, every)
+    def notes(self, rows: int = MOST_ROWS) -> list[str]:
+        """The lines below the table, of which at most so many rows are shown."""
         notes = self.note.splitlines()
-        if count < max(every, self.total):
-            notes.append(f"{count} of {max(every, self.total)} rows are shown (--csv FILE writes them all).")
+        every = max(map(len, self.columns.values()), default=0)
+        if rows < every:
+            notes.append(f"{rows} of {every} rows are shown (--csv FILE writes them all).")
         return notes
 
-    def text(self, width: int | None = None, rows: int | None = None) -> str:
+    def text(self, width: int | None = None, rows: int = MOST_ROWS) -> str:
         """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
 
         Args:
             width: Characters of a line. None: every column is shown, and the note is not broken.
-            rows: Rows that are shown, which the note then says. None: all.
+            rows: Rows that are shown at most.
         """
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -106,12 +96,16 @@ class Grid:
 
     def html(self) -> str:
         """The same as HTML with every column, fully escaped; words stand left, and numbers right."""
+        columns: list[list[str]] = []
+        for name, cells in self.columns.items():
+            kind = "" if _are_numbers(cells) else ' class="words"'
+            column = [f"<th{kind}>{html.escape(_words(name))}</th>"]
+            for one in cells[:MOST_ROWS]:
+                column.append(f"<td{kind}>{html.escape(one)}</td>")
+            columns.append(column)
+        rows = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*columns, strict=True))
         title, note = html.escape(self.title), html.escape("\n".join(self.notes()))
-        numbers = list(map(_are_numbers, self.columns.values()))
-        head = _html_row("th", map(_words, self.columns), numbers)
-        body = "".join(_html_row("td", row, numbers) for row in zip(*self.columns.values(), strict=True))
-        table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-        return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}{table}"
+        return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}<table>{rows}</table>"
 
 
 def _width(name: str, cells: Sequence[str]) -> int:
@@ -124,22 +118,6 @@ def _width(name: str, cells: Sequence[str]) -> int:
 def _are_numbers(cells: Sequence[str]) -> bool:
     """Whether every cell of a column is a number, a share, yes or no, or empty."""
     return all(map(_NUMBER.fullmatch, cells))
-
-
-def height(blocks: Sequence[str], width: int) -> int:
-    """Number of lines that texts take on a terminal, for which long ones are broken between words."""
-    lines = 0
-    for line in "\n".join(blocks).splitlines():
-        lines += max(1, len(wrap(line, width, break_on_hyphens=False)))
-    return lines
-
-
-def _html_row(tag: str, texts: Iterable[str], numbers: Sequence[bool]) -> str:
-    cells: list[str] = []
-    for text, is_number in zip(texts, numbers, strict=True):
-        kind = "" if is_number else ' class="words"'
-        cells.append(f"<{tag}{kind}>{html.escape(text)}</{tag}>")
-    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _words(name: str) -> str:
@@ -217,29 +195,25 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
 
 
 def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """The meaning of columns whose names are not plain words.
+    """The meaning of columns.
 
     Args:
         cls: Class of the result. Its docstring and those of the classes of its fields describe the columns; of several
-            that describe one, the class counts that describes most of the columns.
+            that describe one, the first counts.
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
     parts: list[Any] = [cls]
-    by_class: list[dict[str, str]] = []
+    descriptions = dict(own)
     for part in parts:  # the list grows by what is inside
         inside = [*get_args(part)]
         if isinstance(part, type) and is_dataclass(part):
-            inside += [*get_type_hints(part).values(), *part.__bases__]
-            by_class.append(descriptions_of(inspect.cleandoc(part.__doc__ or ""), "Attributes"))
+            inside += get_type_hints(part).values()
+            descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
         parts += [one for one in inside if one not in parts]
-    descriptions: dict[str, str] = {}
-    for words in sorted(reversed(by_class), key=lambda words: len(words.keys() & set(names))):
-        descriptions |= words  # of several that describe as many columns, the first class counts
     meaning: dict[str, str] = {}
     for name in names:
-        description = own.get(name, "" if name in PLAIN else descriptions.get(name, ""))
-        if description:
-            sentence = re.split(r"; |\. (?=[A-Z])", description)[0].rstrip(".")
+        if name in descriptions:
+            sentence = descriptions[name].rstrip(".")
             meaning[_words(name)] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning

@@ -140,7 +140,6 @@ class MarkingHeads(Result):
             few.
     """
 
-    table_rows = 16
     percent = ("drop",)
     columns = ("head", "serves", "drop")
     glossary: ClassVar = {

@@ -42,7 +42,7 @@ def alone(models, tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
-        few_parts(patch, tmp_path_factory.mktemp("start"))
+        few_parts(patch)
         for model in models:
             scan(model, out=folder / model.name, quick=True)
     return folder

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from organisms import organism
 from refusals import refused
 from report_kit import files_shown, made_report
-from scan_kit import PARTS
+from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
@@ -20,11 +23,6 @@ from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
 
 pytestmark = pytest.mark.few_texts
-
-
-def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
-    """Scan with these parts alone."""
-    monkeypatch.setattr(scanning, "PARTS", [part for part in scanning.PARTS if part.name in names])
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
 
 
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
-    only(monkeypatch, PARTS)
+    few_parts(monkeypatch, PARTS)
     before = json.loads((folder / "card.json").read_text())["result"]
     monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
     scan(model, out=folder, quick=True)
@@ -78,9 +76,43 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     (folder / "card.html").write_text(ours)
 
 
+def test_a_scan_that_was_ended_goes_on_with_equal_numbers(folder, model, tmp_path, monkeypatch):
+    few_parts(monkeypatch)
+    measured = scanning._measured
+
+    def ends(part, *rest):
+        if part.name == "repeat":
+            raise KeyboardInterrupt
+        return measured(part, *rest)
+
+    monkeypatch.setattr(scanning, "_measured", ends)
+    with pytest.raises(KeyboardInterrupt):
+        scan(model, out=tmp_path / "s", quick=True)
+    first = (tmp_path / "s/find-sinks.json").stat().st_mtime_ns
+    monkeypatch.setattr(scanning, "_measured", measured)
+    scan(model, out=tmp_path / "s", quick=True)
+    assert results(tmp_path / "s") == results(folder)
+    assert (tmp_path / "s/find-sinks.json").stat().st_mtime_ns == first
+
+
+def test_on_a_full_disk_finished_parts_are_kept(model, tmp_path, monkeypatch):
+    few_parts(monkeypatch)
+    measured = scanning._measured
+
+    def full(part, *rest):
+        if part.name == "repeat":
+            monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        return measured(part, *rest)
+
+    monkeypatch.setattr(scanning, "_measured", full)
+    with refused("no space left on device"):
+        scan(model, out=tmp_path / "s", quick=True)
+    assert (tmp_path / "s/find-sinks.json").exists() and not (tmp_path / "s/repeat.json").exists()
+
+
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
-    only(monkeypatch, PARTS)
+    few_parts(monkeypatch, PARTS)
     options = {"out": folder, "quick": True, **other}
     with refused("begun with other settings"):
         scan(model, **options)
@@ -88,7 +120,7 @@ def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
 
 @pytest.mark.slow
 def test_a_part_that_fails_says_why_and_the_next_begins(model, tmp_path, monkeypatch):
-    only(monkeypatch, ("heads", "repeat"))
+    few_parts(monkeypatch, ("heads", "repeat"))
 
     def fails(*_, **__):
         raise ZeroDivisionError("<b>by zero</b>\nand more")
@@ -96,17 +128,17 @@ def test_a_part_that_fails_says_why_and_the_next_begins(model, tmp_path, monkeyp
     working = scanning.PARTS
     monkeypatch.setattr(scanning, "PARTS", [replace(working[0], measure=fails), *working[1:]])
     card = scan(model, out=tmp_path / "s", quick=True)
-    assert card.parts[0].problem == "it failed (ZeroDivisionError: <b>by zero</b>)."
-    assert card.parts[1].problem is None and card.conclusion() == card.parts[1].conclusion
+    assert card.parts[0].conclusion == "not measured, because it failed (ZeroDivisionError: <b>by zero</b>)."
+    assert [part.finished for part in card.parts] == [False, True]
     page = (tmp_path / "s/card.html").read_text()
-    assert "is missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
+    assert "because it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
     monkeypatch.setattr(scanning, "PARTS", working)
     again = scan(model, out=tmp_path / "s", quick=True)  # and it is tried again
-    assert [part.problem for part in again.parts] == [None, None]
+    assert all(part.finished for part in again.parts)
 
 
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch):
-    only(monkeypatch, ("heads", "circuit"))
+    few_parts(monkeypatch, ("heads", "circuit"))
     opened = []
     real = Setup.open
 
@@ -115,11 +147,11 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
         return real(*args, **options)
 
     monkeypatch.setattr(Setup, "open", opening)
-    monkeypatch.setattr(scanning, "_memory_limit", lambda *_: 1.0)
+    monkeypatch.setattr(scanning, "free_memory", lambda *_: 1.0)
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
-    problems = {part.name: part.problem for part in card.parts}
-    assert problems["heads"] is None and "whole model in memory" in str(problems["circuit"])
+    said = {part.name: (part.finished, part.conclusion) for part in card.parts}
+    assert said["heads"][0] and said["circuit"] == (False, "not measured, because it needs the whole model in memory.")
 
 
 def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
@@ -131,7 +163,7 @@ def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
 def test_a_change_counts_beyond_both_margins(folder, by, moved):
     """And a number without a margin is not judged."""
-    before = CardPart("a", "a", "", numbers=(Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)))
+    before = CardPart("a", "a", "It is so.", numbers=(Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)))
     after = replace(before, numbers=(Number("x", "X", 10.0 + by, 0.0, 1.0), Number("y", "Y", 2.0, 0.0)))
     card = replace(read_card(folder), parts=(before,))
     compared = replace(card, parts=(after,)).compared(card)
@@ -145,7 +177,11 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
     parts = []
     for name, value in (("a", 0.1), ("b", 0.7)):
         number = Number("lost", "share lost", value, 0.0, 0.01, share=True)
-        parts.append(CardPart(name, name, numbers=(number, replace(number, key="kept")), topic=name, headline=number))
+        parts.append(
+            CardPart(
+                name, name, "It is so.", numbers=(number, replace(number, key="kept")), topic=name, headline=number
+            )
+        )
     before = replace(read_card(folder), parts=tuple(parts))
     after = []
     for part, value in zip(parts, (0.3, 0.7), strict=True):

@@ -33,7 +33,6 @@ from sinkscope.loops.generate import Generated
 from sinkscope.measure import Measurement
 from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
-from sinkscope.results.tables import SCREEN
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_the_list_of_commands_is_there_at_once():
     done = python(code)
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
-    assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
+    assert max(map(len, lines)) <= 80 and "    sinkscope scan --quick" in lines
     groups = dict.fromkeys(f"{command.group}:" for command in commands().values())
     assert [line for line in lines if re.fullmatch(r"[A-Z]\w+:", line)] == ["Options:", *groups]
     for words in commands():
@@ -126,7 +125,7 @@ def test_models_are_filtered_by_a_word(typed):
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
     shown = typed("find-sinks --json a/x.json --html x.html")
-    assert shown == (sample_find_sinks().text(lines=SCREEN) + "\n", "JSON: a/x.json\nPage: x.html\n")
+    assert shown == (sample_find_sinks().text(brief=True) + "\n", "JSON: a/x.json\nPage: x.html\n")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text()
     assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
@@ -174,7 +173,6 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ("find-sink", "No such command 'find-sink'. Did you mean 'find-sinks'? (see sinkscope --help)"),
         ("patch", "No such command 'patch'. (Did you mean one of: 'patch eval', 'patch make'?)"),
         ("patch mak --out x", "No such command 'patch mak'. (Did you mean one of: 'patch eval', 'patch make'?)"),
-        ("scan a b", "several models need a folder for their folders: give --out DIR"),
         ("xyz", "No such command 'xyz' (see"),
         (
             "find-sinks --modle x",
@@ -205,7 +203,7 @@ def test_refused_before_any_model_is_loaded(calls, monkeypatch, words, message, 
     assert message in refusal(words) and not calls
 
 
-def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(calls, typed):
+def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output(calls, typed):
     for _ in range(2):
         typed("find-sinks --json a.json --html a.html")
     Path("mine").write_text('{"mine": 1}')
@@ -217,8 +215,6 @@ def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_forc
     for words in ("circuit --json a.json", "circuit --html a.html"):
         assert of_another in typed(words, 2).err
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
-    typed("find-sinks --json mine --force")
-    assert Result.load("mine") == sample_find_sinks()
 
 
 # What goes wrong

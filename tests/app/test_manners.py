@@ -39,7 +39,6 @@ def test_saving_from_python_spares_foreign_files(tmp_path):
             with refused("give another name"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
-        save(tmp_path / "x", force=True)
     (tmp_path / "empty").write_text("")  # as a temporary file is made
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
 

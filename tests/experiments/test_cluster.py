@@ -44,13 +44,12 @@ def test_a_script_scans_on_two_workers(name, script, models, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_array_of_two_jobs_scans_every_model(models, tmp_path):
+def test_an_array_of_jobs_scans_every_model(models, tmp_path):
     command = tmp_path / "sinkscope"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sinkscope "$@"\n')
     command.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    for number, count in ((1, 2), (2, 1)):
-        slurm = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "2"}
-        words = ["bash", "experiments/cluster/array.slurm", str(tmp_path / "out"), *models, "--quick"]
-        assert f"{count} of {count} model" in ran(words, PATH=path, **slurm).stdout
+    for number in range(1, 4):
+        words = ["bash", "experiments/cluster/array.slurm", str(tmp_path / "out"), *models]
+        ran(words, PATH=path, SLURM_ARRAY_TASK_ID=str(number))
     check(tmp_path / "out")

@@ -9,26 +9,22 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from textwrap import wrap
 
 import pytest
 import stranger
-import torch
 from conclusion_kit import check_size
 from intervention_kit import loaded
 from same_kit import differences
-from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.files.envelope import class_of
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.kv import Full, StreamingLLM
-from sinkscope.measure import Measurement, Setup
+from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
-from sinkscope.results.result import Result
-from sinkscope.results.tables import PLAIN, SCREEN, WIDTH
+from sinkscope.results.result import FEW_ROWS, Result
+from sinkscope.results.tables import WIDTH
 
 pytestmark = pytest.mark.few_texts
 
@@ -36,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
 MARKUP = "<img src=x onerror=alert(1)>"
+PLAIN = "eta layer head neuron token tokens text model name method seed prompt kind id task set patched source".split()
+"""Names of columns that need no explanation."""
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
 QUICK = {  # arguments with which a measurement takes about a second
     "attack": {"lengths": [4], "sequences": 4, "tokens": WORDS},
@@ -104,9 +102,9 @@ def test_its_table_fits_80_columns_and_is_explained(command, measured):
     below = result.below(WIDTH)
     for part in (*(grid.text(WIDTH) for grid in grids), *below):
         assert max(map(len, part.split("\n"))) <= 80
-    lines = result.text(lines=SCREEN).split("\n")
-    shown = [one for line in lines for one in wrap(line, WIDTH, break_on_hyphens=False) or [""]]
-    assert len(shown) <= 23  # of 24, one is the next prompt
+    few = result.text(brief=True)
+    assert len(few) <= len(result.text()) and few.endswith(f"Conclusion: {result.conclusion()}")
+    assert all(f"{FEW_ROWS} of {len(rows)} rows" in few for rows in [result.rows()] if len(rows) > FEW_ROWS)
     assert {*result.details()} <= {*result.text().split("\n")}
     assert all(grid.columns for grid in grids)
     explained = "".join(below)
@@ -187,25 +185,3 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
         stranger.installed(tmp_path, source, name="circuit"),
     ):
         commands()
-
-
-def test_a_layer_that_the_model_lacks_is_refused():
-    with pytest.raises(SinkscopeError, match="layer 9 is not in bundled: give one from 0 to 5"):
-        list(Setup.open(texts=1).attention(layers=[0, 9]))
-
-
-def test_attention_under_a_policy_is_that_of_the_kept_cache():
-    """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
-    plain = Setup.open(load(layers=3), texts=1)
-
-    def rows(edit):
-        return {row.layer: row.probs for row in replace(plain, edit=edit).attention(last=20, layers=[0, 2])}
-
-    stock, full, few = rows(None), rows(Full()), rows(StreamingLLM(budget=12))
-    assert list(stock) == list(full) == [0, 2]
-    for layer, probs in stock.items():
-        assert probs.shape == (1, 8, 20, 64)
-        assert_close(full[layer], probs, atol=1e-5, rtol=1e-4)
-        kept = (few[layer][0, :, -1].amax(0) > 0).nonzero().flatten().tolist()
-        assert kept[:4] == [0, 1, 2, 3] and kept[4:] == list(range(64 - len(kept) + 4, 64)) and 12 <= len(kept) <= 13
-        assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))

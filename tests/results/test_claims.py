@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from conclusion_kit import contradictions
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,13 +61,6 @@ def test_copies_of_a_token_that_has_the_spike_at_once_do_not_suffice():
         (Contrast("one copy", 0.95), Contrast("other tokens", 0.0)), 1, Search("tokens", 1),
     )  # fmt: skip
     assert copies.verdict == "not shown"
-
-
-@pytest.mark.parametrize("change", [{"subject": ()}, {"contrasts": (Contrast("intact", 1.0),)}, {"draws": 0}])
-def test_a_claim_needs_a_subject_draws_and_two_contrasts(change):
-    whole = vars(claim(0.1, 1.0, 0.9))
-    with pytest.raises(ValueError, match="needs a subject"):
-        Claim(**{**whole, **change})
 
 
 def test_opposite_verdicts_about_the_same_are_contradictions():

@@ -26,7 +26,7 @@ class Row:
         layer: where.
         neuron: which.
         expert: of a mixture.
-        drop: share that is lost; a further remark.
+        drop: share that is lost.
         share: of it.
     """
 
@@ -63,10 +63,10 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     columns = _columns([[f"{i}{j:07}" for j in range(13)] for i in range(3)])
     grid = Grid(columns, important=["column_l", "column_b"])
     text = grid.narrow(80).text(80)
-    assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
-    assert "column a, column c" in text and "--csv FILE" in text
+    assert text.splitlines()[0].split()[:4] == ["column", "l", "column", "b"]
+    assert max(map(len, text.splitlines())) <= 80 and "column j" in text and "--csv FILE" in text
     plain = Grid(columns).narrow(80)
-    assert list(plain.columns) == WORDS[:8] and "column i, column j, column k, column l, column m" in plain.note
+    assert list(plain.columns) == WORDS[:8] and plain.note.startswith("Not shown: column i, column j, column k")
     assert grid.narrow(None).columns == columns
 
 
@@ -102,7 +102,7 @@ def test_a_result_explains_its_columns_from_its_docstrings():
         ["L1.N338", "50.0%", "1"],
         ["L1.E2.N7", "25.0%", "2"],
     ]
-    assert lines[4:6] == ["drop   Share that is lost.", "share  A better word."]
+    assert lines[4:7] == ["neuron  Which.", "drop    Share that is lost.", "share   A better word."]
     assert lines[-1] == "Conclusion: All is well."
     page = result.to_html()
     assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
@@ -137,10 +137,10 @@ def test_what_is_no_neuron_is_refused(text):
 
 
 def test_a_table_says_how_many_rows_of_all_it_shows():
-    grid = Grid({"neuron": ["a", "b", "c"], "drop": ["99.0%", "1.0%", "0.5%"]}, note="Seen.", total=9)
+    grid = Grid({"neuron": ["a"] * 99, "drop": ["99.0%"] * 99}, note="Seen.")
     assert grid.text(80, rows=1).splitlines()[1:] == ["a       99.0%", *grid.notes(1)]
-    assert grid.notes() == ["Seen.", "3 of 9 rows are shown (--csv FILE writes them all)."]
-    assert grid.notes()[1] in grid.html() and replace(grid, total=3).notes() == ["Seen."]
+    assert grid.notes() == ["Seen.", "64 of 99 rows are shown (--csv FILE writes them all)."]
+    assert grid.notes()[1] in grid.html() and grid.html().count("<tr>") == 65 and grid.notes(99) == ["Seen."]
 
 
 def test_a_table_is_text_in_a_notebook_too(monkeypatch):

@@ -144,15 +144,15 @@ def test_make_then_eval(here, typed):
     assert sites == list(o.truth.neurons)
 
 
-def test_refusal_is_an_error_and_no_sink_is_not(here, monkeypatch, typed):
+def test_a_refusal_ends_with_status_1_and_no_sink_does_not(here, typed):
     organism("llama", 0, kind="none").save("none")
     out, err = typed("patch make --model none --out p.json --json made.json --max-repeats 8")
-    Result.load("made.json").figure()
-    assert "no MLP makes a norm spike" in out
-    assert err == "JSON: made.json\np.json was not written: there is nothing to patch\n"
-    refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm.")
-    monkeypatch.setattr(patch_make, "function", lambda *_, **__: refused)
-    out, err = typed("patch make --model none --out p.json", 1)
-    assert "No patch was made: it would harm" in out  # the evidence is seen
-    assert err == "error: no patch was written: it would harm.\n"
-    assert not Path("p.json").exists()
+    made = Result.load("made.json")
+    made.figure()
+    assert "no MLP makes a norm spike" in out and err == "JSON: made.json\n" and not Path("p.json").exists()
+    assert [replace(made, verdict=one).exit_code for one in ("refused", "not-repaired", "made", "no-sink")] == [
+        1,
+        1,
+        0,
+        0,
+    ]

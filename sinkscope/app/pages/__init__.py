@@ -55,23 +55,22 @@ def page(result: Result) -> str:
     return document(f"{result.kind}: {result.model.name}", [result_section(result)], kind=result.kind)
 
 
-def save_html(result: Result, path: PathName, *, force: bool = False) -> Path:
+def save_html(result: Result, path: PathName) -> Path:
     """Write `page(result)` to `path`, completely or not at all.
 
     Args:
         result: The result to show.
         path: The file.
-        force: Replace any file, not only an earlier page about results of this kind.
 
     Raises:
         SinkscopeError: The file cannot be written.
     """
-    return save_document(path, page(result), force=force)
+    return save_document(path, page(result))
 
 
-def save_document(path: PathName, text: str, *, force: bool = False) -> Path:
+def save_document(path: PathName, text: str) -> Path:
     """Write a page as `write_output` does; a token in it may be half of a surrogate pair, which UTF-8 lacks."""
-    return write_output(path, text.encode(errors="backslashreplace"), force=force)
+    return write_output(path, text.encode(errors="backslashreplace"))
 
 
 def result_section(result: Result, file: str = "") -> Section:

@@ -140,15 +140,15 @@ class SinkPatch(NeuronEdit):
             calibrated = {}
         return cls(sites=sites, site=site, value=value, calibrated=calibrated, model=asdict(result.model))
 
-    def save(self, path: str | PathLike[str], *, force: bool = False) -> None:
-        """Write patch.json atomically. It may replace an earlier patch; with `force`, any file.
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write patch.json atomically. It may replace an earlier patch.
 
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
         sites = [{**vars(site), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
         content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
-        write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n", force=force)
+        write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:

@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from pydantic import Field
 
-from sinkscope.errors import RefusedError, SinkscopeError
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import check_output
+from sinkscope.files.processes import is_first
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Output, Result, Setup, measurement
+from sinkscope.measure import Hidden, Option, Result, Setup, measurement
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of
@@ -144,6 +146,11 @@ class PatchMade(Result):
     proof: PatchProof | None = None
 
     @property
+    def exit_code(self) -> int:
+        """1 if there is something to patch and no patch: a script that goes on must stop."""
+        return int(self.verdict in ("refused", "not-repaired"))
+
+    @property
     def patch(self) -> SinkPatch:
         """The patch.
 
@@ -213,32 +220,12 @@ def draw(result: PatchMade) -> go.Figure:
     return figure_of(fig, result, width=1000, height=480)
 
 
-def write_patch(made: PatchMade, path: str, force: bool) -> str | None:
-    """Write patch.json. A refusal is an error, because a script that goes on must stop; "nothing to patch" is not."""
-    if made.verdict in ("refused", "not-repaired"):
-        raise RefusedError(f"no patch was written: {made.reason}")
-    if made.verdict != "made":
-        return f"{Path(path).name} was not written: there is nothing to patch"
-    made.patch.save(path, force=force)
-    return None
-
-
 @measurement(
     group="Sinks",
     help="Make a patch and prove that it repairs repetition.",
     figure=draw,
     words="patch make",
     loading="whole",
-    outputs=[
-        Output(
-            "out",
-            "Where the patch is written, if one is made.",
-            write_patch,
-            required=True,
-            word="Patch",
-            kind="json sink-patch",
-        )
-    ],
 )
 def patch_make(
     setup: Setup,
@@ -247,6 +234,8 @@ def patch_make(
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
     pieces: Pieces = 32,
     length: Length = 256,
+    out: Annotated[str | Path | None, Option(metavar="FILE", required=True, writes="Patch")] = None,
+    written: Hidden = None,
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
@@ -260,10 +249,24 @@ def patch_make(
         limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
+        out: Where the patch is written, if one is made.
+        written: Called as `written("Patch", path)` when it is there.
 
     Example:
         sinkscope patch make --model llama-2-7b --out patch.json
     """
+    if out is not None:
+        check_output(out, ["sink-patch"])
+    result = _made(setup, max_repeats, limit, pieces, length)
+    if out is not None and result.verdict == "made" and is_first():
+        replace(result, model=setup.info()).patch.save(out)
+        if written is not None:
+            written("Patch", out)
+    return result
+
+
+def _made(setup: Setup, max_repeats: int | None, limit: float, pieces: int, length: int) -> PatchMade:
+    """The patch and its proof."""
     most = repetition_limit(setup.target, max_repeats)
     sinks, made = find_sinks.on(setup), sink_spike(setup)
     setup.record(max_repeats=most)
