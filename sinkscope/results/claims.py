@@ -105,8 +105,7 @@ class Claim:
     All values are shares of one unit, so that 1 is all of the effect and 0 nothing.
 
     Attributes:
-        role: What the subject is thought to do: "makes", "marks", "carries", or
-            "repeats".
+        role: What the subject is thought to do: "makes", "marks", "carries" or "repeats".
         subject: What was edited.
         outcome: What was read.
         place: Words for the place, or what else identifies it.

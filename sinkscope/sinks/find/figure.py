@@ -14,10 +14,12 @@ TITLES = ("Norm of the residual stream", "Norm lost by ablation")
 
 def draw(result: Any) -> go.Figure:
     """Norms per layer of a `FindSinks`, and the ablation of the neurons against the control."""
-    fig = panels(TITLES)
+    shown = 2 if result.neurons else 1
+    fig = panels(TITLES[:shown])
     _draw_norms(fig, result)
-    _draw_neurons(fig, result)
-    return figure_of(fig, result, width=1200, height=480, legend=-0.3, bottom=130, barmode="group")
+    if result.neurons:
+        _draw_neurons(fig, result)
+    return figure_of(fig, result, width=600 * shown, height=480, legend=-0.3, bottom=130, barmode="group")
 
 
 def _draw_norms(fig: Any, result: Any) -> None:

@@ -2,7 +2,7 @@
 
 `find_sinks` goes one way. A survey of typical text says where heads attend and where norms stand out (`survey`).
 The layers that build a spike are read at its places (`layer_scan`), and their neurons are zeroed one by one
-(`neurons`) and in sets (`sets`). Then parts are removed to see what the heads need (`readers`). All edits are rows of
+(`neurons`) and in sets (`sets`). Then parts are removed to see what the heads need (`sinks`). All edits are rows of
 one pass (`effects`), and what they show is a claim (`sinkscope.results.claims`).
 """
 

@@ -2,7 +2,7 @@
 
 `sink_places` finds the positions that heads attend to, and `spike_places` those whose norm stands out. `pieces` parts
 such a set by the simplest words that mean hardly anything else; what no words cover is a piece as well, or left over
-if it is too little to be measured. Nothing assumes a position.
+if it is too little to be measured.
 """
 
 from __future__ import annotations

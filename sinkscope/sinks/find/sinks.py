@@ -1,4 +1,4 @@
-"""The places that heads attend to, how much they do, and what they need: the spike, components, or the position."""
+"""The places that heads attend to, how much they do, and what they need: what makes the spike, or components."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _group(
         trials.append(effect.in_texts(RANDOM_TEXTS).trial(others))
     by_text, *beside_it = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
     intact, edited = by_text.mean(1)
-    tried = Search("components and neurons, alone and in sets", len(effect.components) + len(neurons))
+    tried = Search("components and makers of a spike", len(effect.components) + len(makers))
     ranked = intact.argsort(descending=True, stable=True).tolist()
     heads = tuple(Head(*effect.heads[number]) for number in ranked)
     attention, left = tuple(intact[ranked].tolist()), tuple(edited[ranked].tolist())

@@ -167,7 +167,8 @@ def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
     along = edited.along[..., layer]
     kept = (along[1:] / along[0]).clamp(min=0)
     left = kept.mean(1)
-    least, best = left.min(), int((left <= left.min() + NOTHING).int().argmax())
+    least = left.min()
+    best = int((left <= (least + NOTHING).clamp(max=1 - NEEDED)).int().argmax())
     search = Search("parts alone", len(parts), 1 - float(least), in_words((parts[int(left.argmin())],)))
     if float(left[best]) > 1 - NEEDED:
         return (), search

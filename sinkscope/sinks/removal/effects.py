@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.models.target import Target
-from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Parts
 from sinkscope.sinks.removal.components import Heads
 from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Rows, Trial
@@ -47,16 +45,6 @@ class Effects:
         """The attention to the position from (layer, head) pairs."""
         layer, head = torch.tensor(heads).T
         return self.attention[:, :, layer, head]
-
-    def attention_drops(self, heads: Heads) -> Float[Tensor, "edit pair"]:
-        """Share of the attention to the position that each (layer, head) pair loses, in all texts together."""
-        attention = self.attention_from(heads).mean(1)
-        return 1 - attention[1:] / attention[0]
-
-
-def heads_lost(attention_drops: Float[Tensor, "edit pair"]) -> list[float]:
-    """For each edit, the share of the heads that lose at least half of their attention to the position."""
-    return reduce((attention_drops >= NEEDED).float(), "edit pair -> edit", "mean").tolist()
 
 
 def _batches(target: Target, trial: Trial) -> list[Rows]:
