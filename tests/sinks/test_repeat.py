@@ -173,8 +173,9 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
     distance = repeat(model, read="distance", **options)
     assert distance.conditions[::3] == (f"layer {layers[0]}", f"layer {layers[-1]}")
     assert np.isfinite(distance.values[[0, 3]]).all() and np.isfinite(distance.values[1]).all() == first
-    attended = repeat(model, read="attention", **options)
-    assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
+    if first:  # the other has no spike
+        attended = repeat(model, read="attention", **options)
+        assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 from sinkscope.hooks.edit.decode import greedy
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure import Setup
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
@@ -24,14 +23,6 @@ ANSWER_AFTER = (50, 400)  # repetitions
 NEW_TOKENS = 100  # tokens of an answer at most
 
 
-def in_memory(setup: Setup) -> Setup:
-    """The same setup with the whole model in memory, as logits and generation need it."""
-    if setup.target.resident:
-        return setup
-    model, options = setup.source
-    return replace(setup, target=open_target(model, **options, whole=True))
-
-
 def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
     """Run every sequence with and without the patch, and let the model answer after some repetitions.
 
@@ -39,8 +30,11 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         sweep: What is repeated.
         patch: The patch or its file. None: a patch of the causal neurons.
     """
-    setup, neurons = in_memory(sweep.setup), Neurons()
-    sweep = replace(sweep, setup=setup)
+    setup, neurons = sweep.setup, Neurons()
+    if not setup.target.resident:  # logits and generation need the whole model in memory
+        model, options = setup.source
+        setup = replace(setup, target=open_target(model, **options, whole=True))
+        sweep = replace(sweep, setup=setup)
     edits: Patches = {"intact": None}
     edit = chosen_patch(setup, patch)
     if edit is not None:

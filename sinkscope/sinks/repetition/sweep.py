@@ -29,9 +29,6 @@ from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
-OF_COPIES: tuple[ContrastKind, ContrastKind] = ("one copy", "other tokens")
-OF_NEURONS: tuple[ContrastKind, ContrastKind] = ("intact", "random")
-"""What stands beside copies of a token, and beside edited neurons."""
 Read = Callable[[TokenRows], Float[Tensor, "row n"]]
 """Reads a number after each repetition of sequences, or only after the last."""
 
@@ -193,7 +190,9 @@ def claim_of_cases(
         tried: Number of cases of which these were taken. 0: all of them.
         edit: How neurons were edited, if they were not zeroed.
     """
-    kinds = OF_NEURONS if isinstance(subject[0], Neuron) else OF_COPIES
+    kinds: tuple[ContrastKind, ...] = ("one copy", "other tokens")
+    if isinstance(subject[0], Neuron):
+        kinds = ("intact", "random")
     contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
     count = tried or values.shape[1]
     search = Search(word_form(count, "case", "cases"), count)
