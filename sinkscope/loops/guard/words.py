@@ -11,9 +11,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-LONGEST = 16
-"""Tokens of the longest word: scripts that put no spaces between words have none that end."""
-
 
 @dataclass(frozen=True)
 class Words:
@@ -43,13 +40,6 @@ class Words:
     def seam(self, ids: Sequence[int], place: int, period: int) -> int | None:
         """The first place from this one on, within a period, where a word begins; None if there is none."""
         for seam in range(place, min(place + period, len(ids))):
-            if self.begins(ids, seam):
-                return seam
-        return None
-
-    def seam_before(self, ids: Sequence[int], place: int) -> int | None:
-        """The last place before this one where a word begins; None if that is more than a word away."""
-        for seam in range(place - 1, max(0, place - LONGEST), -1):
             if self.begins(ids, seam):
                 return seam
         return None
