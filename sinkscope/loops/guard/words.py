@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,11 +18,6 @@ class Words:
 
     inside: frozenset[int]
     left_open: frozenset[int]
-
-    @cached_property
-    def inside_ids(self) -> Int[Tensor, " token"]:
-        """The tokens that begin inside a word, as indices."""
-        return torch.tensor(sorted(self.inside))
 
     def goes_on(self, before: int, token: int) -> bool:
         """Whether a token goes on with the word in which the token before it ends."""
