@@ -159,7 +159,7 @@ def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
         outcome = kit.outcome(flow)
         assert flow.budget is not None
         for step, column in enumerate(range(flow.prompt, flow.prompt + flow.steps)):
-            tokens = _mean_tokens(outcome, column)
+            tokens = float(_tokens(outcome, column).mean())
             allowed = flow.budget + 1 + (step if kit.grows else 0)
             most = max(most, tokens)
             if tokens > allowed:
@@ -168,10 +168,9 @@ def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
     return f"at most {most:g} tokens"
 
 
-def _mean_tokens(outcome: Outcome, column: int) -> float:
-    """Tokens that the query at a column sees, on average over layers, kv heads and rows."""
-    counts = [sees[:, :, column].sum(-1).float().mean() for sees in outcome.sees.values()]
-    return float(torch.stack(counts).mean())
+def _tokens(outcome: Outcome, column: int) -> Tensor:
+    """Tokens that the query of each row at a column sees, on average over layers and kv heads."""
+    return torch.stack([sees[:, :, column].sum(-1).float().mean(1) for sees in outcome.sees.values()]).mean(0)
 
 
 @check
@@ -256,20 +255,14 @@ def alone(kit: Kit, *flows: Flow) -> str:
         together = kit.outcome(flow)
         for row, length in enumerate(flow.lengths):
             own = kit.outcome(replace(flow, lengths=(length,), seed=row, budget=length // 2 if share else 8))
-            seen, expected = _tokens(together, row, flow.prompt), _tokens(own, 0, length)
+            seen, expected = float(_tokens(together, flow.prompt)[row]), float(_tokens(own, length)[0])
             if seen < expected:
-                what = f"row {row} sees {expected} tokens of all layers and kv heads, as it does alone"
-                raise FaultError(what, f"it sees {seen}", flow, SEEN)
+                raise FaultError(f"row {row} sees {expected:g} tokens, as it does alone", f"{seen:g}", flow, SEEN)
             if not share:
                 kit.close(
                     together.logits[row : row + 1], own.logits, flow, f"in row {row}, the logits that it has alone"
                 )
     return error
-
-
-def _tokens(outcome: Outcome, row: int, column: int) -> int:
-    """Tokens that the query of a row at a column sees in all layers and kv heads together."""
-    return sum(int(sees[row, :, column].sum()) for sees in outcome.sees.values())
 
 
 @check

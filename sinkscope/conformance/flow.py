@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -84,65 +83,6 @@ class Outcome:
     mixed: set[int]
 
 
-class _Reader:
-    """Calls a model on parts of a flow, with a cache."""
-
-    def __init__(self, flow: Flow, model: Any, cache: Any) -> None:
-        self.flow = flow
-        self.model = model
-        self.cache = cache
-        self.recorder = Recorder(cache)
-        self.bytes: list[int] = []
-        self.lengths: list[int] = []
-
-    def call(self, ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
-        """Logits of the columns from `start` to `end`."""
-        given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
-        watched = self.flow.budget is not None
-        with torch.set_grad_enabled(watched):
-            given.update(cache_argument(self.model, self.cache))
-            out = self.model(input_ids=ids[:, start:end], use_cache=True, **given)
-        if watched and notes:
-            self.recorder.read(out.logits, ids.shape[1], start)
-        self.bytes.append(held_bytes(self.cache))
-        self.lengths.append(int(self.cache.get_seq_length()))
-        return out.logits.detach()
-
-    def other_text(self) -> None:
-        """Read something else first."""
-        ids, mask = replace(self.flow, seed=self.flow.seed + _OTHER).tokens()
-        self.call(ids, mask, 0, self.flow.prompt, notes=False)
-        self.call(ids, mask, self.flow.prompt, self.flow.prompt + 1, notes=False)
-        self.bytes.clear()
-        self.lengths.clear()
-
-    def draft(self, ids: Tensor, mask: Tensor, at: int) -> None:
-        """Read tokens that are cropped again."""
-        wrong = torch.cat([ids[:, :at], ids.flip(0).roll(1, 1)[:, : self.flow.rejected]], 1)
-        self.call(wrong, mask[:, -1:].expand_as(wrong) * wrong.ne(0), at, wrong.shape[1], notes=False)
-        self.cache.crop(-self.flow.rejected)
-        self.recorder.forget(self.flow.rejected)
-
-    def read(self) -> Outcome:
-        """Read all tokens of the flow."""
-        flow = self.flow
-        ids, mask = flow.tokens()
-        sizes = [*(flow.chunks or (flow.prompt,)), *[1] * flow.steps]
-        if flow.turn:
-            sizes += [flow.turn, *[1] * flow.steps]
-        logits = torch.empty(len(ids), 0, self.model.config.vocab_size)
-        at = 0
-        for size in sizes:
-            if flow.rejected and at == flow.prompt + 1:
-                self.draft(ids, mask, at)
-            logits = torch.cat([logits, self.call(ids, mask, at, at + size)], 1)
-            at += size
-        read = self.recorder
-        return Outcome(
-            logits[:, flow.prompt - 1 :], read.sees, self.bytes, self.lengths, read.rotated_again, read.mixed
-        )
-
-
 def outcome_of(factory: Factory, flow: Flow) -> Outcome:
     """Use what a factory gives as a flow says.
 
@@ -151,13 +91,48 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
         flow: The use.
     """
     model = kit_model(flow.model, flow.dtype)
+    watched = flow.budget is not None
+    held: list[int] = []
+    lengths: list[int] = []
     with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
-        reader = _Reader(flow, model, used)
+        recorder = Recorder(used)
+
+        def call(ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
+            """Logits of the columns from `start` to `end`."""
+            given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
+            with torch.set_grad_enabled(watched):
+                given.update(cache_argument(model, used))
+                logits = model(input_ids=ids[:, start:end], use_cache=True, **given).logits
+            if watched and notes:
+                recorder.read(logits, ids.shape[1], start)
+            held.append(held_bytes(used))
+            lengths.append(int(used.get_seq_length()))
+            return logits.detach()
+
         if flow.reset:
-            reader.other_text()
+            other = replace(flow, seed=flow.seed + _OTHER).tokens()
+            call(*other, 0, flow.prompt, notes=False)
+            call(*other, flow.prompt, flow.prompt + 1, notes=False)
+            held.clear()
+            lengths.clear()
             used.reset()
-            reader.recorder.forget()
-        return reader.read()
+            recorder.forget()
+        ids, mask = flow.tokens()
+        sizes = [*(flow.chunks or (flow.prompt,)), *[1] * flow.steps]
+        if flow.turn:
+            sizes += [flow.turn, *[1] * flow.steps]
+        logits = torch.empty(len(ids), 0, model.config.vocab_size)
+        at = 0
+        for size in sizes:
+            if flow.rejected and at == flow.prompt + 1:  # a draft is read and cropped
+                wrong = torch.cat([ids[:, :at], ids.flip(0).roll(1, 1)[:, : flow.rejected]], 1)
+                call(wrong, mask[:, -1:].expand_as(wrong) * wrong.ne(0), at, wrong.shape[1], notes=False)
+                used.crop(-flow.rejected)
+                recorder.forget(flow.rejected)
+            logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
+            at += size
+        logits = logits[:, flow.prompt - 1 :]
+        return Outcome(logits, recorder.sees, held, lengths, recorder.rotated_again, recorder.mixed)
 
 
 def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:

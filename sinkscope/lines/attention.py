@@ -63,12 +63,10 @@ class Scores:
         Raises:
             UnsupportedError: There is a window, a soft cap or learned sinks.
         """
-        beyond = {"a window": self.window, "a soft cap": self.softcap, "learned sinks": self.sinks}
-        there = [name for name, value in beyond.items() if value is not None]
-        if there:
+        if self.window is not None or self.softcap is not None or self.sinks is not None:
             raise UnsupportedError(
-                f"this layer's attention has {' and '.join(there)}, which lines do not have: choose them for layers "
-                "without, or give Scores of query, key and scaling alone"
+                "this layer's attention has a window, a soft cap or learned sinks, which lines do not have: choose "
+                "them for layers without, or give Scores of query, key and scaling alone"
             )
 
     def part(self, start: int, stop: int) -> Scores:

@@ -54,11 +54,10 @@ def test_a_tokenizer_without_marks_knows_no_words():
 WORDS = Words(inside=frozenset({8, 9, 11}), left_open=frozenset({7, 8, 10}))  # 7 8 9 is a word, 10 11 another
 
 
-def test_seams_are_where_the_next_word_begins_and_else_where_this_one_began():
+def test_seams_are_where_the_next_word_begins():
     ids = [6, 7, 8, 9, 7, 8, 9, 5]
     assert [WORDS.seam(ids, place, 3) for place in range(8)] == [0, 1, 4, 4, 4, 7, 7, 7]
-    assert WORDS.seam([7, 8, 8, 8, 8], 2, 1) is None and WORDS.seam_before([5, 7, 8, 8, 8], 4) == 1
-    assert WORDS.seam_before([7, *[8] * 40], 39) is None
+    assert WORDS.seam([7, 8, 8, 8, 8], 2, 1) is None
 
 
 def test_a_word_that_has_begun_loses_nothing_and_no_other_takes_its_place():

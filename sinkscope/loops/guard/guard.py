@@ -375,7 +375,7 @@ class Guarding:
             return 0
         ids, stay = row.tokens, tail.start + tail.period
         if self.words is not None:
-            stay = self.words.seam(ids, stay, tail.period) or self.words.seam_before(ids, stay) or stay
+            stay = self.words.seam(ids, stay, tail.period) or stay
         count = len(ids) - stay
         if not 0 < count <= rewinder.allowance[number]:
             return 0

@@ -106,7 +106,7 @@ class Steering:
         if words is None or not lost or words.goes_on(ids[-1], likeliest):
             return
         if ids[-1] in words.left_open:
-            logits[words.inside_ids] -= BROKEN
+            logits[list(words.inside)] -= BROKEN
         instead = int(logits.argmax())
         self.avoided, self.avoided_at = words.rest(ids, likeliest), len(ids)
         if plain[likeliest] - plain[instead] > SURE:  # only what the text has had as a word, which then is whole

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
-
-LONGEST = 16
-"""Tokens of the longest word: scripts that put no spaces between words have none that end."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +19,6 @@ class Words:
     inside: frozenset[int]
     left_open: frozenset[int]
 
-    @cached_property
-    def inside_ids(self) -> Int[Tensor, " token"]:
-        """The tokens that begin inside a word, as indices."""
-        return torch.tensor(sorted(self.inside))
-
     def goes_on(self, before: int, token: int) -> bool:
         """Whether a token goes on with the word in which the token before it ends."""
         return token in self.inside and before in self.left_open
@@ -43,13 +30,6 @@ class Words:
     def seam(self, ids: Sequence[int], place: int, period: int) -> int | None:
         """The first place from this one on, within a period, where a word begins; None if there is none."""
         for seam in range(place, min(place + period, len(ids))):
-            if self.begins(ids, seam):
-                return seam
-        return None
-
-    def seam_before(self, ids: Sequence[int], place: int) -> int | None:
-        """The last place before this one where a word begins; None if that is more than a word away."""
-        for seam in range(place - 1, max(0, place - LONGEST), -1):
             if self.begins(ids, seam):
                 return seam
         return None

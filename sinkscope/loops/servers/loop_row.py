@@ -100,8 +100,6 @@ class LoopRow:
         self.begun = 0  # how often something was begun
         self.mark = -1  # a position that the caller remembers
         self._monitor = Monitor(settings.monitor)
-        self._tokens_read = 0
-        self._last_token = -1
         self._due = False  # whether something is to begin
         self._start = 0
         self._until = -math.inf
@@ -109,22 +107,14 @@ class LoopRow:
             _log.warning("A request has no end token, so its loops cannot be stopped: set `end`.")
 
     def feed(self, tokens: Iterable[int]) -> None:
-        """Process the next output tokens; a negative one is not known yet and ends the reading."""
+        """Process the next output tokens."""
         for token in tokens:
-            if token < 0:
-                return
             if self._monitor.update(token).trigger:
                 self._due = True
-            self._tokens_read += 1
-            self._last_token = token
 
     def follow(self, output: Sequence[int]) -> None:
-        """Process the new part of a list of all output tokens; if tokens were taken back, reread it from the start."""
-        read = self._tokens_read
-        if read and (len(output) < read or output[read - 1] != self._last_token):
-            self._monitor = Monitor(self.settings.monitor)
-            self._tokens_read = 0
-        self.feed(output[self._tokens_read :])
+        """Process the new part of a list of all output tokens."""
+        self.feed(output[self._monitor.last.step :])
 
     def busy(self, position: int) -> bool:
         """Whether `edit` would change the logits at this position or a later one."""

@@ -11,17 +11,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.loops.servers.loop_row import KEY, LoopRow, ServingSettings
 
 
-def request_row(params: Any) -> LoopRow | None:
-    """The row of a request; None: it is not monitored."""
-    settings = ServingSettings.of_request((params.extra_args or {}).get(KEY))
-    if settings is None:
-        return None
-    end = getattr(params, "eos_token_id", None)
-    if end is None:
-        end = min(params.all_stop_token_ids, default=None)
-    return LoopRow(settings, end)
-
-
 class VllmLoops:
     """Watches each request for loops and ends them; `ServingSettings` says how. For vLLM without speculative decoding.
 
@@ -53,10 +42,13 @@ class VllmLoops:
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Begin a request in a slot; whether it is monitored."""
         self._rows.pop(req_idx, None)
-        row = request_row(sampling_params)
-        if row is None:
+        settings = ServingSettings.of_request((sampling_params.extra_args or {}).get(KEY))
+        if settings is None:
             return False
-        self._rows[req_idx] = row
+        end = getattr(sampling_params, "eos_token_id", None)
+        if end is None:
+            end = min(sampling_params.all_stop_token_ids, default=None)
+        self._rows[req_idx] = LoopRow(settings, end)
         return True
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:

@@ -87,18 +87,11 @@ class Echoes:
 
     def _similarity(self, words: frozenset[str], values: frozenset[str]) -> float:
         """What is shared, as a share of what both say, with the second of those that are most similar."""
-        most: list[float] = [0.0] * TIMES
-        size = len(words) + len(values)
-        changes = max(1, CHANGING * size)
+        similar = [0.0] * TIMES
+        changes = max(1, CHANGING * (len(words) + len(values)))
         for other_words, other_values in self._earlier:
-            shared = len(words & other_words)
-            if shared + len(values) < REWORDED * size:
-                continue
             same = len(values & other_values)
-            shared += same
-            both = len(words) + len(other_words) + 2 * same - shared
-            if max(len(values), len(other_values)) - same > changes or shared < LEAST_WORDS - 1:
-                continue
-            if shared / both > most[0]:
-                most = sorted([*most[1:], shared / both])
-        return most[0]
+            shared = len(words & other_words) + same
+            if max(len(values), len(other_values)) - same <= changes and shared >= LEAST_WORDS - 1:
+                similar.append(shared / (len(words) + len(other_words) + 2 * same - shared))
+        return sorted(similar)[-TIMES]
