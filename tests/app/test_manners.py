@@ -85,7 +85,7 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     with noted_decoding() as used, pytest.warns(SinkscopeWarning):
         greedy(target_of(model), torch.arange(5, 15)[None], 2)
     assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
-    with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
+    with ss.Ablate(layer=1, neurons=[3]).on(model):  # the user's own call is the user's
         own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4, prompt_lookup_num_tokens=None)
     assert own.sequences.shape[0] == 2 and own.scores
 
@@ -243,7 +243,7 @@ def test_a_model_without_weights_is_refused(use):
 
 def test_a_model_is_not_copied_while_interventions_act():
     model = tiny_model("llama")[0]
-    with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
+    with ss.Ablate(layer=1, neurons=[3]).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
             with refused("cannot be copied or pickled while interventions act"):
                 copied(model)

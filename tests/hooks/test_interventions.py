@@ -20,7 +20,6 @@ from torch.testing import assert_close
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.positions import Tracker
-from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
@@ -138,7 +137,7 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
         part = slice(width - n, width) if left else slice(0, n)
         real[row, part] = True
         want[row, part] = torch.arange(n)
-    tracker, held = Tracker(TINY), FakeCache()
+    tracker, held = Tracker(), FakeCache()
     got, start = [], 0
     for size in [*cuts, width]:
         stop = min(width, start + size)
@@ -153,9 +152,6 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
     # A token without mask comes after all real ones.
     call = tracker.begin(torch.full((len(lengths), 1), 7), None, None, held)
     assert call.index.flatten().tolist() == lengths
-
-
-TINY = target_of(tiny_model("llama")[0])
 
 
 class FakeCache:

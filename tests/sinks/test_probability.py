@@ -149,7 +149,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
 
 
 def test_a_patch_that_is_given_is_used(tmp_path):
-    SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
+    SinkPatch(sites=[(1, 5)], calibrated={(1, 5): 0.0}).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
     found = result.reading
     assert sites_of(found.neurons) == ((1, 5),) and (1, 5) not in repeater().truth.neurons

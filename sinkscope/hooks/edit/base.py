@@ -36,7 +36,7 @@ class Event:
         position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
         head: Query head; None if it does not belong to one.
-        kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "guard", "prefill".
+        kind: "patched", "ablated", "added", "rounded", "guard", "prefill".
         data: Details that depend on the kind, e.g. the neuron with its old and new value.
     """
 
@@ -104,7 +104,7 @@ class Run:
         self.target = target
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
-        self.tracker = Tracker(target)
+        self.tracker = Tracker()
         self.thread = threading.get_ident()
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -112,7 +112,6 @@ class Run:
         self._pending: list[Callable[[], list[Event]]] = []
         self.edited = EditedModules(target)
         self.passes = 0  # whole ones on which the run acted
-        self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
