@@ -22,7 +22,7 @@ from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, toke
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
 from sinkscope.sinks.repetition.sweep import claim_of_cases
-from sinkscope.sinks.tokens import PerToken, TokenRows
+from sinkscope.sinks.tokens import PerToken
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
 ROWS = 2048  # rows per pass; a token takes one more row than there are heads
@@ -39,15 +39,17 @@ def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "to
     heads = model.setup.n_heads
     lost = model.none_of(1 + heads)
     lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
-    ids = repeat(torch.tensor(tokens), "token -> (token way) 1", way=len(lost))
+    ids = repeat(torch.tensor(tokens), "token -> (token way)", way=len(lost))
     rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
     return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))
 
 
-def activations(model: Replacement, ids: TokenRows, lost: Bool[Tensor, "row layer head"] | None = None) -> Tensor:
-    """The neuron's activation at the first token of each row."""
+def activations(
+    model: Replacement, tokens: Int[Tensor, " row"], lost: Bool[Tensor, "row layer head"] | None = None
+) -> Tensor:
+    """The neuron's activation at tokens that stand alone."""
     (column,) = model.cols
-    return model.written(ids, torch.zeros(len(ids), dtype=torch.long), lost) @ column / column.square().sum()
+    return model.written(tokens, lost) @ column / column.square().sum()
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: 
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
     largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
-    model = Replacement.of(setup, largest.layer, [largest], made.spike.place)
-    reference = float(activations(model, setup.ids[:, :1]).median())
+    model = Replacement.of(setup, [largest.address])
+    reference = float(activations(model, setup.ids[:, 0]).median())
 
     def work(tokens: list[int]) -> Columns:
         shares = head_activations(model, tokens) / reference
