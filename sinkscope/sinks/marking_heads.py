@@ -215,9 +215,7 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     having, silent = (token_texts(setup.target, some.tolist()) for some in (words[fires], words[~fires]))
     found = MarkingHeads(sink_layer=layer, neurons=neurons, tokens=having, silent=silent)
     if not having:
-        return replace(
-            found, instead="No token given fires the sink neurons when it stands first; give others."
-        )
+        return replace(found, instead="No token given fires the sink neurons when it stands first; give others.")
     return _Marks(bench, words[fires], intact[fires]).added_to(found)
 
 
