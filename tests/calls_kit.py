@@ -58,7 +58,7 @@ def under(edit: Intervention, model: Any, tokenizer: Any) -> list[Any]:
         prompt = model(IDS).logits
         mask = torch.ones_like(ids)
         made = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **settings)
-    return [prompt, torch.stack(made.logits), run.to_frame().to_dict("list"), run.summary()]
+    return [prompt, torch.stack(made.logits), [vars(event) for event in run.events], run.summary()]
 
 
 def trace(model: Any, tokenizer: Any) -> Any:

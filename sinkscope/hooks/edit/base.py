@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,9 +21,6 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import in_backward, is_checkpointing, without_continuous_batching
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -164,21 +161,10 @@ class Run:
             counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
         return counts
 
-    def to_frame(self) -> pd.DataFrame:
-        """The events as a pandas data frame, with the entries of their data as further columns."""
-        import pandas as pd
-
-        names = [field.name for field in fields(Event)]
-        rows = [{**vars(event), **event.data} for event in self.events]
-        return pd.DataFrame(rows, columns=None if rows else names).drop(columns="data")
-
     def summary(self) -> str:
         """What the interventions did, in one line."""
         sentences = [part.summary(self) for part in self.parts]
         return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
-
-    def __repr__(self) -> str:
-        return f"<Run on {self.target.name}: {self.summary()}>"
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
@@ -322,7 +308,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return _Once(self._entered(target_of(model)))
+        return self._entered(target_of(model))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -337,22 +323,6 @@ class Intervention(ABC):
             yield run
             if run.passes:
                 run.edited.check()
-
-
-class _Once(AbstractContextManager[Run]):
-    """A context manager that says so when it is entered a second time."""
-
-    def __init__(self, context: AbstractContextManager[Run]) -> None:
-        self._context, self._entered = context, False
-
-    def __enter__(self) -> Run:
-        if self._entered:
-            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self._entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)

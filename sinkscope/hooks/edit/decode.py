@@ -20,7 +20,6 @@ from sinkscope.models.target import Target
 
 _CHUNK = 256  # positions whose logits are there at a time
 _IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
-_OF_SAMPLING = ("temperature", "top_k", "top_p")
 _NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
 """Settings of a checkpoint that do not say how tokens are chosen."""
 _RECORD: ContextVar[dict[str, Any] | None] = ContextVar("record", default=None)
@@ -40,19 +39,13 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     """
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
-    settings = dict[str, Any]()
-    ignored = dict[str, Any]()
+    settings, ignored = dict[str, Any](ours), dict[str, Any]()
     for name, value in config.to_diff_dict().items():
         if name not in _NO_CHOICE and not name.startswith("_"):
-            settings[name] = ours.get(name, neutral.get(name))
+            settings.setdefault(name, neutral.get(name))
             if (settings[name] or None) != (value or None):
                 ignored[name] = value
-    settings |= ours
-    used = dict[str, Any]()
-    for name in _IN_RESULTS:
-        value = settings.get(name, neutral.get(name))
-        if value is not None and (settings.get("do_sample") or name not in _OF_SAMPLING):
-            used[name] = value
+    used = {name: settings[name] for name in _IN_RESULTS if settings.get(name) is not None}
     record = _RECORD.get()
     if record is not None:
         record |= {**used, "eos_token_id": end_ids(target), "not_used_of_checkpoint": ignored}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
+from sinkscope.hooks.edit.base import Event
 from sinkscope.hooks.edit.placed import PlacedEdit, Values
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
@@ -80,8 +82,8 @@ class NeuronEdit(PlacedEdit):
         return cast("tuple[Neuron, ...]", self.sites)
 
     @abstractmethod
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
-        """The values that replace `values.old`. None leaves them unchanged.
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+        """The values that replace `values.old`.
 
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
@@ -97,21 +99,19 @@ class NeuronEdit(PlacedEdit):
             places.append((heads_place(target, layer, columns), NeuronGroup(layer, None, columns, head)))
         return places
 
-    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
+    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The new values, which are logged where they differ."""
         old, index, memory, group = values.old, values.index, values.memory, values.of
         if not values.call.sequence.settled or "first" not in memory:
             memory.keep("first", old, index == 0)
-        new = self.new_values(values)
-        if new is None:
-            return None
+        changed = new = self.new_values(values)
         first = group.size(memory["first"].nan_to_num(0))[:, None]
         has_moved = group.size((new - old).detach()) > EVENT_SHARE * first
-        data = {"old": old, "new": new}
         if group.head is not None:
-            data = {"old": group.size(old), "new": group.size(new)}
-        values.log(self.KIND, has_moved & (index >= 0)[..., None], data)
-        return new
+            old, new = group.size(old), group.size(new)
+        moved = has_moved & (index >= 0)[..., None]
+        values.run.log(partial(_events, self.KIND, group, values.call.step, index, moved, old.detach(), new.detach()))
+        return changed
 
     def check(self, target: Target) -> None:
         """Refuse a model without these neurons or heads, or one in which they cannot be edited.
@@ -132,6 +132,29 @@ class NeuronEdit(PlacedEdit):
                     f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
                     'factor; use site="post"'
                 )
+
+
+def _events(
+    kind: str,
+    group: NeuronGroup,
+    step: int,
+    index: Int[Tensor, "batch pos"],
+    moved: Bool[Tensor, "batch pos *n"],
+    old: Tensor,
+    new: Tensor,
+) -> list[Event]:
+    """An event for each neuron, or head, that was moved at a token."""
+    positions = index.tolist()
+    events: list[Event] = []
+    for where, before, after in zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True):
+        row, token, number = where
+        data = {"old": before, "new": after}
+        if group.head is None:
+            data = {"neuron": group.neurons[number], **data}
+        if group.expert is not None:
+            data["expert"] = group.expert
+        events.append(Event(row, step, positions[row][token], group.layer, group.head, kind, data))
+    return events
 
 
 @dataclass(frozen=True, kw_only=True)
