@@ -72,7 +72,7 @@ class Precision(Result):
     }
 
     costs: dict[str, float]
-    claims: Claims
+    claims: Claims = ()
     place: str
 
     def rows(self) -> Table:
