@@ -168,7 +168,7 @@ class HeadByHead:
         effect, components = self.short.only(heads), self.effect.components
         lost = effect.lost([*one_by_one(components), tuple(self.effect.written)])
         needs: list[Parts] = []
-        for needed, all_lost in zip(effect.needed(components, lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
+        for needed, all_lost in zip(effect.needed(lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
             found = tuple(compress(components, needed))
             if not found and all_lost < NEEDED:
                 found = (POSITION,)
@@ -188,7 +188,7 @@ class HeadByHead:
         effect = self.effect.only(numbers)
         by_spike = not self.made.isdisjoint(parts)
         if not by_spike:
-            parts = self.short.only(numbers).with_heads(parts, alone=True)
+            parts = self.short.only(numbers).with_heads(parts)
         others, name = [], ""
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)

@@ -119,63 +119,35 @@ class PositionEffect:
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
-    def needed(
-        self, components: Sequence[Part], lost: Float[Tensor, "component part"]
-    ) -> Bool[Tensor, "component part"]:
-        """Which components each head needs alone.
-
-        A head may lose its attention because a component hid something else that now stands out. What is read also
-        draws attention to the typical position if it is written there; what only hides something does not. The control
-        is what is drawn there by components that the head does not need. If nothing draws more, this says nothing.
-
-        Args:
-            components: The components.
-            lost: Share of its attention that each head loses without each of them.
-        """
-        needed = lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
-        if not bool((needed.sum(0) > 1).any()):
-            return needed
-        values = self.values(one_by_one(components), reverse=True)
-        gained = values[1:] - values[0]
-        most = gained.masked_fill(~needed, 0).amax(0)
-        by_chance = gained.masked_fill(needed, 0).amax(0)
-        draws = (gained >= NEEDED * most) | (most <= by_chance)
-        if KEY_BIAS in components:
-            draws[components.index(KEY_BIAS)] = True
-        return needed & draws
+    def needed(self, lost: Float[Tensor, "component part"]) -> Bool[Tensor, "component part"]:
+        """Which components each head needs alone, by the share of its attention that it loses without each of them."""
+        return lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
 
     def marks(self, candidates: Sequence[Part]) -> Parts:
-        """The candidates that make the effect, with heads in place of attention layers."""
+        """The candidates that make the effect, with heads in place of attention layers that are needed alone."""
         alone = self.necessity(one_by_one(candidates))
         chosen = self.smallest(candidates, alone)
-        losses = [alone[candidates.index(one)] for one in chosen]
-        return self.with_heads(chosen, min(losses, default=0.0) >= NEEDED)
+        if max(alone) < NEEDED:
+            return chosen
+        return self.with_heads(chosen)
 
-    def with_heads(self, whole: Parts, alone: bool) -> Parts:
-        """The same components with heads in place of attention layers, where some heads of one are enough.
-
-        Args:
-            whole: The components.
-            alone: Whether each of them is needed alone, and not only all together.
-        """
+    def with_heads(self, whole: Parts) -> Parts:
+        """Components that are needed alone, with heads in place of attention layers, where some heads are enough."""
         chosen: list[Part] = []
         for member in whole:
             own: Parts = (member,)
             if isinstance(member, Component) and member.kind == "attention":
                 heads = heads_of(self.target, member.layer or 0)
-                others = tuple(component for component in whole if component != member and not alone)
-                of_heads = self.necessity([(*others, head) for head in heads])
-                own = self.smallest(heads, of_heads, others) or own
+                own = self.smallest(heads, self.necessity(one_by_one(heads))) or own
             chosen += own
         return tuple(chosen)
 
-    def smallest(self, candidates: Sequence[Part], alone: Sequence[float], removed_too: Parts = ()) -> Parts:
+    def smallest(self, candidates: Sequence[Part], alone: Sequence[float]) -> Parts:
         """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
 
         Args:
             candidates: Components that may be replaced.
             alone: What is lost without each.
-            removed_too: Components that are replaced all the time.
         """
         bar = max(NEEDED, NEARLY * max(alone))
         needed = tuple(compress(candidates, [share >= bar for share in alone]))
@@ -185,7 +157,6 @@ class PositionEffect:
         promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
         def remove(sets: list[Parts]) -> list[float | None]:
-            lost = self.necessity([(*removed_too, *members) for members in sets])
-            return [share if share >= NEEDED else None for share in lost]
+            return [share if share >= NEEDED else None for share in self.necessity(sets)]
 
         return smallest_set(promising, remove) or ()
