@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import compress
 from typing import ClassVar
 
 import numpy as np
@@ -26,9 +26,9 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Natural, Result, Setup, measurement
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, beside
-from sinkscope.results.claims import NEEDED, Claims, Contrast, Outcome, Search
-from sinkscope.results.notation import count_of, head_name, word_list
-from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.claims import Claims, Contrast, Outcome, Search
+from sinkscope.results.notation import count_of, word_list
+from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
@@ -109,22 +109,20 @@ class MarkingHeads(Result):
     """Which heads mark the first token.
 
     Drops are shares of the sink neurons' activation at a token that stands alone. The arrays are None without neurons
-    or tokens, and `serves` if no layer marks.
+    or tokens.
 
     Attributes:
         sink_layer: The layer of the neuron that writes most of the spike. None if no neurons are known.
-        claims: What is left of the mark without each token's heads or, if no layer marks, without the heads of the
-            layer that takes most.
+        claims: What is left of the mark without each token's heads.
         instead: What there is instead of a finding.
         neurons: The sink neurons whose activation is measured.
-        marking_layer: The layer whose heads make the mark. None if there is none.
         tokens: The tokens that have the mark: they fire the neurons at least half as much as the first token of typical
             text. BOS comes first, if there is one.
         silent: The tokens that do not.
-        drop: Share lost with one head replaced by its mean over typical positions. NaN in layers without softmax
-            attention.
-        serves: Whether a head of the marking layer is in the smallest set of heads, with those first that do most, that
-            keeps half of a token's activation when all others of the layer are replaced.
+        heads: The heads of all layers up to the sink layer that have softmax attention.
+        drop: Share lost with one head replaced by its mean over typical positions.
+        serves: Whether a head is in the smallest set of heads, with those first that do most, that keeps half of a
+            token's activation when all others are replaced.
     """
 
     table_rows = 16
@@ -139,22 +137,18 @@ class MarkingHeads(Result):
     claims: Claims = ()
     instead: str | None = None
     neurons: tuple[Neuron, ...] = ()
-    marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
-    drop: Float[np.ndarray, "token layer head"] | None = None
+    heads: tuple[Head, ...] = ()
+    drop: Float[np.ndarray, "token head"] | None = None
     serves: Bool[np.ndarray, "token head"] | None = None
 
     def rows(self) -> Table:
         """One row per head, marking heads first."""
-        if self.drop is None:
+        if self.drop is None or self.serves is None:
             return []
-        drop = self.drop.mean(0, dtype=np.float64)
-        serves = np.zeros(drop.shape, int)
-        if self.serves is not None:
-            serves[self.marking_layer] = self.serves.sum(0)
-        names = [head_name(*site) for site in np.ndindex(drop.shape)]
-        rows = [row for row in long_table({"serves": serves, "drop": drop}, head=names) if row["drop"] is not None]
+        columns = {"serves": self.serves.sum(0), "drop": self.drop.mean(0, dtype=np.float64)}
+        rows = long_table(columns, head=[str(head) for head in self.heads])
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def facts(self) -> list[str]:
@@ -172,9 +166,9 @@ def draw(result: MarkingHeads) -> go.Figure:
     if result.drop is not None and result.serves is not None:
         order = np.lexsort(result.serves.T)  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in order]
-        drop = result.drop[order, result.marking_layer]
-        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=["#f7f7f7", BLUE], colorbar={"tickformat": ".0%"})
-        fig.update_xaxes(title_text=f"head of layer {result.marking_layer}")
+        heads = [str(head) for head in result.heads]
+        fig.add_heatmap(z=result.drop[order], x=heads, y=names, zmin=0, zmax=1, colorscale=["#f7f7f7", BLUE])
+        fig.update_traces(colorbar={"tickformat": ".0%"})
     return figure_of(fig, result, width=700, height=560)
 
 
@@ -238,69 +232,45 @@ class _Marks:
     tokens: Int[Tensor, " token"]
     intact: Float[Tensor, "token d_model"]
 
-    def kept(self, edits: Bool[Tensor, "*token edit layer head"]) -> Float[Tensor, "token edit"]:
-        """Activation of the sink neurons over the intact one, for every token and edit; NaN if it has no head.
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """The heads that can be replaced."""
+        return tuple(Head(layer, head) for layer in self.bench.means for head in range(self.bench.setup.n_heads))
 
-        Heads of layers without softmax attention are none.
-        """
-        edits = edits.expand(len(self.tokens), *edits.shape[-3:])
+    def kept(self, replaced: Bool[Tensor, "*token edit head"]) -> Float[Tensor, "token edit"]:
+        """Activation of the sink neurons over the intact one, for every token, with some heads replaced."""
+        replaced = replaced.expand(len(self.tokens), *replaced.shape[-2:])
+        edits = self.bench.none_of(*replaced.shape[:2])
+        edits[:, :, list(self.bench.means)] = replaced.unflatten(-1, (-1, self.bench.setup.n_heads))
         tokens = self.tokens.repeat_interleave(edits.shape[1])
         written = self.bench.written(tokens, edits.flatten(0, 1)).unflatten(0, edits.shape[:2])
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
-        kept = along / self.intact.square().sum(-1, keepdim=True)
-        return kept.masked_fill(~edits[..., list(self.bench.means), :].any((2, 3)), torch.nan)
-
-    def kept_in(self, layer: int, heads: Bool[Tensor, "*token edit head"]) -> Float[Tensor, "token edit"]:
-        """The same with heads of one layer replaced."""
-        edits = self.bench.none_of(*heads.shape[:-1])
-        edits[..., layer, :] = heads
-        return self.kept(edits)
+        return along / self.intact.square().sum(-1, keepdim=True)
 
     def added_to(self, found: MarkingHeads) -> MarkingHeads:
-        """The result with what is lost without each head; and the heads of each token, if those of a layer mark."""
-        shape = n_layers, n_heads = self.bench.sink_layer + 1, self.bench.setup.n_heads
-        every_layer = torch.eye(n_layers)[..., None].expand(-1, *shape)
-        every_head = torch.eye(n_layers * n_heads).unflatten(1, shape)
-        kept = self.kept(torch.cat([every_layer, every_head]).bool())
-        drop = 1 - kept[:, n_layers:].unflatten(1, shape)
-        found = replace(found, drop=drop.numpy())
-        left = kept[:, :n_layers].mean(0).nan_to_num(torch.inf)  # without softmax attention
-        best = int(left.argmin())
-        search = Search("layers", int(left.isfinite().sum()), 1 - float(left[best]), f"layer {best}")
-        claim = partial(claim_of, "marks", outcome=Outcome("mark", lost_of="the mark"), place="the first token")
-        if float(left[best]) <= 1 - NEEDED:
-            heads, without, by_chance = self.sets(best, drop[:, best])
-            found = replace(found, marking_layer=best, serves=heads.numpy())
-            marking = tuple(Head(best, head) for head in heads.any(0).nonzero().flatten().tolist())
-            contrasts = INTACT, Contrast("random", float(by_chance.nanmean()), CONTROL_DRAWS)
-            if bool(by_chance.isfinite().any()):  # else there are too few other heads in the layer
-                left = without[without.isfinite()]  # some tokens may need no head
-                return replace(found, claims=(claim(marking, left=left, contrasts=contrasts, search=search),))
-        others = left[left.isfinite() & (torch.arange(n_layers) != best)]
-        if not len(others):
-            alone = "No two layers before the neurons have heads, so there is nothing to compare the heads of one with."
-            return replace(found, instead=alone)
-        subject = (Component("attention", best),)
-        contrasts = INTACT, Contrast("other", float(others.min()), len(others), "another layer")
-        return replace(found, claims=(claim(subject, left=kept[:, best], contrasts=contrasts, search=search),))
+        """The result with what is lost without each head, and the heads of each token.
 
-    def sets(self, layer: int, drop: Float[Tensor, "token head"]) -> tuple[Bool[Tensor, "token head"], Tensor, Tensor]:
-        """The fewest heads of each token that keep half, those with the largest drop and share kept alone first.
-
-        Returns:
-            The heads; and for each token what is left without them, and the least without as many others in random
-            draws, NaN if there are too few others.
+        The fewest heads of a token that keep half, those with the largest drop and share kept alone first, are compared
+        with as many others in random draws, of which the least that is left counts.
         """
-        n_heads = drop.shape[1]
-        alone = self.kept_in(layer, ~torch.eye(n_heads).bool())
-        rank = (drop + alone).argsort(1, descending=True).argsort(1)
-        first = rank[:, None] < torch.arange(n_heads)[:, None]
-        enough = self.kept_in(layer, ~first) >= PRESENT
-        size = torch.where(enough.any(1), enough.int().argmax(1), n_heads)[:, None]
-        heads = rank < size
-        generator = draws(self.bench.setup.seed, f"heads of layer {layer}")
-        others = torch.rand(len(heads), CONTROL_DRAWS, n_heads, generator=generator).masked_fill(heads[:, None], 1)
+        every = torch.eye(len(self.heads)).bool()
+        drop = 1 - self.kept(every)
+        rank = (drop + self.kept(~every)).argsort(1, descending=True).argsort(1)
+        without = self.kept(rank[:, None] >= torch.arange(len(every) + 1)[:, None])
+        size = (without >= PRESENT).int().argmax(1)[:, None]
+        serves = rank < size
+        found = replace(found, heads=self.heads, drop=drop.numpy(), serves=serves.numpy())
+        generator = draws(self.bench.setup.seed, "heads beside those that mark")
+        others = torch.rand(len(rank), CONTROL_DRAWS, len(every), generator=generator).masked_fill(serves[:, None], 1)
         random = others.argsort(-1).argsort(-1) < size[..., None]
-        left = self.kept_in(layer, torch.cat([heads[:, None], random], 1)).clamp(min=0)
-        by_chance = left[:, 1:].amin(1).masked_fill(n_heads - size[:, 0] < size[:, 0], torch.nan)
-        return heads, left[:, 0], by_chance
+        compared = ((size > 0) & (2 * size <= len(every)))[:, 0]  # with as many others
+        if not bool(compared.any()):
+            left = float(without[:, 0].mean())
+            return replace(found, instead=f"No head marks the first token: without all, {left:.0%} of the mark stays.")
+        left = self.kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
+        control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
+        marking = tuple(compress(self.heads, serves[compared].any(0).tolist()))
+        search = Search("heads", len(every))
+        outcome = Outcome("mark", lost_of="the mark")
+        claim = claim_of("marks", marking, outcome, "the first token", left[:, 0], (INTACT, control), search)
+        return replace(found, claims=(claim,))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +34,15 @@ def check(o: Organism, found: MarkingHeads):
     """What was planted, each first token against the heads of its own group."""
     truth = o.truth
     (claim,) = found.claims
-    assert found.marking_layer == truth.marking_layer and claim.verdict == "needed"
+    assert {head.layer for head in claim.subject} == {truth.marking_layer} and claim.verdict == "needed"
     assert claim.value <= 0.1 and claim.control.value >= 0.8
 
     def group(token: str) -> int:
         return truth.groups[o.tokenizer.convert_tokens_to_ids(o.tokenizer.tokenize(token))[0]]
 
     for token, serves in zip(found.tokens, found.serves, strict=True):
-        assert tuple(np.flatnonzero(serves).tolist()) == truth.group_heads[group(token)], token
+        serving = tuple(head.head for head in compress(found.heads, serves))
+        assert serving == truth.group_heads[group(token)], token
     assert all(group(token) < 0 for token in found.silent)
 
 
@@ -57,9 +57,9 @@ def test_planted_heads_are_recovered(kind, tmp_path):
 
 def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     by_position = measured(organism("gpt2", 0), tmp_path)
-    assert by_position.marking_layer is None and len(by_position.figure().data) == 0
+    assert by_position.claims == () and not by_position.serves.any()
     assert np.abs(by_position.drop).max() < 0.1
-    assert by_position.conclusion().startswith("It is not shown that the attention of layer ")
+    assert by_position.conclusion().startswith("No head marks the first token: without all, ")
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.rows() == []
 
@@ -97,18 +97,6 @@ def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):
     assert found.claims == () and found.conclusion().startswith("No neurons are known that make")
 
 
-def test_heads_of_the_only_layer_are_compared_with_each_other(tmp_path, monkeypatch):
-    o, of = organism("llama", 0), Replacement.of
-
-    def lowest(*args):
-        whole = of(*args)
-        return replace(whole, means={0: whole.means[0]})
-
-    monkeypatch.setattr(Replacement, "of", lowest)
-    (claim,) = measured(o, tmp_path).claims
-    assert claim.control.kind == "random"
-
-
 def test_tokens_that_are_given(tmp_path):
     o = organism("llama", 0)
     words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]
@@ -128,7 +116,5 @@ def test_layers_without_attention_have_no_heads(tmp_path):
     m = hard("hybrid", "lfm2")
     text = text_file(m, tmp_path)
     found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
-    named = {int(layer) for row in found.rows() for layer in re.findall(r"L(\d+)", row["head"])}
-    assert named == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}
-    assert found.marking_layer == 0
-    assert "layer 1" not in str(found)
+    assert {head.layer for head in found.heads} == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}
+    assert {head.layer for head in found.claims[0].subject} == {0}

@@ -14,11 +14,9 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention, under
-from sinkscope.models.call_cache import cache_argument
 from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
 
-_CHUNK = 256  # positions whose logits are there at a time
 _IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
 _NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
 """Settings of a checkpoint that do not say how tokens are chosen."""
@@ -152,8 +150,6 @@ def repeat_probabilities(
 ) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
     """p(next = word) and the likeliest next token after 1 to `most` repetitions, from one causal pass.
 
-    The pass runs in chunks with a cache, so that only one chunk's logits are in memory at a time.
-
     Args:
         target: The model.
         head: Token ids before the repetition.
@@ -161,18 +157,10 @@ def repeat_probabilities(
         most: Largest number of repetitions.
         edit: Intervention to apply.
     """
-    from transformers import DynamicCache
-
     ids = torch.tensor([[*head, *[word] * most]], device=target.device)
-    cache = DynamicCache(config=target.config)
-    probabilities, likeliest = list[Tensor](), list[Tensor]()
     with under(edit, target):
-        for chunk in ids.split(_CHUNK, 1):
-            output = target.hf(input_ids=chunk, use_cache=True, **cache_argument(target.hf, cache))
-            logits = output.logits[0].float()
-            probabilities.append(logits.softmax(-1)[:, word].cpu())
-            likeliest.append(logits.argmax(-1).cpu())
-    return torch.cat(probabilities)[len(head) :], torch.cat(likeliest)[len(head) :]
+        logits = target.hf(input_ids=ids, use_cache=False).logits[0, len(head) :].float()
+    return logits.softmax(-1)[:, word].cpu(), logits.argmax(-1).cpu()
 
 
 def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
