@@ -19,9 +19,9 @@ from torch import Tensor
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
-from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
+from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.rows import KEY_BIAS, At, Trial
+from sinkscope.sinks.removal.rows import At, Trial
 from sinkscope.sinks.removal.search import smallest_set
 from sinkscope.sinks.tokens import Mask, TokenRows
 
@@ -69,16 +69,9 @@ class PositionEffect:
         return max(layer for layer, _ in self.heads)
 
     @property
-    def written(self) -> list[Component]:
+    def components(self) -> list[Component]:
         """What writes at the position before the keys of the last head are read."""
         return writers(self.target, self.depth)
-
-    @property
-    def components(self) -> list[Component]:
-        """What may carry the attention of the heads."""
-        if has_key_bias(self.target):
-            return [*self.written, KEY_BIAS]
-        return self.written
 
     def trial(self, edits: Sequence[Parts], reverse: bool = False) -> Trial:
         """Edits that act at the position, whose effect is read there.
