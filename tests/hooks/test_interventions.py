@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,26 +63,10 @@ def test_up_edits_the_linear_factor():
     handle.remove()
     bridge = bridge_of(model, tokenizer)
     for other in (model, bridge):
-        with Ablate(neurons="L1.N3", value=0.5, positions=2, site="up").on(other):
+        with Ablate(sites="L1.N3", value=0.5, positions=2, site="up").on(other):
             assert_close(logits(other, IDS), want, atol=1e-5, rtol=1e-4)
-    with Ablate(neurons="L1.N3", value=0.5, positions=2).on(model):
+    with Ablate(sites="L1.N3", value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("model_type", EXPERTS)
-def test_up_factor_of_an_expert(model_type):
-    """Reference: the rows that compute the factor, replaced by a constant through the weights (and bias, or 0)."""
-    model, _ = tiny_model(model_type)
-    edited = copy.deepcopy(model)
-    experts = edited.model.layers[1].mlp.experts
-    value = 0.0
-    if model_type == "gpt_oss":
-        experts.gate_up_proj.data[2, :, 2 * 5 + 1] = 0
-        experts.gate_up_proj_bias.data[2, 2 * 5 + 1] = value = 0.8
-    else:
-        experts.gate_up_proj.data[2, experts.intermediate_dim + 5] = 0
-    with Ablate(neurons=["L1.E2.N5"], value=value, site="up").on(model):
-        assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
 
 
 def test_mean_ablation():
@@ -246,8 +229,8 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
     ("model_type", "settings", "words"),
     [
         ("llama", {}, ["no neuron", "layer=1"]),
-        ("llama", {"neurons": [3]}, ["layer=None", 'neurons="L1.N338"']),
-        ("llama", {"layer": 1, "neurons": "L1.N3"}, ["layer=1", "names"]),
+        ("llama", {"neurons": [3]}, ["(None, 3)", "(layer, neuron)"]),
+        ("mixtral", {"sites": [(1, 0, 3)], "site": "up"}, ["experts", 'site="post"']),
         ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
         ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),
         ("llama", {"sites": [(1, 1)], "positions": [3, -1]}, ["-1", "whole numbers"]),

@@ -95,8 +95,6 @@ class Run:
     with one run each do not disturb each other.
     """
 
-    _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
-
     def __init__(self, target: Target, parts: tuple[Intervention, ...]) -> None:
         self.target = target
         self.parts = parts  # what acts, in order
@@ -150,7 +148,8 @@ class Run:
         Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
         """
         with self._lock:
-            self._drain()
+            while self._pending:
+                self._events += self._pending.pop(0)()
             return list(self._events)
 
     @property
@@ -168,10 +167,7 @@ class Run:
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
-        with self._lock:
-            self._pending.append(events)
-            if len(self._pending) >= self._MOST_PENDING:
-                self._drain()
+        self._pending.append(events)
 
     def hook(self, *hooks: Hook) -> None:
         """Register torch hooks with kwargs until the run ends."""
@@ -209,11 +205,6 @@ class Run:
             self.passes += 1
             if call.past == 0:  # else the cache was given, and is bound
                 self.tracker.bind(call.sequence, cache_in(output))
-
-    def _drain(self) -> None:
-        for events in self._pending:
-            self._events.extend(events())
-        self._pending.clear()
 
 
 def _no_packed_rows(target: Target) -> UnsupportedError:

@@ -43,29 +43,21 @@ class NeuronEdit(PlacedEdit):
 
     Attributes:
         sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, by name ("L1.N338",
-            "L3.E2.N7"), or as a result has them. A neuron of a shared expert is (layer, neuron). `neurons` takes the
-            same, and with `layer` the numbers of neurons of this layer.
+            "L3.E2.N7"), or as a result has them. A neuron of a shared expert is (layer, neuron). `layer` with
+            the numbers of `neurons` is a shorter form.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
 
     sites: Sequence[SiteLike] = ()
     layer: InitVar[int | None] = None
-    neurons: InitVar[int | str | Sequence[int | SiteLike]] = ()
+    neurons: InitVar[int | Sequence[int]] = ()
     site: Where = "post"
 
     KIND = "edited"
 
-    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
-        several = listed("neurons", neurons)
-        numbers = [one for one in several if isinstance(one, int)]
-        if (layer is None) != (not numbers):
-            raise SinkscopeError(
-                f"layer={layer!r} with neurons={several!r}: give both, as in layer=1, neurons=[7890], or names, as "
-                'in neurons="L1.N338"'
-            )
-        sites = listed("sites", self.sites)
-        sites += [(layer, one) if isinstance(one, int) else one for one in several]
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+        sites = [*listed("sites", self.sites), *((layer, number) for number in listed("neurons", neurons))]
         if not sites and not self._heads:
             raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
         object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))
@@ -118,19 +110,16 @@ class NeuronEdit(PlacedEdit):
 
         Raises:
             SinkscopeError: The model has no such layer, neuron, expert or head.
-            UnsupportedError: The model has no up factor, or its experts are quantised.
+            UnsupportedError: There is no up factor, or experts are quantised.
         """
         for layer, head in self._heads:
             check_site(target, layer, head=head)
         for site in self.checked_sites:
             check_site(target, site.layer, site.neuron, site.expert)
-            is_gated = target.is_gated(site.layer)
-            if site.expert is not None:
-                is_gated = target.experts(site.layer).GATED
-            if self.site == "up" and not is_gated:
+            if self.site == "up" and (site.expert is not None or not target.is_gated(site.layer)):
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
-                    'factor; use site="post"'
+                    'factor, or it is one of many experts; use site="post"'
                 )
 
 
@@ -172,7 +161,7 @@ class Ablate(NeuronEdit):
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
         Neuron(layer=1, expert=None, neuron=3)
-        >>> Ablate(neurons="L1.N338").sites[0]
+        >>> Ablate(sites="L1.N338").sites[0]
         Neuron(layer=1, expert=None, neuron=338)
         >>> Ablate(heads=["L0.H4", (2, 1)]).heads
         ((0, 4), (2, 1))
@@ -184,7 +173,7 @@ class Ablate(NeuronEdit):
 
     KIND = "ablated"
 
-    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
         checked_value(Literal["zero", "mean"] | Finite, self.value, "value")

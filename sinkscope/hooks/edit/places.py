@@ -68,7 +68,7 @@ def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Pla
     layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
-        return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons, site))
+        return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons))
     if site == "post":
         return Place(target.sub(layer, "down"), "pre", neurons)
     first = 0

@@ -16,20 +16,12 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
+from sinkscope.files.records import Finite, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit
 from sinkscope.hooks.edit.placed import Values
-from sinkscope.hooks.edit.sites import SiteLike, Where, site_of
+from sinkscope.hooks.edit.sites import Where, site_of
 from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Neuron
-
-
-class _FileSite(BaseModel):
-    layer: Whole
-    neuron: Whole
-    expert: Whole | None = None
-    calibrated: Finite | None = None
 
 
 class _File(BaseModel):
@@ -39,7 +31,7 @@ class _File(BaseModel):
     kind: Literal["sink-patch"]
     model: dict[str, Any] | None = None
     site: Where
-    sites: Annotated[list[_FileSite], Field(min_length=1)]
+    sites: Annotated[dict[str, Finite | None], Field(min_length=1)]  # calibrated values by the names of neurons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +69,7 @@ class SinkPatch(NeuronEdit):
 
     KIND = "patched"
 
-    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
         check_values(Mapping[Any, Any], calibrated=self.calibrated)
         check_values(Mapping[str, Any] | None, model=self.model)
@@ -107,10 +99,9 @@ class SinkPatch(NeuronEdit):
                 f"the norm spike is at {result.spike.place}, not at the first token, and this patch keeps the "
                 "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
-        neurons = {_site(neuron): neuron for neuron in result.neurons}
-        members = list(map(_site, result.minimal))
-        sites = [member for member in members if member in neurons] or list(map(_site, result.causal))
-        if result.sink_layer is None or not sites:
+        known = {neuron.address: neuron for neuron in result.neurons}
+        chosen = [known[site] for site in result.minimal if site in known] or [*result.causal]
+        if result.sink_layer is None or not chosen:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
                 f"sink_layer={result.sink_layer} and no causal neuron"
@@ -123,10 +114,9 @@ class SinkPatch(NeuronEdit):
                     "no others were found that make it: this patch would not repair repetition; give the neurons "
                     "yourself with SinkPatch(sites=...)"
                 )
-            others = {_site(neuron): neuron for neuron in repetition.others}
-            neurons |= others
-            sites += others
-        calibrated = {place: getattr(neurons[place], f"neutral_{site}") for place in sites}
+            chosen += repetition.others
+        calibrated = {neuron.address: getattr(neuron, f"neutral_{site}") for neuron in chosen}
+        sites = tuple(calibrated)
         if None in calibrated.values():  # of neurons without an up factor
             calibrated = {}
         return cls(sites=sites, site=site, calibrated=calibrated, model=asdict(result.model))
@@ -137,9 +127,9 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [{**vars(site), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
-        content = {"schema": 2, "kind": "sink-patch", "model": self.model, "site": self.site}
-        write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n", force=force)
+        sites = {str(site): self.calibrated.get(site) for site in self.checked_sites}
+        content = {"schema": 2, "kind": "sink-patch", "model": self.model, "site": self.site, "sites": sites}
+        write_output(path, json.dumps(content, indent=2) + "\n", force=force)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -152,9 +142,8 @@ class SinkPatch(NeuronEdit):
         content: Any = read_json(path, "make a patch with `sinkscope patch make`")
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected)
-        calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
-        sites = list(map(_site, patch.sites))
-        return cls(sites=sites, site=patch.site, calibrated=calibrated, model=patch.model)
+        calibrated = {site: value for site, value in patch.sites.items() if value is not None}
+        return cls(sites=list(patch.sites), site=patch.site, calibrated=calibrated, model=patch.model)
 
     def check(self, target: Target) -> None:
         """Refuse a model without these neurons, or of another shape than the one for which the patch was made.
@@ -189,8 +178,3 @@ class SinkPatch(NeuronEdit):
                 "neuron's value at the second one is not known: enter the run first, or give calibrated values"
             )
         return memory.keep("second", values.old, values.index == 1)
-
-
-def _site(row: Any) -> Neuron:
-    """The neuron that a row of a result or file is about."""
-    return Neuron(row.layer, row.expert, row.neuron)
