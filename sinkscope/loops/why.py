@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 
 from sinkscope.hooks.edit.base import Composed, Intervention
-from sinkscope.hooks.edit.decode import decode, greedy
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.policy import Policy
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
@@ -245,7 +245,7 @@ class Case:
                     removed[row, self.positions(trial, cut)] = True
                 edit = Composed((*edits, Without(removed)))
                 rows = torch.tensor([self.ids[:cut]] * len(batch))
-                for trial, tokens in zip(batch, greedy(self.setup.target, rows, new, edit), strict=True):
+                for trial, tokens in zip(batch, decode(self.setup.target, rows, new, edit)[0], strict=True):
                     written.setdefault(trial, []).append(tokens)
             self.setup.progress("continuations", number, len(batches))
         return written

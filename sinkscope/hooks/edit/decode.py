@@ -131,11 +131,6 @@ def decode(
         return answers, [] if run is None else run.events
 
 
-def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
-    """The new ids of `decode` alone."""
-    return decode(target, rows, new, edit)[0]
-
-
 def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
     """The tokens up to and including the first that ends a sequence."""
     for i, token in enumerate(answer):

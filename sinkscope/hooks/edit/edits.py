@@ -15,8 +15,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
 from sinkscope.hooks.edit.base import Event
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
+from sinkscope.hooks.edit.places import Place, PlacedEdit, Values, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
     NeuronGroup,
     Positions,

@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_fields, checked_value
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place
+from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
 from sinkscope.hooks.edit.positions import Memory
 from sinkscope.hooks.edit.sites import (
     Positions,

@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, check, check_values, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit
-from sinkscope.hooks.edit.placed import Values
+from sinkscope.hooks.edit.places import Values
 from sinkscope.hooks.edit.sites import Where, site_of
 from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target

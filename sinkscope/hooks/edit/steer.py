@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place
+from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
 from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.hooks import beside

@@ -151,7 +151,7 @@ def begins(made: MadeSpike) -> int:
 
 
 def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:
-    """What is left of the norm above a typical one where a spike has begun, without all marks, and without each."""
+    """What is left of the norm above a typical one where a spike has begun, without its marks; none without marks."""
     layer = begins(made)
     effect = replace(effect, layer=layer, without=made.scan.shared_dims)
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
@@ -159,20 +159,16 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
     others, name = beside(setup, marks, (), layer, candidates)
     if not marks or not others:
         return ()
-    subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
-    left = (1 - torch.tensor(effect.necessity([*subjects, *others]))).clamp(min=0)
-    claims: list[Claim] = []
+    left = (1 - torch.tensor(effect.necessity([marks, *others]))).clamp(min=0)
     kind = "norm" if role == MARKS else "norm of copies"
-    for subject, kept in zip(subjects, left, strict=False):
-        claim = Claim(
-            role=role if subject == marks else f"{role} alone",
-            subject=subject,
-            outcome=Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike"),
-            place=place,
-            value=float(kept),
-            contrasts=(INTACT, by_chance(marks, left[len(subjects) :], name)),
-            draws=len(effect.ids),
-            search=Search("components alone and in sets", len(candidates)),
-        )
-        claims.append(claim)
-    return tuple(claims)
+    claim = Claim(
+        role=role,
+        subject=marks,
+        outcome=Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike"),
+        place=place,
+        value=float(left[0]),
+        contrasts=(INTACT, by_chance(marks, left[1:], name)),
+        draws=len(effect.ids),
+        search=Search("components alone and in sets", len(candidates)),
+    )
+    return (claim,)

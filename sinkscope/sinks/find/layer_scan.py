@@ -21,7 +21,7 @@ from sinkscope.models.norms import norm_of, norms_of
 from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
 from sinkscope.results.parts import Parts
 from sinkscope.sinks.find.places import stands_out
-from sinkscope.sinks.removal.rows import Trial
+from sinkscope.sinks.removal.effects import Trial
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first

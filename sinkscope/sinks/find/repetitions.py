@@ -21,8 +21,7 @@ from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.removal.components import Neurons
-from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
+from sinkscope.sinks.removal.effects import BATCH_ELEMENTS, Trial, side_by_side
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
 from sinkscope.sinks.tokens import repeated

@@ -23,8 +23,7 @@ from sinkscope.sinks.find.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.find.places import COMMON, SPIKE_RATIO, by_count
 from sinkscope.sinks.find.records import Candidate, Candidates
 from sinkscope.sinks.removal.components import Heads, Neurons
-from sinkscope.sinks.removal.effects import Effects, heads_lost, side_by_side
-from sinkscope.sinks.removal.rows import Trial
+from sinkscope.sinks.removal.effects import Effects, Trial, heads_lost, side_by_side
 from sinkscope.sinks.removal.search import random_sets, smallest_set, without_unneeded
 
 CANDIDATES = 8  # candidates of the sink layer

@@ -121,8 +121,8 @@ def patch_eval(
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 
-    The beginning of the typical text provides the neutral values of the random neurons; perplexity is measured on
-    pieces that come after it.
+    The random neurons hold their values at the second token. Perplexity is measured on pieces of the typical text after
+    the part that neutral values are taken from.
 
     Args:
         patch: The patch.json to evaluate; from Python also a `SinkPatch`.

@@ -7,10 +7,7 @@ from contextlib import suppress
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.edit.sites import groups_of
-from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import Setup
-from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.removal.search import random_neurons
 
@@ -42,15 +39,6 @@ def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of the same kind for as many random neurons of the same layers and experts, drawn with the seed."""
-    target, sites = setup.target, patch.checked_sites
-    drawn = random_neurons(target, sites, sites, setup.seed)
-    calibrated: dict[Neuron, float] = {}
-    for group in groups_of(drawn if patch.calibrated else ()):
-        with target.loaded(group.layer):
-            view = neutral_view(target, group.layer, setup.ids)
-        for site in group.sites:
-            flat = flat_number(target, site.layer, site.expert, site.neuron)
-            value = neutral_up(view, flat) if patch.site == "up" else None
-            calibrated[site] = neutral_post(target, view, flat) if value is None else value
-    return SinkPatch(sites=drawn, site=patch.site, calibrated=calibrated)
+    """A patch of as many random neurons of the same layers and experts, held at their values at the second token."""
+    sites = patch.checked_sites
+    return SinkPatch(sites=random_neurons(setup.target, sites, sites, setup.seed), site=patch.site)

@@ -20,8 +20,7 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.rows import At, Trial
+from sinkscope.sinks.removal.effects import At, Trial, side_by_side
 from sinkscope.sinks.removal.search import smallest_set
 from sinkscope.sinks.tokens import Mask, TokenRows
 

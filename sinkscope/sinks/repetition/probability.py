@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.hooks.edit.decode import greedy, repeat_probabilities
+from sinkscope.hooks.edit.decode import decode, repeat_probabilities
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
@@ -187,7 +187,7 @@ def _answers(
     """What the model writes after so many repetitions of each token, under a patch if there is one."""
     prompts = torch.tensor([[*before, *[word] * count] for word in sweep.ids])
     answers: list[RepeatAnswer] = []
-    for number, ids in enumerate(greedy(setup.target, prompts, new_tokens, patched)):
+    for number, ids in enumerate(decode(setup.target, prompts, new_tokens, patched)[0]):
         kept = next((place for place, other in enumerate(ids) if other != sweep.ids[number]), len(ids))
         follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
         answers.append(RepeatAnswer(sweep.tokens[number], patched is not None, count, kept, len(ids), follows))
