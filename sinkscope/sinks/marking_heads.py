@@ -7,7 +7,7 @@ and each row of a pass can replace other heads.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import ClassVar
@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import einsum, repeat
+from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -41,45 +41,35 @@ PRESENT = 0.5  # share of the sink neurons' activation from which a token has th
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 
 
-@dataclass(frozen=True)
 class Replacement:
     """A model whose heads' outputs at first tokens can be replaced by their means over later positions of typical text.
 
     Attributes:
         setup: The model.
         sink_layer: Layer of the sink neurons. Heads in this layer and below can be replaced.
-        means: Mean `hook_z` of the heads of each layer up to the sink layer that has softmax attention.
         flat: The sink neurons, numbered as in a `LayerView`.
-        cols: What each of them writes when its `hook_post` is 1.
+        means: Mean `hook_z` of the heads of each layer up to the sink layer that has softmax attention.
     """
 
-    setup: Setup
-    sink_layer: int
-    means: Mapping[int, Float[Tensor, "head d_head"]]
-    flat: Int[Tensor, " neuron"]
-    cols: Float[Tensor, "neuron d_model"]
-
-    @classmethod
-    def of(cls, setup: Setup, neurons: Sequence[Neuron]) -> Replacement:
-        """Built with means over typical text, for neurons of one layer."""
-        target, sink_layer = setup.target, neurons[0].layer
-        layers = [layer for layer in target.attending if layer <= sink_layer]
+    def __init__(self, setup: Setup, neurons: Sequence[Neuron]) -> None:
+        target, self.sink_layer = setup.target, neurons[0].layer
+        self.setup = setup
+        numbers = [flat_number(target, self.sink_layer, neuron.expert, neuron.neuron) for neuron in neurons]
+        self.flat = torch.tensor(numbers)
+        layers = [layer for layer in target.attending if layer <= self.sink_layer]
         outputs = trace(target, setup.ids, [f"blocks.{layer}.attn.hook_z" for layer in layers], lambda z: z[:, 1:])
-        means = {}
+        self.means: dict[int, Float[Tensor, "head d_head"]] = {}
         for layer, output in zip(layers, outputs.values(), strict=True):
-            means[layer] = output.float().mean((0, 1))
-        numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in neurons]
-        flat = torch.tensor(numbers)
-        return cls(setup, sink_layer, means, flat, columns(target, sink_layer, flat))
+            self.means[layer] = output.float().mean((0, 1))
 
     def none_of(self, *edits: int) -> Bool[Tensor, "*edit layer head"]:
         """So many edits that replace no head."""
         return torch.zeros(*edits, self.sink_layer + 1, self.setup.n_heads, dtype=torch.bool)
 
-    def written(
+    def post(
         self, tokens: Int[Tensor, " row"], replaced: Bool[Tensor, "row layer head"] | None = None
-    ) -> Float[Tensor, "row d_model"]:
-        """What the sink neurons write at tokens that stand alone.
+    ) -> Float[Tensor, "row neuron"]:
+        """The values (`hook_post`) of the sink neurons at tokens that stand alone.
 
         Args:
             tokens: The tokens.
@@ -89,19 +79,17 @@ class Replacement:
         if replaced is None:
             replaced = self.none_of(len(tokens))
         batch = max(1, BATCH_VALUES // (target.d_mlp * max(1, target.n_experts(self.sink_layer))))
-        written: list[Tensor] = []
+        read: list[Tensor] = []
         for rows, edits in zip(tokens[:, None].split(batch), replaced.split(batch), strict=True):
             hooks: list[Hook] = []
             for layer, mean in self.means.items():
-                if bool(edits[:, layer].any()):
-                    where = repeat(edits[:, layer], "row head -> row 1 (head d_head)", d_head=mean.shape[-1])
-                    hooks.append(heads_place(target, layer).rows(where, beside(mean.flatten())))
+                where = repeat(edits[:, layer], "row head -> row 1 (head d_head)", d_head=mean.shape[-1])
+                hooks.append(heads_place(target, layer).rows(where, beside(mean.flatten())))
             with target.hooks(*hooks):
                 view = view_layer(target, self.sink_layer, rows, torch.ones_like(rows, dtype=torch.bool))
-            post = view.post[:, self.flat.to(view.post.device)].cpu()
-            written.append(einsum(post, self.cols, "row neuron, neuron d_model -> row d_model"))
-            self.setup.progress("heads", min(batch * len(written), len(tokens)), len(tokens))
-        return torch.cat(written)
+            read.append(view.post[:, self.flat.to(view.post.device)].cpu())
+            self.setup.progress("heads", min(batch * len(read), len(tokens)), len(tokens))
+        return torch.cat(read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,15 +190,15 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
         return MarkingHeads(sink_layer=None, instead=instead)
     layer = max(made.neurons, key=lambda neuron: neuron.contribution_norm).layer
     neurons = tuple(neuron.address for neuron in made.neurons if neuron.layer == layer)
-    bench = Replacement.of(setup, neurons)
-    typical, intact = bench.written(setup.ids[:, 0]), bench.written(words)
-    way = normalize(typical.mean(0), dim=0)
-    fires = einsum(intact, way, "token d_model, d_model -> token") >= PRESENT * typical.norm(dim=-1).median()
+    bench = Replacement(setup, neurons)
+    cols, typical = columns(setup.target, layer, bench.flat), bench.post(setup.ids[:, 0])
+    weights = cols @ normalize((typical @ cols).mean(0), dim=0)  # what a neuron's value adds along the typical spike
+    fires = bench.post(words) @ weights >= PRESENT * (typical @ weights).median()
     having, silent = (token_texts(setup.target, some.tolist()) for some in (words[fires], words[~fires]))
     found = MarkingHeads(sink_layer=layer, neurons=neurons, tokens=having, silent=silent)
     if not having:
         return replace(found, instead="No token given fires the sink neurons when it stands first; give others.")
-    return _Marks(bench, words[fires], intact[fires]).added_to(found)
+    return with_heads(found, bench, words[fires], weights)
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int[Tensor, " token"]:
@@ -224,53 +212,48 @@ def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int
     return torch.tensor(words)
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """Tokens that fire the sink neurons when they stand alone, and what these write there."""
+def with_heads(
+    found: MarkingHeads, bench: Replacement, tokens: Int[Tensor, " token"], weights: Float[Tensor, " neuron"]
+) -> MarkingHeads:
+    """The result with what is lost without each head, and the heads of each token.
 
-    bench: Replacement
-    tokens: Int[Tensor, " token"]
-    intact: Float[Tensor, "token d_model"]
+    The fewest heads of a token that keep half, those with the largest drop and share kept alone first, are compared
+    with as many others in random draws, of which the least that is left counts.
 
-    @property
-    def heads(self) -> tuple[Head, ...]:
-        """The heads that can be replaced."""
-        return tuple(Head(layer, head) for layer in self.bench.means for head in range(self.bench.setup.n_heads))
+    Args:
+        found: The result without them.
+        bench: The model.
+        tokens: The tokens that have the mark.
+        weights: What counts of the value of each neuron.
+    """
+    n_heads, intact = bench.setup.n_heads, bench.post(tokens) @ weights
+    heads = tuple(Head(layer, head) for layer in bench.means for head in range(n_heads))
 
-    def kept(self, replaced: Bool[Tensor, "*token edit head"]) -> Float[Tensor, "token edit"]:
-        """Activation of the sink neurons over the intact one, for every token, with some heads replaced."""
-        replaced = replaced.expand(len(self.tokens), *replaced.shape[-2:])
-        edits = self.bench.none_of(*replaced.shape[:2])
-        edits[:, :, list(self.bench.means)] = replaced.unflatten(-1, (-1, self.bench.setup.n_heads))
-        tokens = self.tokens.repeat_interleave(edits.shape[1])
-        written = self.bench.written(tokens, edits.flatten(0, 1)).unflatten(0, edits.shape[:2])
-        along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
-        return along / self.intact.square().sum(-1, keepdim=True)
+    def kept(replaced: Bool[Tensor, "*token edit head"]) -> Float[Tensor, "token edit"]:
+        """The mark over the intact one, for every token, with some heads replaced."""
+        replaced = replaced.expand(len(tokens), *replaced.shape[-2:])
+        edits = bench.none_of(*replaced.shape[:2])
+        edits[:, :, list(bench.means)] = replaced.unflatten(-1, (-1, n_heads))
+        post = bench.post(tokens.repeat_interleave(edits.shape[1]), edits.flatten(0, 1))
+        return (post @ weights).unflatten(0, edits.shape[:2]) / intact[:, None]
 
-    def added_to(self, found: MarkingHeads) -> MarkingHeads:
-        """The result with what is lost without each head, and the heads of each token.
-
-        The fewest heads of a token that keep half, those with the largest drop and share kept alone first, are compared
-        with as many others in random draws, of which the least that is left counts.
-        """
-        every = torch.eye(len(self.heads)).bool()
-        drop = 1 - self.kept(every)
-        rank = (drop + self.kept(~every)).argsort(1, descending=True).argsort(1)
-        without = self.kept(rank[:, None] >= torch.arange(len(every) + 1)[:, None])
-        size = (without >= PRESENT).int().argmax(1)[:, None]
-        serves = rank < size
-        found = replace(found, heads=self.heads, drop=drop.numpy(), serves=serves.numpy())
-        generator = draws(self.bench.setup.seed, "heads beside those that mark")
-        others = torch.rand(len(rank), CONTROL_DRAWS, len(every), generator=generator).masked_fill(serves[:, None], 1)
-        random = others.argsort(-1).argsort(-1) < size[..., None]
-        compared = ((size > 0) & (2 * size <= len(every)))[:, 0]  # with as many others
-        if not bool(compared.any()):
-            left = float(without[:, 0].mean())
-            return replace(found, instead=f"No head marks the first token: without all, {left:.0%} of the mark stays.")
-        left = self.kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
-        control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
-        marking = tuple(compress(self.heads, serves[compared].any(0).tolist()))
-        search = Search("heads", len(every))
-        outcome = Outcome("mark", lost_of="the mark")
-        claim = claim_of("marks", marking, outcome, "the first token", left[:, 0], (INTACT, control), search)
-        return replace(found, claims=(claim,))
+    every = torch.eye(len(heads)).bool()
+    drop = 1 - kept(every)
+    rank = (drop + kept(~every)).argsort(1, descending=True).argsort(1)
+    without = kept(rank[:, None] >= torch.arange(len(heads) + 1)[:, None])
+    size = (without >= PRESENT).int().argmax(1)[:, None]
+    serves = rank < size
+    found = replace(found, heads=heads, drop=drop.numpy(), serves=serves.numpy())
+    generator = draws(bench.setup.seed, "heads beside those that mark")
+    others = torch.rand(len(tokens), CONTROL_DRAWS, len(heads), generator=generator).masked_fill(serves[:, None], 1)
+    random = others.argsort(-1).argsort(-1) < size[..., None]
+    compared = ((size > 0) & (2 * size <= len(heads)))[:, 0]  # with as many others
+    if not bool(compared.any()):
+        left = float(without[:, 0].mean())
+        return replace(found, instead=f"No head marks the first token: without all, {left:.0%} of the mark stays.")
+    left = kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
+    control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
+    marking = tuple(compress(heads, serves[compared].any(0).tolist()))
+    outcome, search = Outcome("mark", lost_of="the mark"), Search("heads", len(heads))
+    claim = claim_of("marks", marking, outcome, "the first token", left[:, 0], (INTACT, control), search)
+    return replace(found, claims=(claim,))

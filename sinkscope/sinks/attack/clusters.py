@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
@@ -41,15 +41,7 @@ def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "to
     lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
     ids = repeat(torch.tensor(tokens), "token -> (token way)", way=len(lost))
     rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
-    return rearrange(activations(model, ids, rows), "(token way) -> token way", way=len(lost))
-
-
-def activations(
-    model: Replacement, tokens: Int[Tensor, " row"], lost: Bool[Tensor, "row layer head"] | None = None
-) -> Tensor:
-    """The neuron's activation at tokens that stand alone."""
-    (column,) = model.cols
-    return model.written(tokens, lost) @ column / column.square().sum()
+    return rearrange(model.post(ids, rows), "(token way) 1 -> token way", way=len(lost))
 
 
 @dataclass(frozen=True)
@@ -128,8 +120,8 @@ def find_clusters(setup: Setup, made: MadeSpike | None, ids: list[int], resume: 
     attending_layers(target, [0])  # a layer without attention has no heads, which an error says
     largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
-    model = Replacement.of(setup, [largest.address])
-    reference = float(activations(model, setup.ids[:, 0]).median())
+    model = Replacement(setup, [largest.address])
+    reference = float(model.post(setup.ids[:, 0]).median())
 
     def work(tokens: list[int]) -> Columns:
         shares = head_activations(model, tokens) / reference
