@@ -95,7 +95,6 @@ def test_padding_and_other_rows_make_no_difference():
         ({"kv": 8, "positions": "last"}, ("last", "first")),
         ({"activations": 8, "layers": [99]}, ("layer 99",)),
         ({"activations": 8, "neurons": ["L1.N99999"]}, ("99999",)),
-        ({"activations": 8, "places": [(5, 0)]}, ("row 5", "3")),
     ],
 )
 def test_wrong_settings_and_what_the_model_lacks_are_refused(fields, words):

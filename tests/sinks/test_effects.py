@@ -169,7 +169,8 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
     heads = [(layer, head) for layer in (1, last) for head in (0, 1)]
-    norm, received = PositionEffect(target, ids, at, other, last), PositionEffect(target, ids, at, other, heads=heads)
+    where = torch.tensor([at, at]), torch.tensor([other, other])
+    norm, received = PositionEffect(target, ids, *where, last), PositionEffect(target, ids, *where, heads=heads)
     top, floor = (norms(o.model, ids)[last, :, place].mean() for place in (at, other))
     for layer in range(target.n_layers):
         components = [Head(layer, 1), Component("mlp", layer), Component("attention", layer)]

@@ -52,21 +52,19 @@ class EditedModules:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._names = {module: name for name, module in target.hf.named_modules()}
-        self._kept: set[nn.Module] = set()
-        self._idle: set[nn.Module] = set()
+        self._ran: dict[nn.Module, bool] = {}
 
-    def keep(self, module: nn.Module) -> None:
+    def keep(self, module: nn.Module, ran: bool = True) -> None:
         """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
         if module in self._names:
-            self._kept.add(module)
+            self._ran[module] = ran
 
     def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The hook of an edit, which from now on also notes that its module ran."""
-        self.keep(module)
-        self._idle |= {module} & self._kept
+        self.keep(module, False)
 
         def noting(*args: Any) -> Any:
-            self._idle.discard(module)
+            self.keep(module)
             return hook(*args)
 
         return noting
@@ -77,13 +75,13 @@ class EditedModules:
         Raises:
             UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
         """
-        lost = self._idle | (self._kept - set(self._target.hf.modules()))
+        present = set(self._target.hf.modules())
+        lost = [self._names[module] for module, ran in self._ran.items() if not ran or module not in present]
         if lost:
-            path = min(self._names[module] for module in lost)
             raise UnsupportedError(
-                f"{path} of {self._target.name} was replaced inside the `with`, or never ran while the model did, so "
-                "that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch off "
-                "what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
+                f"{min(lost)} of {self._target.name} was replaced inside the `with`, or never ran while the model did, "
+                "so that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch "
+                "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, check, check_values, checked_value
+from sinkscope.files.records import Finite, check, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit
 from sinkscope.hooks.edit.places import Values
 from sinkscope.hooks.edit.sites import Where, site_of
@@ -71,11 +71,9 @@ class SinkPatch(NeuronEdit):
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
-        check_values(Mapping[Any, Any], calibrated=self.calibrated)
+        check_values(Mapping[Any, Finite], calibrated=self.calibrated)
         check_values(Mapping[str, Any] | None, model=self.model)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
-        for site, value in calibrated.items():
-            checked_value(Finite, value, f"calibrated value of {site}")
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]
         if missing and calibrated:

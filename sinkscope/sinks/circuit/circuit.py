@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import plotly.express as px
 import plotly.graph_objects as go
 import torch
 
@@ -46,14 +47,8 @@ class Circuit(SinkPlaces):
     percent = ("left", "control")
     columns = ("role", "subject", "left", "control", "place")
     glossary: ClassVar = {
-        "role": "what the subject does: it marks a place, makes its spike, carries attention to it, or is written",
-        "subject": "the parts that were removed",
         "left": "what stays of the effect without them",
         "control": "the same under the contrast that comes nearest",
-        "contrast": "that contrast",
-        "outcome": "what was read: the spike along its direction, the norm, attention, or the output of heads",
-        "draws": "independent texts",
-        "verdict": "needed, sufficient, not shown or undecided, against every contrast",
     }
 
     claims: Claims = ()
@@ -81,16 +76,17 @@ class Circuit(SinkPlaces):
 
 def draw(result: Circuit) -> go.Figure:
     """What is left of each effect without its subject, and under the nearest contrast, from the mark down."""
-    steps: list[str] = []
+    bars: dict[str, list[Any]] = {"step": [], "without it": [], "control": []}
     for claim in result.claims:
-        steps.append(html.escape(f"{claim.role}: {in_words(claim.subject)} ({without_example(claim.place)})"))
-    left, control = [claim.value for claim in result.claims], [claim.control.value for claim in result.claims]
-    fig = go.Figure()
-    for name, values, colour in (("without it", left, BLUE), ("control", control, GREY)):
-        fig.add_bar(x=values, y=steps, name=name, marker_color=colour, orientation="h")
-    fig.update_xaxes(title_text="share of the effect that is left", tickformat=".0%")
+        step = f"{claim.role}: {in_words(claim.subject)} ({without_example(claim.place)})"
+        for column, value in zip(bars.values(), (html.escape(step), claim.value, claim.control.value), strict=True):
+            column.append(value)
+    labels = {"step": "", "value": "share of the effect that is left", "variable": ""}
+    colours = {"barmode": "group", "color_discrete_sequence": [BLUE, GREY]}
+    fig = px.bar(bars, x=["without it", "control"], y="step", orientation="h", labels=labels, **colours)
+    fig.update_xaxes(tickformat=".0%")
     fig.update_yaxes(autorange="reversed", automargin=True)
-    return figure_of(fig, result, width=1100, height=260 + 48 * len(steps))
+    return figure_of(fig, result, width=1100, height=260 + 48 * len(result.claims))
 
 
 @measurement(
@@ -127,7 +123,9 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
             repeats = min(repeats, target.max_positions - 1)
         ids = repeated(prefixes(setup, [word.id]), [word.id], repeats)
         place = f"the last of {repeats} copies of {word.token!r}"
-        claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
+        claims += marks_of(
+            setup, made[0], COPIES, place, PositionEffect(target, ids, torch.tensor([repeats]), torch.tensor([1]))
+        )
     values, of_values = values_of(target, survey)
     attended = [claim for claim in sinks.claims if claim.role == "carries"]
     parts = [*attended, *claims]
@@ -169,6 +167,6 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
         value=float(left[0]),
         contrasts=(INTACT, by_chance(marks, left[1:], name)),
         draws=len(effect.ids),
-        search=Search("components alone and in sets", len(candidates)),
+        search=Search("components", len(candidates)),
     )
     return (claim,)

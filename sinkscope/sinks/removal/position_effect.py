@@ -13,19 +13,17 @@ from itertools import compress
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import At, Trial, side_by_side
-from sinkscope.sinks.removal.search import smallest_set
+from sinkscope.sinks.removal.effects import Trial, side_by_side
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
-SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +33,8 @@ class PositionEffect:
     Attributes:
         target: The model.
         ids: The texts.
-        at: The position, one or one of each text.
-        other: The typical position, in the same way.
+        at: The position in each text.
+        other: The typical position in each.
         layer: The effect is the norm after this layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
         places: Several positions of each text, edited together, whose attention is summed. None: the position.
@@ -45,8 +43,8 @@ class PositionEffect:
 
     target: Target
     ids: TokenRows
-    at: At
-    other: At
+    at: Int[Tensor, " text"]
+    other: Int[Tensor, " text"]
     layer: int | None = None
     heads: Heads = ()
     places: Mask | None = None
@@ -58,9 +56,8 @@ class PositionEffect:
 
     def in_texts(self, count: int) -> PositionEffect:
         """The same in the first texts alone."""
-        at, other = (torch.as_tensor(place).expand(len(self.ids))[:count] for place in (self.at, self.other))
         places = None if self.places is None else self.places[:count]
-        return replace(self, ids=self.ids[:count], at=at, other=other, places=places)
+        return replace(self, ids=self.ids[:count], at=self.at[:count], other=self.other[:count], places=places)
 
     @property
     def depth(self) -> int:
@@ -86,7 +83,7 @@ class PositionEffect:
         if self.heads:
             behind = min(layer for layer, _ in self.heads)
             return Trial(self.ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        last = max(int(torch.as_tensor(place).max()) for place in (at, source))  # later tokens do not change norms
+        last = int(torch.maximum(at, source).max())  # later tokens do not change norms
         return Trial(self.ids[:, : last + 1], edits, upto=self.layer, **reading)
 
     def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
@@ -116,39 +113,21 @@ class PositionEffect:
         return lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
 
     def marks(self, candidates: Sequence[Part]) -> Parts:
-        """The candidates that make the effect, with heads in place of attention layers that are needed alone."""
-        alone = self.necessity(one_by_one(candidates))
-        chosen = self.smallest(candidates, alone)
-        if max(alone) < NEEDED:
-            return chosen
-        return self.with_heads(chosen)
+        """The candidates that make the effect, with heads in place of attention layers, where some heads are enough."""
+        return self.with_heads(self.needed_of(candidates))
 
     def with_heads(self, whole: Parts) -> Parts:
-        """Components that are needed alone, with heads in place of attention layers, where some heads are enough."""
+        """The same components, with heads in place of attention layers, where some heads are enough."""
         chosen: list[Part] = []
         for member in whole:
             own: Parts = (member,)
             if isinstance(member, Component) and member.kind == "attention":
-                heads = heads_of(self.target, member.layer or 0)
-                own = self.smallest(heads, self.necessity(one_by_one(heads))) or own
+                own = self.needed_of(heads_of(self.target, member.layer or 0)) or own
             chosen += own
         return tuple(chosen)
 
-    def smallest(self, candidates: Sequence[Part], alone: Sequence[float]) -> Parts:
-        """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
-
-        Args:
-            candidates: Components that may be replaced.
-            alone: What is lost without each.
-        """
-        bar = max(NEEDED, NEARLY * max(alone))
-        needed = tuple(compress(candidates, [share >= bar for share in alone]))
-        if needed:
-            return needed
-        order = sorted(range(len(candidates)), key=lambda index: -alone[index])
-        promising = [candidates[index] for index in order[:SET_CANDIDATES]]
-
-        def remove(sets: list[Parts]) -> list[float | None]:
-            return [share if share >= NEEDED else None for share in self.necessity(sets)]
-
-        return smallest_set(promising, remove) or ()
+    def needed_of(self, candidates: Sequence[Part]) -> Parts:
+        """The candidates that are needed alone."""
+        lost = self.necessity(one_by_one(candidates))
+        bar = max(NEEDED, NEARLY * max(lost))
+        return tuple(compress(candidates, [share >= bar for share in lost]))

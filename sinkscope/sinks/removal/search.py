@@ -57,7 +57,7 @@ def without_unneeded(members: Members, remove: Remove) -> Members:
 
 
 def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: int, number: int = 0) -> Neurons:
-    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others.
+    """As many other neurons of the same layers (and experts), none of `excluded` if there are enough others.
 
     Args:
         target: The model.
@@ -69,16 +69,16 @@ def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: in
     generator = draws(seed, f"neurons beside {sites_of(neurons)}, draw {number}")
     drawn: Neurons = ()
     for one in neurons:
-        others = _beside(target, one, (*excluded, *neurons, *drawn)) or _beside(target, one, neurons)
+        barred = {
+            other.neuron
+            for other in (*excluded, *neurons, *drawn)
+            if (other.layer, other.expert) == (one.layer, one.expert)
+        }
+        width = target.width(one.layer, one.expert)
+        others = [number for number in range(width) if number not in barred] or range(width)
         chosen = others[int(torch.randint(len(others), (1,), generator=generator))]
         drawn += (Neuron(one.layer, one.expert, chosen),)
     return drawn
-
-
-def _beside(target: Target, one: Neuron, barred: Neurons) -> list[int]:
-    """The other neurons of the same layer (and expert), without some."""
-    numbers = {other.neuron for other in barred if (other.layer, other.expert) == (one.layer, one.expert)}
-    return [number for number in range(target.width(one.layer, one.expert)) if number not in numbers]
 
 
 def random_sets(target: Target, neurons: Neurons, excluded: Neurons, seed: int) -> list[Neurons]:

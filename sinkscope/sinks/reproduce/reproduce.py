@@ -65,12 +65,10 @@ class Reproduction(Result):
         return int(any(one.agrees is False for one in self.records))
 
     def conclusion(self) -> str:
-        """How many agree, or how many there are."""
+        """How many agree."""
         agree = [one.agrees for one in self.records]
-        if self.model.n_layers:
-            said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
-            return f"Of the published results of {self.model.name}, {said}."
-        return f"{count_of(len(self.records), 'published result')} can be compared with a model."
+        said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
+        return f"Of {count_of(len(self.records), 'published result')}, {said}."
 
     def details(self) -> list[str]:
         """What is remarked of each result."""
