@@ -50,7 +50,7 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
             each.append([loss(row) for row in ids])
     each = torch.tensor(each)
     plain, patched, drawn = perplexities = each.mean(1).exp().tolist()
-    assert found.perplexity == pytest.approx(perplexities, rel=1e-5)
+    assert [one.perplexity for one in found.read] == pytest.approx(perplexities, rel=1e-5)
     errors = errors_of(each)
     assert errors.tolist() == pytest.approx(((each[1:] - each[0]).std(1) / 5**0.5).tolist(), rel=1e-3)
     none, row, random_row = found.rows()

@@ -77,7 +77,8 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
             last = norms(o.model, rows)[proof.layers[0], :, -1]
         assert proof.norms[condition, :, 0] == pytest.approx(last.numpy(), rel=1e-4)
     few = {"pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
-    assert proof.perplexity == pytest.approx(patch_eval(o.model, patch, tokenizer=o.tokenizer, **few).perplexity)
+    again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few).read
+    assert [one.perplexity for one in proof.perplexity] == pytest.approx([one.perplexity for one in again])
 
 
 @pytest.mark.slow
@@ -107,8 +108,9 @@ def test_only_words_that_need_repair_prove_it():
     at_once = replace(proof, norms=norms)
     assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
     assert replace(made, proof=at_once).claims[-1].verdict == "not shown"
-    assert replace(proof, perplexity=np.array([np.inf] * 3)).judged(0.01)[0] == "refused"
-    harmful = replace(proof, perplexity=np.array([50.0, 51.0, 50.0]))
+    none, patched, random = proof.perplexity
+    assert replace(proof, perplexity=(none, replace(patched, change=np.nan), random)).judged(0.01)[0] == "refused"
+    harmful = replace(proof, perplexity=(none, replace(patched, change=0.02), random))
     assert harmful.judged(0.01) == (
         "refused",
         "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%.",

@@ -93,8 +93,7 @@ class NeuronEdit(PlacedEdit):
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The new values, which are logged where they differ."""
         old, index, memory, group = values.old, values.index, values.memory, values.of
-        if not values.call.sequence.settled or "first" not in memory:
-            memory.keep("first", old, index == 0)
+        memory.keep("first", old, index == 0)
         changed = new = self.new_values(values)
         first = group.size(memory["first"].nan_to_num(0))[:, None]
         has_moved = group.size((new - old).detach()) > EVENT_SHARE * first

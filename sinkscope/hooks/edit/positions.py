@@ -112,13 +112,11 @@ class Sequence:
     Attributes:
         columns: The tokens read so far.
         partial: Whether the first tokens were read before the run was entered.
-        settled: Whether earlier calls have read the first two real tokens of every row.
         memory: What each edit stores, by the edit's key.
     """
 
     columns: Columns
     partial: bool = False
-    settled: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
 
     def copy(self) -> Sequence:
@@ -226,8 +224,6 @@ class Tracker:
             if real is not None:
                 of_missed, real = real[:, :missed], real[:, missed:]
             earlier = earlier.read(missed, of_missed)
-        # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
-        sequence.settled = past > 1 and (sequence.settled or bool((earlier.length > 1).all()))
         sequence.columns = earlier.read(new, real)
         call = Call(self._steps, batch, past, new, earlier, sequence.columns, sequence)
         self._steps += 1

@@ -168,9 +168,7 @@ class SinkPatch(NeuronEdit):
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row."""
         call, memory = values.call, values.memory
-        if "second" in memory and call.sequence.settled:
-            return memory["second"]
-        if call.sequence.partial and call.past > 1:
+        if "second" not in memory and call.sequence.partial and call.past > 1:
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give calibrated values"

@@ -30,7 +30,7 @@ from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.held_out import Length, Pieces
-from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
@@ -54,7 +54,7 @@ class PatchProof:
         layers: Layers from the one that completes the spike to the last.
         ceiling: Three times the typical norm after each layer; what is larger stands out.
         norms: Norm after each layer.
-        perplexity: Perplexity of held-out text in the first three cases.
+        perplexity: Of held-out text in the first three cases.
     """
 
     words: tuple[str, ...]
@@ -62,7 +62,7 @@ class PatchProof:
     layers: Int[np.ndarray, " layer"]
     ceiling: Float[np.ndarray, " layer"]
     norms: Float[np.ndarray, "case word layer"]
-    perplexity: Float[np.ndarray, " condition"]
+    perplexity: tuple[Perplexity, ...]
 
     @property
     def stands_out(self) -> Bool[Tensor, "case word"]:
@@ -74,11 +74,6 @@ class PatchProof:
         """The words that need repair: copies stand out in the intact model, and one does not. Only these prove it."""
         return self.stands_out[INTACT] & ~self.stands_out[ONCE]
 
-    @property
-    def rise(self) -> Float[np.ndarray, " condition"]:
-        """What the perplexity rises by, as a share of the intact one; NaN if it is not finite."""
-        return self.perplexity / self.perplexity[INTACT] - 1
-
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
         if not self.failing.any():
@@ -86,7 +81,7 @@ class PatchProof:
         left = int((self.stands_out[PATCHED] & self.failing).sum())
         if left:
             return "not-repaired", f"under the patch, the norms of {count_of(left, 'word')} still stand out."
-        rise = self.rise[PATCHED]
+        rise = self.perplexity[PATCHED].change
         if not rise <= limit:
             return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
         return "made", "repeated words keep a typical norm, and ordinary text is read as before."
@@ -157,7 +152,7 @@ class PatchMade(Result):
         """The perplexity."""
         if self.proof is None:
             return []
-        _, patched, random = self.proof.rise
+        _, patched, random = (one.change for one in self.proof.perplexity)
         return [f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}."]
 
     def rows(self) -> Table:
@@ -250,13 +245,10 @@ def patch_make(
     needed = [word.repeats for word in words if word.repeats is not None]
     if not needed and sinks.repetition is not None:  # copies become sinks after the sink layer
         needed = [sinks.repetition.repeats]
-    if min(needed, default=most + 1) > most:
-        reason = f"none of {len(words)} words becomes a sink when it is repeated {most} times."
-        return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = min(most, 2 * max(needed))
-    perplexity = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).perplexity
-    proof = proof_of(setup, made.scan, patch, words, count, perplexity)
+    count = min(most, 2 * max(needed, default=most))
+    read = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).read
+    proof = proof_of(setup, made.scan, patch, words, count, read)
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
     calibrated = tuple(patch.calibrated[site] for site in sites)
@@ -270,7 +262,7 @@ def proof_of(
     patch: SinkPatch,
     words: Sequence[RepeatedToken],
     count: int,
-    perplexity: Float[np.ndarray, " condition"],
+    read: Sequence[Perplexity],
 ) -> PatchProof:
     """What a patch does to repeated words and to ordinary text.
 
@@ -280,7 +272,7 @@ def proof_of(
         patch: The patch.
         words: The words to repeat.
         count: Number of repetitions.
-        perplexity: What `patch_eval` measures.
+        read: What `patch_eval` measures.
     """
     ids = [word.id for word in words]
     rows = repeated(prefixes(setup, ids), ids, count)
@@ -288,17 +280,17 @@ def proof_of(
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
     layers = list(range(max(scan.stages), len(scan.layers)))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    read: list[Tensor] = []
+    norms: list[Tensor] = []
     random, once = random_patch(setup, patch), one_copy(others, rows)
     for edit, texts in ((None, rows), (patch, rows), (random, rows), (None, once), (None, others)):
         with under(edit, setup.target):
-            read.append(norms_at(scan, after, texts)[:, -1])
-        setup.progress("patches", len(read), len(CASES))
+            norms.append(norms_at(scan, after, texts)[:, -1])
+        setup.progress("patches", len(norms), len(CASES))
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
         ceiling=SPIKE_RATIO * np.array(scan.typical_norm)[layers],
-        norms=torch.stack(read).numpy(),
-        perplexity=perplexity,
+        norms=torch.stack(norms).numpy(),
+        perplexity=tuple(read),
     )
