@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from covering import every_nth
+from intervention_kit import effects
 from organisms import organism
 from organisms.decoders import decoder
 from raw_kit import attention, blocks, norms, zeroed
@@ -17,7 +18,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.open import open_stream
 from sinkscope.results.parts import Component, Head, Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.removal.effects import Effects, effects
+from sinkscope.sinks.removal.effects import Effects
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 

@@ -38,7 +38,7 @@ def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_
         key = (record.model, record.quantity, record.value, record.source, record.where)
         assert key not in seen, f"{record} stands twice"
         seen.add(key)
-        if record.quantity.startswith(("sink_rate", "attention", "massive_", "repeats")):
+        if record.quantity.startswith(("sink_rate", "massive_", "repeats")):
             assert record.tolerance > 0, record
     assert len(seen) > 140
 
@@ -152,13 +152,6 @@ def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, tmp_path):
     assert family == "gpt2" or found > 0.02
 
 
-def test_attention_to_the_first_token_is_the_mean_over_inner_layers_and_later_queries(tmp_path):
-    one = planted("gpt2")
-    rows = attention(one.model, pieces(one.tokenizer, one.bos, 300, 40))
-    expected = float(rows[3:-1, ..., 20:, 0].mean())
-    assert measured(one, "attention_to_first", 0.5, tmp_path) == pytest.approx(expected, rel=1e-4)
-
-
 @torch.no_grad()
 def test_massive_activations_are_large_values_at_the_first_token_against_plain_hooks(tmp_path):
     model = ss.load()
@@ -241,7 +234,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
 
 def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
     absent = record(model='"tiny"', quantity='"neurons"', value='["L99.N1"]')
-    inner = record(model='"tiny"', quantity='"attention_to_first"', value="0.5")
+    inner = record(model='"tiny"', quantity='"neurons"', value='["L4.N1"]')
     Path("mine.toml").write_text(absent + "\n" + inner)
     organism("llama", 0, kind="none", n_layers=4).save("tiny")
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out

@@ -152,11 +152,8 @@ class Run:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of events of each kind; after a pass, 0 for an intervention that acted and changed nothing."""
-        counts = Counter(event.kind for event in self.events)
-        if self.passes:
-            counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
-        return counts
+        """Number of events of each kind."""
+        return Counter(event.kind for event in self.events)
 
     def summary(self) -> str:
         """What the interventions did, in one line."""

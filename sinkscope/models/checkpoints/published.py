@@ -27,7 +27,6 @@ QUANTITIES: dict[str, Any] = {
     "repeats": Natural,
     "massive_layers": tuple[Whole, Whole],
     "sink_rate": Share,
-    "attention_to_first": Share,
     "note": Words,
 }
 """The quantities that a record may have, and the type of their values; a note is a fact that nothing here measures."""

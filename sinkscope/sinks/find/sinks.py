@@ -23,7 +23,7 @@ from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, Neurons, one_by_one
 from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.position_effect import PositionEffect
+from sinkscope.sinks.removal.position_effect import PositionEffect, needed
 
 READER_TEXTS = 4  # texts in which the attention without what heads need is read
 COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # of these: in which components are replaced one by one, and random parts
@@ -168,8 +168,8 @@ class HeadByHead:
         effect, components = self.short.only(heads), self.effect.components
         lost = effect.lost([*one_by_one(components), tuple(self.effect.components)])
         needs: list[Parts] = []
-        for needed, all_lost in zip(effect.needed(lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
-            found = tuple(compress(components, needed))
+        for alone, all_lost in zip(needed(lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
+            found = tuple(compress(components, alone))
             if not found and all_lost < NEEDED:
                 found = (POSITION,)
             needs.append(found)

@@ -21,7 +21,7 @@ from sinkscope.sinks.find.sentences import layers_in_words
 from sinkscope.sinks.find.sets import FoundSet, causal_set, dependence
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.effects import Trial, side_by_side
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
@@ -219,8 +219,7 @@ def spike_maker(scan: LayerScan, place: str, neurons: Sequence[Candidate]) -> tu
     parts += [*(neuron.address for neuron in neurons), *(one for one in written if one.layer is not None)]
     count = len(parts)
     parts += [one for one in written if one.layer is None]
-    edited = effects(
-        target,
+    trial = Trial(
         ids,
         one_by_one(parts),
         at=scan.at[:MAKER_TEXTS],
@@ -229,6 +228,7 @@ def spike_maker(scan: LayerScan, place: str, neurons: Sequence[Candidate]) -> tu
         without=scan.shared_dims,
         directions=scan.directions,
     )
+    (edited,) = side_by_side(target, [trial])
     along = edited.along[..., layer]
     kept = (along[1:] / along[0]).clamp(min=0)
     left = kept.mean(1)

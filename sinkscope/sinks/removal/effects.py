@@ -312,15 +312,3 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
             for rows in of_trial:
                 rows.run(last)
     return [_effects(of_trial) for of_trial in batches]
-
-
-def effects(target: Target, ids: TokenRows, edits: Sequence[Parts], **reading: Any) -> Effects:
-    """Run every edit on every text in as few passes as memory allows.
-
-    Args:
-        target: The model.
-        ids: The texts.
-        edits: The edits.
-        reading: What is read, as the other fields of a `Trial` say.
-    """
-    return side_by_side(target, [Trial(ids, edits, **reading)])[0]

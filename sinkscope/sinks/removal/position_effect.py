@@ -108,10 +108,6 @@ class PositionEffect:
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
-    def needed(self, lost: Float[Tensor, "component part"]) -> Bool[Tensor, "component part"]:
-        """Which components each head needs alone, by the share of its attention that it loses without each of them."""
-        return lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
-
     def marks(self, candidates: Sequence[Part]) -> Parts:
         """The candidates that make the effect, with heads in place of attention layers, where some heads are enough."""
         return self.with_heads(self.needed_of(candidates))
@@ -128,6 +124,10 @@ class PositionEffect:
 
     def needed_of(self, candidates: Sequence[Part]) -> Parts:
         """The candidates that are needed alone."""
-        lost = self.necessity(one_by_one(candidates))
-        bar = max(NEEDED, NEARLY * max(lost))
-        return tuple(compress(candidates, [share >= bar for share in lost]))
+        lost = torch.tensor(self.necessity(one_by_one(candidates)))
+        return tuple(compress(candidates, needed(lost).tolist()))
+
+
+def needed(lost: Float[Tensor, "component ..."]) -> Bool[Tensor, "component ..."]:
+    """Which components are needed alone, by the share of an effect that is lost without each of them."""
+    return lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)

@@ -21,12 +21,10 @@ from sinkscope.sinks.find.attention_received import attention_received
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.neurons import stage_neurons
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.repetition.attention import attention_to_first
 from sinkscope.sinks.tokens import TokenRows, single_token
 
 LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
-SHARE_TEXTS, SHARE_LENGTH, SHARE_FROM = 300, 40, 3  # texts, their tokens and the first layer (arXiv 2604.14722)
 AT_ONCE = 50  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
@@ -82,13 +80,6 @@ def sink_rate(setup: Setup, _: LayerScan, __: Published) -> float:
     return attention_received(setup.target, texts(setup, RATE_TEXTS), batch=AT_ONCE).rate
 
 
-def first_attention(setup: Setup, _: LayerScan, __: Published) -> float:
-    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, in layers 3 to the last but one."""
-    check_site(setup.target, SHARE_FROM + 1)
-    ids = texts(setup, SHARE_TEXTS, SHARE_LENGTH)
-    return float(attention_to_first(setup.target, ids, AT_ONCE)[SHARE_FROM:-1].nanmean())
-
-
 PROTOCOLS: dict[str, Protocol] = {
     "layers": layers,
     "neurons": neurons,
@@ -96,6 +87,5 @@ PROTOCOLS: dict[str, Protocol] = {
     "massive_layers": massive,
     "repeats": repeats,
     "sink_rate": sink_rate,
-    "attention_to_first": first_attention,
 }
 """How each quantity is measured; the docstring of a function is its protocol."""
