@@ -13,6 +13,7 @@ from itertools import compress
 from typing import ClassVar
 
 import numpy as np
+import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from einops import repeat
@@ -155,8 +156,8 @@ def draw(result: MarkingHeads) -> go.Figure:
         order = np.lexsort(result.serves.T)  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in order]
         heads = [str(head) for head in result.heads]
-        fig.add_heatmap(z=result.drop[order], x=heads, y=names, zmin=0, zmax=1, colorscale=["#f7f7f7", BLUE])
-        fig.update_traces(colorbar={"tickformat": ".0%"})
+        fig = px.imshow(result.drop[order], x=heads, y=names, zmin=0, zmax=1, aspect="auto", origin="lower")
+        fig.update_coloraxes(colorscale=["#f7f7f7", BLUE], colorbar_tickformat=".0%")
     return figure_of(fig, result, width=700, height=560)
 
 

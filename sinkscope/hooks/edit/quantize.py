@@ -78,8 +78,7 @@ class Quantize(PlacedEdit):
     layers: Sequence[Whole] = ()
 
     def __post_init__(self) -> None:
-        positions = checked_positions(self.positions)
-        object.__setattr__(self, "positions", () if positions is None else positions)
+        object.__setattr__(self, "positions", checked_positions(self.positions))
         object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
         for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole, ...])):
             object.__setattr__(self, name, checked_value(kind, getattr(self, name), name))

@@ -145,7 +145,7 @@ def begins(made: MadeSpike) -> int:
     """The layer after which a spike has begun."""
     if made.found.set:
         return max(neuron.layer for neuron in made.found.set)
-    return made.scan.layer if made.spike.by_mlp else made.scan.spike_layers[0]
+    return made.scan.spike_layers[0]
 
 
 def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:

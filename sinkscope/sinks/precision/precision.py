@@ -59,7 +59,6 @@ class Precision(Result):
         costs: Divergence of the next token's distribution from that of the exact model, in nats, by scheme; the largest
             first.
         claims: What is left of each cost, that of the largest first; what regains most of it stands before the rest.
-        place: The words for the places of the sink; empty if there is none.
     """
 
     percent = ("left", "control")
@@ -73,17 +72,15 @@ class Precision(Result):
 
     costs: dict[str, float]
     claims: Claims = ()
-    place: str
 
     def rows(self) -> Table:
         """A row for each claim."""
         return [claim.row() for claim in self.claims]
 
     def facts(self) -> list[str]:
-        """The costs, and where the sink is."""
+        """The costs."""
         costs = [f"{cost:.2g} ({WORDS[scheme]})" for scheme, cost in self.costs.items()]
-        there = f"The sink is at {self.place}." if self.place else "There is no sink."
-        return [f"Rounding costs {word_list(costs)} nats.", there]
+        return [f"Rounding costs {word_list(costs)} nats."]
 
 
 def draw(result: Precision) -> go.Figure:
@@ -160,7 +157,6 @@ def precision(
     return Precision(
         costs={name: costs[name] for name in order},
         claims=tuple(chain.from_iterable(claims[name] for name in order)),
-        place=word_list(places) if places else "",
     )
 
 

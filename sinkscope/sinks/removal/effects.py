@@ -284,13 +284,6 @@ def _batches(target: Target, trial: Trial) -> list[Rows]:
     return [Rows(target, trial, trial.edits[start : start + size]) for start in starts]
 
 
-def _effects(batches: Sequence[Rows]) -> Effects:
-    """What was read."""
-    first, *others = [rows.read() for rows in batches]
-    edited = [[values[1:] for values in read] for read in others]  # the intact texts once
-    return Effects(*map(torch.cat, zip(first, *edited, strict=True)))
-
-
 @torch.no_grad()
 def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
     """Run trials. A streamed model is walked once: in each layer, the rows of all trials pass before the next is read.
@@ -311,4 +304,9 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
         for of_trial in batches:
             for rows in of_trial:
                 rows.run(last)
-    return [_effects(of_trial) for of_trial in batches]
+    effects: list[Effects] = []
+    for of_trial in batches:
+        first, *others = [rows.read() for rows in of_trial]
+        edited = [[values[1:] for values in read] for read in others]  # the intact texts once
+        effects.append(Effects(*map(torch.cat, zip(first, *edited, strict=True))))
+    return effects

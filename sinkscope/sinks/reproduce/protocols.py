@@ -14,14 +14,14 @@ import torch
 
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checkpoints.published import Published
-from sinkscope.models.checks import check_length, check_site
+from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.sinks.find.attention_received import attention_received
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.neurons import stage_neurons
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.tokens import TokenRows, single_token
+from sinkscope.sinks.tokens import single_token
 
 LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
@@ -29,12 +29,6 @@ AT_ONCE = 50  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
 Protocol = Callable[[Setup, LayerScan, Published], Any]
-
-
-def texts(setup: Setup, count: int, length: int = PIECE) -> TokenRows:
-    """Pieces of the typical text, as many as there are."""
-    check_length(setup.target, "a text of the protocol", length)
-    return text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
 
 
 def layers(_: Setup, first: LayerScan, __: Published) -> list[int | None]:
@@ -77,7 +71,8 @@ def repeats(setup: Setup, first: LayerScan, record: Published) -> float:
 
 def sink_rate(setup: Setup, _: LayerScan, __: Published) -> float:
     """Share of heads with mean attention to position 0 above 0.3: 100 texts, 64 long."""
-    return attention_received(setup.target, texts(setup, RATE_TEXTS), batch=AT_ONCE).rate
+    ids = text_rows(setup.tokenizer, setup.text, RATE_TEXTS, PIECE, setup.bos)
+    return attention_received(setup.target, ids, batch=AT_ONCE).rate
 
 
 PROTOCOLS: dict[str, Protocol] = {
