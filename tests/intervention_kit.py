@@ -117,6 +117,8 @@ def greedy(model, ids: Tensor, steps: int, around: Callable[[], AbstractContextM
 
 
 def effects(target: Target, ids: Tensor, edits: Sequence[Parts], **reading: Any) -> Effects:
-    """What edits do to a position of texts, as the other fields of a trial say."""
+    """What edits do to a position of texts (the first, unless another is named), as the other fields of a trial say."""
+    for name in ("at", "source"):
+        reading[name] = torch.as_tensor(reading.get(name, 0)).expand(len(ids))
     (read,) = side_by_side(target, [Trial(ids, edits, **reading)])
     return read

@@ -18,7 +18,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.open import open_stream
 from sinkscope.results.parts import Component, Head, Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.removal.effects import Effects
+from sinkscope.sinks.removal.effects import Effects, Trial
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
 
@@ -170,8 +170,8 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
     heads = [(layer, head) for layer in (1, last) for head in (0, 1)]
-    where = torch.tensor([at, at]), torch.tensor([other, other])
-    norm, received = PositionEffect(target, ids, *where, last), PositionEffect(target, ids, *where, heads=heads)
+    base = Trial(ids, (), at=torch.tensor([at, at]), source=torch.tensor([other, other]), upto=last)
+    norm, received = PositionEffect(target, base), PositionEffect(target, base, heads)
     top, floor = (norms(o.model, ids)[last, :, place].mean() for place in (at, other))
     for layer in range(target.n_layers):
         components = [Head(layer, 1), Component("mlp", layer), Component("attention", layer)]

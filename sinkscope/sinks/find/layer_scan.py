@@ -282,6 +282,7 @@ class LayerScan:
             self.ids[texts, :length],
             edits,
             at=self.at[texts],
+            source=self.at[texts],
             without=self.shared_dims,
             entering=self.entering.part(texts, length),
             **reading,

@@ -162,7 +162,12 @@ def repetition_spike(
     rows, *beside = beside_copies(setup, repeated([before], [token.id], copies), 1)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
-    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
+    reading: dict[str, Any] = {
+        "at": torch.tensor([copies]),
+        "source": torch.tensor([0]),
+        "upto": layer,
+        "without": scan.shared_dims,
+    }
     edits = [neurons, *drawn] if neurons else []
     trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
     trials.append(Trial(torch.cat(beside), [], **reading))

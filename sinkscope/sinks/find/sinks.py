@@ -22,7 +22,7 @@ from sinkscope.sinks.find.sets import FoundSet
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, Neurons, one_by_one
-from sinkscope.sinks.removal.effects import side_by_side
+from sinkscope.sinks.removal.effects import Trial, side_by_side
 from sinkscope.sinks.removal.position_effect import PositionEffect, needed
 
 READER_TEXTS = 4  # texts in which the attention without what heads need is read
@@ -102,7 +102,7 @@ def _readers(
     ids, there = received.ids[rows, :length], place.there(received.ids)[rows, :length]
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
-    effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
+    effect = PositionEffect(setup.target, Trial(ids, (), at=at, source=source, places=there), heads)
     neurons, makers = (), ()
     for one in standing:
         neurons += one.found.set or tuple(neuron.address for neuron in one.found.adding)
@@ -224,7 +224,7 @@ class HeadByHead:
             place=self.place,
             value=float(edited.mean()) / attention,
             contrasts=tuple(contrasts),
-            draws=len(effect.ids),
+            draws=len(effect.base.ids),
             search=tried,
             margin=margin_of((in_texts[1] / in_texts[0]).numpy()),
         )

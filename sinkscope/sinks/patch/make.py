@@ -233,14 +233,10 @@ def patch_make(
     setup.record(max_repeats=most)
     if made is None:
         return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {instead_of_spike(setup)}.")
-    if not made.spike.place.is_first:
-        reason = f"the norm spike is at {made.spike.place}, and this patch keeps the first token's value alone."
-        return PatchMade(verdict="no-sink", reason=reason)
     try:
         patch = SinkPatch.from_result(sinks)
-    except SinkscopeError:
-        reason = "no neurons were found that the spike needs at the first token and at repeated words."
-        return PatchMade(verdict="not-repaired", reason=reason)
+    except SinkscopeError as error:
+        return PatchMade(verdict="no-sink", reason=f"{error}.")
     words = sinks.repeats.tokens
     needed = [word.repeats for word in words if word.repeats is not None]
     if not needed and sinks.repetition is not None:  # copies become sinks after the sink layer

@@ -32,8 +32,8 @@ from sinkscope.tap.observers import visible_rows
 POSITIONS = Component("position embedding")
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Values = Float[Tensor, "row pos d"]
-At = int | Int[Tensor, " text"]
-"""A position, the same in every text or one of each."""
+At = Int[Tensor, " #text"]
+"""A position of each text, or one for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +45,9 @@ class Trial:
         edits: The parts that each edit removes, in as many rows of a batch as there are texts. Neurons are silenced at
             every position. Other parts write at the position what they write at the source position of the intact text,
             but a key bias is removed at every position, in all layers.
-        at: The position that swaps edit, and where effects are read; one, or one of each text.
+        at: The position that swaps edit, and where effects are read.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
-        source: The position whose values replace those of swapped components; one, or one of each text.
+        source: The position whose values replace those of swapped components.
         upto: The last layer to run; its MLP is not run where attention is read. None: all.
         attention: Whether to read attention; else it is 0.
         behind: The first layer whose attention is read; that of earlier layers is 0.
@@ -58,9 +58,9 @@ class Trial:
 
     ids: TokenRows
     edits: Sequence[Parts]
-    at: At = 0
+    at: At
+    source: At
     places: Mask | None = None
-    source: At = -1
     upto: int | None = None
     attention: bool = False
     behind: int = 0
@@ -144,7 +144,8 @@ class Rows:
             self._joins[1:] = map(trial.first_layer, edits)
         self._joined = [0]  # the intact texts, and edits
         self.texts, length = trial.ids.shape
-        self._at, self._source = ((torch.as_tensor(at) % length).expand(self.texts) for at in (trial.at, trial.source))
+        self._at = trial.at.expand(self.texts)
+        self._source = trial.source.expand(self.texts)
         self._places = torch.nn.functional.one_hot(self._at, length).bool()
         if trial.places is not None:
             self._places = trial.places

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.models.target import Target
@@ -21,7 +20,6 @@ from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import Trial, side_by_side
-from sinkscope.sinks.tokens import Mask, TokenRows
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 
@@ -32,23 +30,14 @@ class PositionEffect:
 
     Attributes:
         target: The model.
-        ids: The texts.
-        at: The position in each text.
-        other: The typical position in each.
-        layer: The effect is the norm after this layer, unless `heads` are given.
+        base: The texts, the position (`at`) and the typical one (`source`) of each, and what else is read. The effect
+            is the norm after its last layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
-        places: Several positions of each text, edited together, whose attention is summed. None: the position.
-        without: Residual dimensions that norms leave out.
     """
 
     target: Target
-    ids: TokenRows
-    at: Int[Tensor, " text"]
-    other: Int[Tensor, " text"]
-    layer: int | None = None
+    base: Trial
     heads: Heads = ()
-    places: Mask | None = None
-    without: Sequence[int] = ()
 
     def only(self, parts: Sequence[int]) -> PositionEffect:
         """The same with some of the heads."""
@@ -56,8 +45,10 @@ class PositionEffect:
 
     def in_texts(self, count: int) -> PositionEffect:
         """The same in the first texts alone."""
-        places = None if self.places is None else self.places[:count]
-        return replace(self, ids=self.ids[:count], at=self.at[:count], other=self.other[:count], places=places)
+        base = self.base
+        places = None if base.places is None else base.places[:count]
+        some = replace(base, ids=base.ids[:count], at=base.at[:count], source=base.source[:count], places=places)
+        return replace(self, base=some)
 
     @property
     def depth(self) -> int:
@@ -76,15 +67,13 @@ class PositionEffect:
             edits: The edits.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
         """
-        at, source = (self.other, self.at) if reverse else (self.at, self.other)
-        reading: dict[str, Any] = {"at": at, "source": source, "without": self.without}
-        if not reverse:
-            reading["places"] = self.places
-        if self.heads:
-            behind = min(layer for layer, _ in self.heads)
-            return Trial(self.ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        last = int(torch.maximum(at, source).max())  # later tokens do not change norms
-        return Trial(self.ids[:, : last + 1], edits, upto=self.layer, **reading)
+        trial = replace(self.base, edits=edits)
+        if reverse:
+            trial = replace(trial, at=trial.source, source=trial.at, places=None)
+        if not self.heads:
+            return trial
+        behind = min(layer for layer, _ in self.heads)
+        return replace(trial, upto=self.depth, attention=True, behind=behind)
 
     def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts."""
