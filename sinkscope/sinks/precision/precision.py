@@ -90,6 +90,7 @@ def draw(result: Precision) -> go.Figure:
         row["outcome"] += f": {result.costs[row['outcome']]:.2g} nats"
     axes: dict[str, Any] = {"x": "place", "y": ["left", "control"], "facet_col": "outcome", "range_y": (-0.05, 1.55)}
     fig = px.scatter(rows, **axes, labels={"value": "left", "place": "", "variable": "", "outcome": "rounded"})
+    fig.update_xaxes(tickangle=30)
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1300, height=520, legend=-0.5, bottom=200)
 
 
