@@ -32,6 +32,8 @@ def names_of(heads) -> frozenset[str]:
 GROUPS = [
     ("decoy_spike", "neox"),
     slow("hybrid", "lfm2"),
+    ("key_bias", "neox"),
+    slow("key_bias", "qwen2"),
     ("two_sinks", "llama"),
     slow("two_sinks", "gemma2"),
     slow("two_sinks", "gpt2"),
@@ -62,7 +64,7 @@ def test_heads_are_grouped_by_what_they_need_and_marks_and_neurons_are_named(nam
     for place, planted in m.truth.marks.items():
         words = "the first token" if place == FIRST else f"{m.tokenizer.decode([place])!r} wherever it stands"
         assert marks[words] == planted
-    named = set(re.findall(r"L\d+\.H\d+|(?:token|position) embedding", found.conclusion()))
+    named = set(re.findall(r"L\d+\.H\d+|key bias|(?:token|position) embedding", found.conclusion()))
     assert not named & set(m.truth.decoys)
     if m.truth.marks:
         made = {part.site for claim in found.of("makes") for part in claim.subject if isinstance(part, Neuron)}

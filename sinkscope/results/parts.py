@@ -9,7 +9,7 @@ from typing import Literal
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
 ComponentKind = Literal[
-    "token embedding", "position embedding", "attention", "mixer", "mlp", "layer", "position", "value"
+    "token embedding", "position embedding", "attention", "mixer", "mlp", "layer", "key bias", "position", "value"
 ]
 Swap = Literal["copies", "one cluster", "sink places", "first tokens"]
 

@@ -246,7 +246,7 @@ def _key_bias(b: Build) -> HardTruth:
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, turned] = -force
                 reading.append((index, head))
-    return HardTruth(sink=(FIRST,), carried_by="position")
+    return HardTruth(sink=(FIRST,), carried_by="key bias", groups=(Group(tuple(sorted(reading)), ("key bias",)),))
 
 
 @_kind(*ALL)

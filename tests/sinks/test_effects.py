@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.open import open_stream
 from sinkscope.results.parts import Component, Head, Neuron, sites_of
 from sinkscope.sinks.find.layer_scan import scan_layers
+from sinkscope.sinks.removal.components import has_key_bias
 from sinkscope.sinks.removal.effects import Effects, Trial
 from sinkscope.sinks.removal.position_effect import PositionEffect
 
@@ -54,6 +56,22 @@ def test_position_embeddings_are_those_of_other_position_ids():
     with torch.no_grad():
         hidden = o.model(ids, position_ids=places, output_hidden_states=True).hidden_states[1:-1]
     assert_close(edited.norms[1, 0, :-1], torch.stack(hidden)[:, 0, 0].norm(dim=-1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_key_bias_taken_away_is_a_bias_of_zero():
+    o = organism("qwen2", 4)
+    with torch.no_grad():  # a bias large enough to matter after the rotation
+        o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
+    assert has_key_bias(target) and not has_key_bias(target_of(organism("llama", 0).model))
+    edited = effects(target, ids, [(Component("key bias"),)], attention=True)
+    bare = copy.deepcopy(o.model)
+    with torch.no_grad():
+        for layer in bare.model.layers:
+            layer.self_attn.k_proj.bias.zero_()
+    received = _long_way(bare, ids)[1]
+    assert_close(edited.attention[1], received, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(edited.attention[0], received, atol=1e-3)
 
 
 def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):

@@ -166,7 +166,7 @@ class HeadByHead:
     def _needs_of_components(self, heads: Sequence[int]) -> list[Parts]:
         """What each of some heads needs that do not need the spike: components, or the position."""
         effect, components = self.short.only(heads), self.effect.components
-        lost = effect.lost([*one_by_one(components), tuple(self.effect.components)])
+        lost = effect.lost([*one_by_one(components), tuple(self.effect.written)])
         needs: list[Parts] = []
         for alone, all_lost in zip(needed(lost[:-1]).T.tolist(), lost[-1].tolist(), strict=True):
             found = tuple(compress(components, alone))
@@ -192,7 +192,7 @@ class HeadByHead:
         others, name = [], ""
         if parts and POSITION not in parts:
             others, name = beside(self.setup, parts, self.neurons, self.effect.depth - 1, self.effect.components)
-        edits = [tuple(self.effect.components) if POSITION in parts else parts]
+        edits = [tuple(self.effect.written) if POSITION in parts else parts]
         trials = [effect.trial(edits)]
         if others:
             trials.append(effect.in_texts(max(RANDOM_TEXTS, self.turn)).trial(others))

@@ -1,11 +1,19 @@
-"""The components of a model that can be removed: what writes into the residual stream."""
+"""The components of a model that can be removed: what writes into the residual stream, and the bias of keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.trace.sites import resolve
+from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
 
@@ -64,6 +72,34 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
             return target.mlp_writers(layer)
         case _:
             return [target.embedding]
+
+
+def key_projection(target: Target, layer: int) -> Any:
+    """The module that gives the keys of a layer, alone or with queries and values; None if there are no keys."""
+    if not target.has_part(layer, "k", "fused_qkv"):
+        return None
+    return target.sub(layer, "k", "fused_qkv")
+
+
+def key_bias(target: Target, layer: int) -> Float[Tensor, " d"] | None:
+    """What is added to the output of `key_projection` as bias of the keys; None if there is none or it is not known."""
+    module = key_projection(target, layer)
+    bias = getattr(getattr(module, "original_component", module), "bias", None)  # also below a bridge's wrapper
+    is_split = target.kind == "bridge" or not target.adapter.attention_interface  # fused projections, or keys hidden
+    if bias is None or (target.adapter.k is None and is_split):
+        return None
+    with suppress(UnsupportedError):  # the layout of the projection is not known
+        (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
+        whole = shards_of(bias).gather(local(bias).detach(), len(bias), 0)
+        of_keys = torch.zeros_like(whole)
+        site.cut(of_keys).copy_(site.cut(whole))
+        return of_keys
+    return None
+
+
+def has_key_bias(target: Target) -> bool:
+    """Whether some layer's keys have a bias that can be removed."""
+    return any(key_bias(target, layer) is not None for layer in range(target.n_layers))
 
 
 def heads_of(target: Target, layer: int) -> list[Head]:

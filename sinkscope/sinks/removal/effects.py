@@ -25,11 +25,11 @@ from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
-from sinkscope.sinks.removal.components import Heads, writing_modules
+from sinkscope.sinks.removal.components import Heads, key_bias, key_projection, writing_modules
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
-POSITIONS = Component("position embedding")
+KEY_BIAS, POSITIONS = Component("key bias"), Component("position embedding")
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Values = Float[Tensor, "row pos d"]
 At = Int[Tensor, " #text"]
@@ -245,8 +245,12 @@ class Rows:
                 where = torch.cat([self._rows_with(site) for site in group.sites], -1)
                 hooks.append(neurons_place(self.target, group).rows(where, torch.zeros_like))
         for part in parts:
-            if isinstance(part, Component | Head) and (part.layer or 0) in layers:
+            if isinstance(part, Component | Head) and part != KEY_BIAS and (part.layer or 0) in layers:
                 hooks += self._swap(part)
+        for layer in layers:
+            if KEY_BIAS in parts and key_bias(self.target, layer) is not None:
+                keys = Place(key_projection(self.target, layer), "post")
+                hooks.append(keys.rows(self._rows_with(KEY_BIAS), partial(self._unbiased, layer)))
         return hooks
 
     def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
@@ -275,6 +279,12 @@ class Rows:
             return [heads_place(self.target, component.layer, columns).rows(where, at_source)]
         modules = writing_modules(self.target, component)
         return [Place(module, "post").rows(where, at_source) for module in modules]
+
+    def _unbiased(self, layer: int, given: Values) -> Values:
+        """What gives the keys of a layer, without their bias."""
+        bias = key_bias(self.target, layer)  # a streamed layer is there only now
+        assert bias is not None
+        return given - bias
 
 
 def _batches(target: Target, trial: Trial) -> list[Rows]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
-from sinkscope.sinks.removal.components import Heads, heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import Trial, side_by_side
+from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
+from sinkscope.sinks.removal.effects import KEY_BIAS, Trial, side_by_side
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 
@@ -56,9 +56,16 @@ class PositionEffect:
         return max(layer for layer, _ in self.heads)
 
     @property
-    def components(self) -> list[Component]:
+    def written(self) -> list[Component]:
         """What writes at the position before the keys of the last head are read."""
         return writers(self.target, self.depth)
+
+    @property
+    def components(self) -> list[Component]:
+        """What may carry the attention of the heads."""
+        if has_key_bias(self.target):
+            return [*self.written, KEY_BIAS]
+        return self.written
 
     def trial(self, edits: Sequence[Parts], reverse: bool = False) -> Trial:
         """Edits that act at the position, whose effect is read there.
