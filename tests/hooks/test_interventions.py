@@ -198,6 +198,16 @@ def test_nested_runs_restart_from_their_own_prompt():
 # --- threads -------------------------------------------------------------------------------------------------------
 
 
+def test_what_on_returns_is_used_once():
+    model, _ = tiny_model("llama")
+    context = Ablate(neurons="L1.N3").on(model)
+    with context:
+        pass
+    with refused("entered before"), context:
+        pass
+    assert count_hooks(model) == 0
+
+
 def test_two_threads_with_runs_of_their_own_do_not_meet():
     model, _ = tiny_model("llama")
     edits = [Ablate(layer=1, neurons=[3], value=v) for v in (5.0, -5.0)]

@@ -146,8 +146,7 @@ class Run:
         Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
         """
         with self._lock:
-            while self._pending:
-                self._events += self._pending.pop(0)()
+            self._drain()
             return list(self._events)
 
     @property
@@ -162,7 +161,15 @@ class Run:
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
-        self._pending.append(events)
+        with self._lock:
+            self._pending.append(events)
+            if len(self._pending) >= _MOST_PENDING:
+                self._drain()
+
+    def _drain(self) -> None:
+        for events in self._pending:
+            self._events += events()
+        self._pending.clear()
 
     def hook(self, *hooks: Hook) -> None:
         """Register torch hooks with kwargs until the run ends."""
@@ -209,6 +216,7 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
     )
 
 
+_MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 _ACTIVE_LOCK = threading.Lock()
 
@@ -294,7 +302,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return self._entered(target_of(model))
+        return _Once(self._entered(target_of(model)))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -309,6 +317,22 @@ class Intervention(ABC):
             yield run
             if run.passes:
                 run.edited.check()
+
+
+class _Once(AbstractContextManager[Run]):
+    """A context manager that says so when it is entered a second time."""
+
+    def __init__(self, context: AbstractContextManager[Run]) -> None:
+        self._context, self._entered = context, False
+
+    def __enter__(self) -> Run:
+        if self._entered:
+            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 @dataclass(frozen=True)
