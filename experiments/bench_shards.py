@@ -109,7 +109,7 @@ def calls() -> dict[str, Callable[[Any], Any]]:
         "generate, plain": generated,
     }
     edits = {
-        "Ablate, a neuron": ss.Ablate(neurons="L1.N338"),
+        "Ablate, a neuron": ss.Ablate(sites="L1.N338"),
         "Ablate, a head": ss.Ablate(heads="L1.H2"),
         "Quantize": ss.Quantize(kv=8),
         "H2O": ss.kv.H2O(24),

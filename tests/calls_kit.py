@@ -35,7 +35,6 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
         sites = [(layer, neuron % 3, neuron) for layer, neuron in sites]
     found: dict[str, Intervention] = {
         "Ablate": ss.Ablate(sites=sites),
-        "Ablate, up factor": ss.Ablate(sites=sites, site="up", value="mean"),
         "Ablate, heads": ss.Ablate(heads=[(1, 0), (1, 3), (2, 1)], value=0.5),
         "Add": ss.Add(torch.linspace(-1, 1, config.hidden_size), "blocks.1.hook_resid_post"),
         "SinkPatch": ss.SinkPatch(sites=sites),
@@ -43,6 +42,8 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
         "Quantize, activations": ss.Quantize(activations=8, scale="tensor", neurons=["L1.N31"], positions="first"),
         "LoopServe": ss.LoopServe(12),
     }
+    if config.model_type != "mixtral":
+        found["Ablate, up factor"] = ss.Ablate(sites=sites, site="up", value="mean")
     for name, policy in policies().items():
         if policy.__module__.startswith("sinkscope."):
             found[name] = ss.kv.make_policy(name, budget=12)
@@ -58,7 +59,7 @@ def under(edit: Intervention, model: Any, tokenizer: Any) -> list[Any]:
         prompt = model(IDS).logits
         mask = torch.ones_like(ids)
         made = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **settings)
-    return [prompt, torch.stack(made.logits), run.to_frame().to_dict("list"), run.summary()]
+    return [prompt, torch.stack(made.logits), [vars(event) for event in run.events], run.summary()]
 
 
 def trace(model: Any, tokenizer: Any) -> Any:

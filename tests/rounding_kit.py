@@ -17,7 +17,7 @@ TIMES = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class ByHand:
-    """What is rounded, and what stays exact: `tokens` by text and position, `modules` as (layer, name in the layer)."""
+    """What is rounded, and what stays exact: `tokens` by text and position."""
 
     activations: int | None = None
     kv: int | None = None
@@ -25,7 +25,6 @@ class ByHand:
     tokens: Tensor
     neurons: Sequence[tuple[int, ...]] = ()
     layers: Sequence[int] = ()
-    modules: Sequence[tuple[int, str]] = ()
     down: str = "mlp.down_proj"
 
 
@@ -54,8 +53,7 @@ def logs_by_hand(model: Any, ids: Tensor, how: ByHand) -> Tensor:
     with ExitStack() as stack:
         for layer, block in enumerate(blocks(model)):
             for name, module in block.named_modules():
-                exact = layer in how.layers or (layer, name) in how.modules
-                if isinstance(module, nn.Linear | Conv1D) and how.activations and not exact:
+                if isinstance(module, nn.Linear | Conv1D) and how.activations and layer not in how.layers:
                     channels = [site[-1] for site in how.neurons if site[0] == layer and name == how.down]
 
                     def before(_module, args, channels=channels):

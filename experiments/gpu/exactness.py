@@ -26,9 +26,9 @@ from sinkscope.sinks.precision.precision import precision
 def rounding(model: str | None, pieces: int, length: int, device: str, dtype: str) -> Row:
     """The divergence that each scheme costs, and what keeping something exact regains."""
     found = precision(model, pieces=pieces, length=length, device=device, dtype=dtype)
-    costs = {one.scheme: one.kl for one in found.costs}
+    costs = found.costs
     is_right = 0 < costs["a8-token"] < costs["a8-tensor"] and 0 < costs["kv8"] < costs["kv4"]
-    return {"kl": costs, "kept": [vars(one) for one in found.rounded], "right": is_right}
+    return {"kl": costs, "kept": found.rows(), "right": is_right}
 
 
 def conforms(name: str, checks: Sequence[str], device: str) -> Row:

@@ -28,7 +28,7 @@ from experiments.drawn import powers, save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.decode import greedy
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers
@@ -137,7 +137,7 @@ def decay(model: Any, ids: list[int], kept: int, told: list[int]) -> list[float]
 def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row:
     """All numbers, as `[layer head]`."""
     target = setup.target
-    ids = torch.tensor([*prompt, *greedy(target, torch.tensor([prompt]), new)[0]])
+    ids = torch.tensor([*prompt, *decode(target, torch.tensor([prompt]), new)[0][0]])
     loop = tail_period(ids.tolist(), repeats=3, shortest=24)
     if loop is None:
         raise SinkscopeError(f"the {len(ids)} tokens end in no loop: give more --max-new-tokens, or another prompt")

@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_rows
-from sinkscope.hooks.edit.decode import greedy
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.sums import line_sums, scores_of
 from sinkscope.measure import Setup
@@ -137,7 +137,7 @@ def token_overlap(target: Target, asked: Sequence[Question], new: int, window: i
     for question in asked:
         for position in POSITIONS:
             ids = question.placed(position)
-            answer = greedy(target, torch.tensor([ids]), new)[0]
+            answer = decode(target, torch.tensor([ids]), new)[0][0]
             n = len(ids)
             places: list[int] = []
             if position == "end":

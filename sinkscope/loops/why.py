@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.decode import greedy
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
@@ -201,7 +201,7 @@ class Case:
             if self.setup.edit is not None:
                 edit = self.setup.edit | edit
             rows = torch.tensor([self.ids[:cut]] * len(trials))
-            found = greedy(self.setup.target, rows, max(CONTINUED, 4 * self.loop.period), edit)
+            found, _ = decode(self.setup.target, rows, max(CONTINUED, 4 * self.loop.period), edit)
             for trial, tokens in zip(trials, found, strict=True):
                 written[trial].append(tokens)
         return written

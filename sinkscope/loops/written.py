@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from sinkscope.hooks.edit.decode import greedy
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.measure import Setup
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
@@ -28,5 +26,5 @@ def written(setup: Setup, prompt: str | Sequence[int] | None, new: int | None, s
         limit = setup.target.max_positions or len(start) + NEW_TOKENS + spare
         new = max(1, min(NEW_TOKENS, limit - len(start) - spare))
     check_length(setup.target, "the prompt", len(start), new)
-    (answer,) = greedy(setup.target, torch.tensor([start]), new, setup.edit)
+    (answer,), _ = decode(setup.target, [start], new, setup.edit)
     return [*start, *answer], len(start)

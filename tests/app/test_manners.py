@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.hooks.edit.decode import greedy, noted_decoding
+from sinkscope.hooks.edit.decode import decode, noted_decoding
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.inference.propose import propose
@@ -63,7 +63,7 @@ def _ways(model, tokenizer) -> list[Any]:
     ids = torch.arange(5, 15)[None]
     target = target_of(model, tokenizer)
     return [
-        greedy(target, ids, 12),
+        decode(target, ids, 12)[0],
         [made.tokens for made in answer_rows(target, ids.tolist(), 12)],
         ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
         [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
@@ -82,9 +82,9 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     with pytest.warns(SinkscopeWarning, match=r"own settings \(do_sample False.*ignores those of .*num_beams 2"):
         assert _ways(model, tokenizer) == plain
     with noted_decoding() as used, pytest.warns(SinkscopeWarning):
-        greedy(target_of(model), torch.arange(5, 15)[None], 2)
+        decode(target_of(model), torch.arange(5, 15)[None], 2)
     assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
-    with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
+    with ss.Ablate(layer=1, neurons=[3]).on(model):  # the user's own call is the user's
         own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4, prompt_lookup_num_tokens=None)
     assert own.sequences.shape[0] == 2 and own.scores
 
@@ -242,7 +242,7 @@ def test_a_model_without_weights_is_refused(use):
 
 def test_a_model_is_not_copied_while_interventions_act():
     model = tiny_model("llama")[0]
-    with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
+    with ss.Ablate(layer=1, neurons=[3]).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
             with refused("cannot be copied or pickled while interventions act"):
                 copied(model)

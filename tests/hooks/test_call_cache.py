@@ -88,6 +88,6 @@ def test_a_cache_by_an_unknown_name_is_refused(positional):
 
 def test_positions_go_on_where_the_first_layer_keeps_a_state():
     model = decoder("minimax")
-    with ss.Add(torch.ones(64), "blocks.1.hook_resid_post", positions=IDS.shape[1] + 1).on(model) as run:
+    with ss.Ablate(sites=["L1.E0.N3"], value=9.0, positions=IDS.shape[1] + 1).on(model) as run:
         generated(model)
     assert [event.step for event in run.events] == [2]

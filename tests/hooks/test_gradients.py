@@ -44,9 +44,8 @@ def gradients(model) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_the_edited_model(edit, family, precision):
     """Small steps along the gradient change the loss under the edit as the gradient says (four, by Richardson)."""
     model = tiny_model(family)[0].double()
-    with EDITS[edit].on(model) as run:
+    with EDITS[edit].on(model):
         found = gradients(model)
-    assert run.events
     name = max(found, key=lambda name: float(found[name].norm()))
     size = found[name].norm()
 

@@ -41,13 +41,9 @@ def test_it_rounds_as_by_hand(family, scale, what):
     neurons = [(1, 3), (2, 5)]
     exact = torch.zeros_like(ids, dtype=torch.bool)
     exact[:, 0] = exact[1, 7] = True
-    how = ByHand(
-        **{what: 6}, scale=scale, tokens=exact, neurons=neurons, layers=[0], modules=[(3, DOWN[family])],
-        down=DOWN[family],
-    )  # fmt: skip
+    how = ByHand(**{what: 6}, scale=scale, tokens=exact, neurons=neurons, layers=[0], down=DOWN[family])
     expected = logs_by_hand(model, ids, how)
-    (name,) = [name for name, module in model.named_modules() if module is blocks(model)[3].get_submodule(DOWN[family])]
-    edit = Quantize(**{what: 6}, scale=scale, **TOKENS, neurons=neurons, layers=[0, name])
+    edit = Quantize(**{what: 6}, scale=scale, **TOKENS, neurons=neurons, layers=[0])
     with edit.on(model), torch.no_grad():
         found = model(ids, use_cache=False).logits.log_softmax(-1)
     assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -89,20 +85,6 @@ def test_padding_and_other_rows_make_no_difference():
 # --- with others, and what it says -----------------------------------------------------------------------------------
 
 
-def test_events_count_the_rounded_numbers():
-    o, ids = model_of("llama"), ids_of("llama")
-    config = o.model.config
-    with Quantize(kv=8, layers=[2], **TOKENS).on(o.model) as run, torch.no_grad():
-        o.model(ids)
-    by_row = [sum(event.data["numbers"] for event in run.events if event.row == row) for row in range(3)]
-    width = 2 * config.num_key_value_heads * config.head_dim * (config.num_hidden_layers - 1)
-    assert by_row == [23 * width, 22 * width, 23 * width]
-    assert {event.layer for event in run.events} == set(range(config.num_hidden_layers)) - {2}
-    with Quantize(kv=8, positions="first").on(o.model) as run, torch.no_grad():
-        o.model(ids[:, :1])
-    assert run.events == []
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -112,9 +94,7 @@ def test_events_count_the_rounded_numbers():
         ({"kv": 8, "layers": [1.5]}, ("layers", "1.5")),
         ({"kv": 8, "positions": "last"}, ("last", "first")),
         ({"activations": 8, "layers": [99]}, ("layer 99",)),
-        ({"activations": 8, "layers": ["model.layers.1.mlp"]}, ("model.layers.1.mlp", "down_proj")),
         ({"activations": 8, "neurons": ["L1.N99999"]}, ("99999",)),
-        ({"activations": 8, "places": [(5, 0)]}, ("row 5", "3")),
     ],
 )
 def test_wrong_settings_and_what_the_model_lacks_are_refused(fields, words):
@@ -128,6 +108,8 @@ def test_experts_are_refused_but_their_keys_and_values_are_rounded():
     o = organism("mixtral", 0)
     with pytest.raises(UnsupportedError, match=r"mixture.*kv=8"), Quantize(activations=8).on(o.model):
         pass
-    with Quantize(kv=8).on(o.model) as run, torch.no_grad():
-        o.model(o.natural(1, 8))
-    assert run.events
+    ids = o.natural(1, 8)
+    with torch.no_grad():
+        plain = o.model(ids).logits
+        with Quantize(kv=4).on(o.model):
+            assert (o.model(ids).logits - plain).abs().max() > 1e-3

@@ -88,10 +88,6 @@ def test_padded_batch_equals_one_by_one(kind):
 # --- which neutral value -------------------------------------------------------------------------------------------
 
 
-def reasons(run) -> dict[tuple[int, int], str]:
-    return {(e.row, e.data["neuron"]): e.data["reason"] for e in run.events if e.kind == "fallback"}
-
-
 def with_numbers(model, ids: Tensor, values: dict[tuple[int, ...], float], **settings) -> Tensor:
     """Reference for calibrated values: each number written everywhere after the first token."""
     with ExitStack() as stack:
@@ -100,22 +96,7 @@ def with_numbers(model, ids: Tensor, values: dict[tuple[int, ...], float], **set
         return model.generate(ids, **settings) if settings else logits(model, ids)
 
 
-def test_without_bos_the_calibrated_value_is_taken():
-    """What the second token's value does there is measured in tests of `attack`."""
-    o = organism("llama", 0, bos=False)
-    ids, layer = o.repeated(40), o.truth.sink_layer
-    before = norms(o.model, ids)[layer, 0]
-    with patch_for(o).on(o.model) as run:
-        norms(o.model, ids)
-    assert run.counts["sink-like"] == len(o.truth.neurons)
-    with patch_for(o, 0.01).on(o.model) as run:
-        after = norms(o.model, ids)[layer, 0]
-    assert after[1:].max() < 0.2 * before[0]
-    assert_close(after[0], before[0])
-    assert set(reasons(run).values()) == {"no BOS"} and len(reasons(run)) == len(o.truth.neurons)
-
-
-def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated():
+def test_a_second_token_that_is_a_sink_spreads_it_unless_values_are_calibrated():
     """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
     o = organism("llama", 2)
     bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
@@ -129,13 +110,10 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
 
     before = lengths()
     assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
-    with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's") as said:
+    with patch_for(o).on(o.model):
         assert (lengths()[2:] > 0.5 * before[0]).all()
-        lengths()
-    assert len(said) == 1 and run.counts["fallback"] == 0  # it warns once, however often the model is called
-    with patch_for(o, 0.01).on(o.model) as run:
+    with patch_for(o, 0.01).on(o.model):
         assert (lengths()[1:] < 0.1 * before[0]).all()
-    assert set(reasons(run).values()) == {"sink-like second value"}
 
 
 CALIBRATED = {(1, 3): 0.25, (1, 11): -0.5, (2, 0): 0.5}  # the sites of `loud_model`
@@ -147,19 +125,13 @@ def test_one_token_prompt():
     with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
         got = model.generate(ids, **settings)
     assert torch.equal(got, greedy(model, ids, 8, lambda: listing_1(model, sites)))
-    want = with_numbers(model, ids, CALIBRATED, **settings)
-    with SinkPatch(sites=sites, calibrated=CALIBRATED).on(model) as run:
-        assert torch.equal(model.generate(ids, **settings), want)
-    assert set(reasons(run).values()) == {"one-token prompt"} and len(reasons(run)) == 3
-    assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
-    with SinkPatch(sites=sites, value="calibrated", calibrated=CALIBRATED).on(model) as run:
-        assert torch.equal(model.generate(ids, **settings), want)
-    assert not reasons(run)
+    with SinkPatch(sites=sites, calibrated=CALIBRATED).on(model):
+        assert torch.equal(model.generate(ids, **settings), with_numbers(model, ids, CALIBRATED, **settings))
 
 
 def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
     candidate = sample_find_sinks().neurons[0]
-    patch = SinkPatch(sites=[candidate], value="calibrated", calibrated={candidate: 0.7})
+    patch = SinkPatch(sites=[candidate], calibrated={candidate: 0.7})
     assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
     patch.save(tmp_path / "patch.json")
     assert "contribution_norm" not in (tmp_path / "patch.json").read_text()
@@ -177,9 +149,8 @@ def test_a_prompt_read_before_the_run():
 
     with pytest.raises(SinkscopeError, match="4 tokens were read before this run"), SinkPatch(sites=sites).on(model):
         rest()
-    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run:
+    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model):
         got = rest()
-    assert set(reasons(run).values()) == {"prompt read before the run"} and len(reasons(run)) == 3
     with Ablate(sites=sites, value=0.25).on(model):
         assert_close(got, rest())
 

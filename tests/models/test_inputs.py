@@ -91,7 +91,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
 
 def test_interventions_are_joined(tmp_path):
     model, tokenizer = tiny_model("llama")
-    patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
+    patch = ss.SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5})
     settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)

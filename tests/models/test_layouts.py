@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import every_nth
+from intervention_kit import effects
 from organisms.decoders import decoder
 from organisms.examine import expert_views
 from organisms.tiny import tiny_model
@@ -18,7 +19,6 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.layer_scan import scan_layers
-from sinkscope.sinks.removal.effects import effects
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in three layouts; more than an addition.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,8 @@ from raw_kit import inputs_edited
 from torch.testing import assert_close
 
 from sinkscope.hooks.trace.run import trace
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks import marking_heads as module
-from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.marking_heads import MarkingHeads, Replacement, heads
 
 pytestmark = pytest.mark.few_texts
@@ -34,13 +33,17 @@ def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
 def check(o: Organism, found: MarkingHeads):
     """What was planted, each first token against the heads of its own group."""
     truth = o.truth
-    assert found.marking_layer == truth.marking_layer and found.claims[0].verdict == "needed"
-    for number, token in enumerate(found.tokens):
-        group = truth.groups[o.tokenizer.convert_tokens_to_ids(o.tokenizer.tokenize(token))[0]]
-        fires = found.activation[number] >= 0.5
-        serving = tuple(np.flatnonzero(found.serves[number]).tolist())
-        assert (fires, serving) == (group >= 0, truth.group_heads[group] if fires else ()), token
-        assert not fires or (found.set_drop[number] >= 0.9 and found.control_drop[number] <= 0.2), token
+    (claim,) = found.claims
+    assert {head.layer for head in claim.subject} == {truth.marking_layer} and claim.verdict == "needed"
+    assert claim.value <= 0.1 and claim.control.value >= 0.8
+
+    def group(token: str) -> int:
+        return truth.groups[o.tokenizer.convert_tokens_to_ids(o.tokenizer.tokenize(token))[0]]
+
+    for token, serves in zip(found.tokens, found.serves, strict=True):
+        serving = tuple(head.head for head in compress(found.heads, serves))
+        assert serving == truth.group_heads[group(token)], token
+    assert all(group(token) < 0 for token in found.silent)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,21 +57,19 @@ def test_planted_heads_are_recovered(kind, tmp_path):
 
 def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     by_position = measured(organism("gpt2", 0), tmp_path)
-    assert by_position.marking_layer is None and len(by_position.figure().data) == 0
-    assert by_position.all_drop < 0.1
-    assert by_position.conclusion().startswith("It is not shown that the attention of layer ")
+    assert by_position.claims == () and not by_position.serves.any()
+    assert np.abs(by_position.drop).max() < 0.1
+    assert by_position.conclusion().startswith("No head marks the first token: without all, ")
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.rows() == []
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_replacement_equals_an_edited_pass_over_the_text(at, monkeypatch, tmp_path):
-    """Texts up to the place, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
+def test_replacement_equals_an_edited_pass(monkeypatch, tmp_path):
+    """Single tokens, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
     o = organism("llama", 3)
     setup = setup_of(o, text=text_file(o, tmp_path, 8))
     ids, sink = setup.ids, o.truth.sink_layer
-    found = sink_spike(setup)
-    bench = Replacement.of(setup, sink, found.neurons, found.spike.place)
+    bench = Replacement(setup, [Neuron.of(site) for site in o.truth.neurons])
     z = trace(o.model, ids, ["blocks.0.attn.hook_z"])["blocks.0.attn.hook_z"]
     means = z[:, 1:].flatten(0, 1).mean(0)
     assert_close(bench.means[0], means)
@@ -76,51 +77,23 @@ def test_replacement_equals_an_edited_pass_over_the_text(at, monkeypatch, tmp_pa
     edits = torch.zeros(heads, len(bench.means), heads, dtype=torch.bool)
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
     monkeypatch.setattr(module, "BATCH_VALUES", 3 * o.model.config.intermediate_size)  # three rows at a time
-    got = bench.written(ids[:1, : at + 1].expand(heads, -1), torch.full((heads,), at), edits)
-    site, weight = f"blocks.{sink}.mlp.hook_post", o.model.model.layers[sink].mlp.down_proj.weight.detach()
+    got = bench.post(ids[0, :1].expand(heads), edits)
+    site = f"blocks.{sink}.mlp.hook_post"
     for head in range(heads):
 
         def swap(z, head=head):
-            z.unflatten(-1, (heads, -1))[:, at, head] = means[head]
+            z.unflatten(-1, (heads, -1))[:, 0, head] = means[head]
             return z
 
         with inputs_edited(o.model.model.layers[0].self_attn.o_proj, swap):
-            post = trace(o.model, ids[:1], [site])[site][0, at]
-        wanted = sum(post[n] * weight[:, n] for _, n in o.truth.neurons)
-        assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
+            post = trace(o.model, ids[:1], [site])[site][0, 0]
+        assert_close(got[head], post[[n for _, n in o.truth.neurons]], rtol=1e-4, atol=1e-4)
 
 
-def test_a_spike_elsewhere_is_read_where_it_is(tmp_path):
-    """Its neurons read the token, so no head marks it; tokens that are asked for are put first all the same."""
+def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):
     m = hard("two_delimiters", "llama")
-    text = text_file(m, tmp_path)
-    found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
-    assert set(found.tokens) == {found.tokens[0]} and found.place == f"{found.tokens[0]!r} wherever it stands"
-    assert found.activation == pytest.approx(1, abs=0.2) and found.marking_layer is None
-    (claim,) = found.claims
-    assert (claim.verdict, claim.place) == ("not shown", found.place)
-    assert heads(m.model, tokenizer=m.tokenizer, text=text, tokens=[found.tokens[0]]).place == "the first token"
-
-
-def test_heads_of_the_only_layer_are_compared_with_each_other_or_with_nothing(tmp_path, monkeypatch):
-    o, of = organism("llama", 0), Replacement.of
-
-    def lowest(*args):
-        whole = of(*args)
-        return replace(whole, means={0: whole.means[0]})
-
-    monkeypatch.setattr(Replacement, "of", lowest)
-    alone = measured(o, tmp_path)
-    assert [claim.control.kind for claim in alone.claims] == ["random"]
-    sets = module._Marks.sets
-
-    def too_few(*args):
-        heads, lost = sets(*args)
-        return heads, torch.stack([lost[0], torch.full_like(lost[1], torch.nan)])
-
-    monkeypatch.setattr(module._Marks, "sets", too_few)
-    lone = measured(o, tmp_path)
-    assert lone.claims == () and lone.conclusion().startswith("No two layers before the neurons have heads")
+    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), count=4)
+    assert found.claims == () and found.conclusion().startswith("No neurons are known that make")
 
 
 def test_tokens_that_are_given(tmp_path):
@@ -135,14 +108,12 @@ def test_of_tokens_at_which_no_neuron_fires_nothing_is_said(tmp_path):
     o = organism("llama", 0)
     silent = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
     none_fires = measured(o, tmp_path, tokens=[o.tokenizer.decode([silent])], bos=False)
-    assert "None of the tokens given" in none_fires.conclusion() and none_fires.drop is None
+    assert "No token given" in none_fires.conclusion() and none_fires.drop is None
 
 
 def test_layers_without_attention_have_no_heads(tmp_path):
     m = hard("hybrid", "lfm2")
     text = text_file(m, tmp_path)
     found = heads(m.model, tokenizer=m.tokenizer, text=text, count=4)
-    named = {int(layer) for row in found.rows() for layer in re.findall(r"L(\d+)", row["head"])}
-    assert named == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}
-    assert found.marking_layer == 0
-    assert "layer 1" not in str(found)
+    assert {head.layer for head in found.heads} == {layer for layer in range(found.sink_layer + 1) if layer % 2 == 0}
+    assert {head.layer for head in found.claims[0].subject} == {0}

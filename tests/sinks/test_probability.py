@@ -112,7 +112,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_answers_only_whe
 
 
 def test_a_patch_that_is_given_is_used(tmp_path):
-    SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
+    SinkPatch(sites=[(1, 5)], calibrated={(1, 5): 0.0}).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", max_repeats=250, prefix=None)
     assert sites_of(result.claims[0].subject) == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert result.repeats[0] == result.repeats[1]  # no sink neuron: it diverges all the same

@@ -18,7 +18,6 @@ import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.names import find, models
 from sinkscope.models.checkpoints.published import QUANTITIES, Published, published
-from sinkscope.models.draws import draws
 from sinkscope.models.text import typical_text
 from sinkscope.results.result import Result
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
@@ -39,7 +38,7 @@ def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_
         key = (record.model, record.quantity, record.value, record.source, record.where)
         assert key not in seen, f"{record} stands twice"
         seen.add(key)
-        if record.quantity.startswith(("sink_rate", "attention", "massive_", "repeats")):
+        if record.quantity.startswith(("sink_rate", "massive_", "repeats")):
             assert record.tolerance > 0, record
     assert len(seen) > 140
 
@@ -69,8 +68,6 @@ def test_table_1_of_the_paper_is_there_as_it_is_printed():
         ("sink_rate", 0.5, 0.03, 0.5301, False),
         ("massive_layers", [1, 29], 1, [2, 28], True),
         ("massive_layers", [1, 29], 1, [1, 27], False),
-        ("massive_values", [[2, -7.0], [4, 9.0]], 0.5, [[2, -7.4], [4, 9.5]], True),
-        ("massive_values", [[2, -7.0]], 0.5, [[2, 7.0]], False),
         ("repeats", 10, 5, float("inf"), False),
     ],
 )
@@ -97,7 +94,7 @@ def record(**change: str) -> str:
         (record(quantity='"residual_dims"', value="[]"), "residual_dims is [], expected at least 1 item"),
         (record(quantity='"sink_rate"', value="97.5"), "sink_rate is 97.5, expected a number from 0 to 1"),
         (record(quantity='"neurons"', value='["1.7890"]'), "[0] is '1.7890', expected"),
-        (record(quantity='"massive_values"', value="[1, 2.5]"), "massive_values"),
+        (record(quantity='"massive_layers"', value="[1, 2.5]"), "massive_layers"),
         ("", "record is missing"),
         ("record = []", "at least 1 item"),
         ("a b", "mine.toml is not TOML: "),
@@ -142,31 +139,17 @@ def pieces(tokenizer: Any, bos: bool, count: int, length: int) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize(
-    ("family", "quantity"),
-    [("llama", "sink_rate"), ("gpt2", "sink_rate"), ("llama", "sink_rate_random"), ("gpt2", "sink_rate_repeated")],
-)
-def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, quantity, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, tmp_path):
     one = copy.deepcopy(planted(family))
     ids = pieces(one.tokenizer, one.bos, 100, 64)
     if not one.bos:  # as GPT-2's has one and does not put it there: other measurements do
         one.tokenizer.bos_token = "<unused>"
         assert Setup.open(one.model, tokenizer=one.tokenizer).bos == 1
-    if quantity != "sink_rate":  # random tokens alone: nothing is put before them
-        ids = torch.randint(one.model.config.vocab_size, (100, 64), generator=draws(0, quantity))
-    if quantity == "sink_rate_repeated":
-        ids = ids[:, :1].expand(100, 64)
     alpha = attention(one.model, ids)[..., 0].mean(-1)
-    found = measured(one, quantity, 0.5, tmp_path)
+    found = measured(one, "sink_rate", 0.5, tmp_path)
     assert found == pytest.approx(float((alpha > 0.3).float().mean()), abs=2e-4)
     assert family == "gpt2" or found > 0.02
-
-
-def test_attention_to_the_first_token_is_the_mean_over_inner_layers_and_later_queries(tmp_path):
-    one = planted("gpt2")
-    rows = attention(one.model, pieces(one.tokenizer, one.bos, 300, 40))
-    expected = float(rows[3:-1, ..., 20:, 0].mean())
-    assert measured(one, "attention_to_first", 0.5, tmp_path) == pytest.approx(expected, rel=1e-4)
 
 
 @torch.no_grad()
@@ -181,13 +164,9 @@ def test_massive_activations_are_large_values_at_the_first_token_against_plain_h
         dims |= set(massive.nonzero().flatten().tolist())
         layers += [layer] * bool(massive.any())
     assert 0 < layers[0] and layers[-1] <= 5 and 0 < len(dims) < 10
-    one, *_ = sorted(dims)
-    value = float(after[layers[0]][:, 0, one].mean())
     found = partial(measured, SimpleNamespace(model=model, tokenizer=model.tokenizer), folder=tmp_path)
-    assert set(found("residual_dims", [one])) == dims
+    assert set(found("residual_dims", [*dims][:1])) == dims
     assert found("massive_layers", [layers[0], layers[-1]]) == [layers[0], layers[-1]]
-    values = found("massive_values", [[one, value], [100000, 1.0]])
-    assert values == [[one, pytest.approx(value, abs=0.01)], [100000, 0.0]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -239,7 +218,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     note = record(model='"tiny"', quantity='"note"', value='"a word"', source='"a note"')
     Path("mine.toml").write_text("\n".join([agreeing, other, note]))
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    assert "Of the published results of tiny, 1 agree, 0 do not, 1 were not measured" in out
+    assert "Of 2 published results, 1 agree, 0 do not, 1 were not measured" in out
     assert "first paper" in out and "third paper" not in out
     found = Result.load("found.json")
     assert isinstance(found, Reproduction) and found.exit_code == 0
@@ -250,13 +229,12 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     layers["value"] = f"[{layer + 1}]"
     Path("mine.toml").write_text(agreeing + "\n" + record(model='"tiny"', **layers, source='"second paper"'))
     out = typed("reproduce ./tiny --records mine.toml", 1).out
-    assert "contradicts second paper" in out and "contradicts first paper" in out
-    assert "Of the published results of tiny, 1 agree, 1 do not" in out
+    assert "Of 2 published results, 1 agree, 1 do not" in out
 
 
 def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
     absent = record(model='"tiny"', quantity='"neurons"', value='["L99.N1"]')
-    inner = record(model='"tiny"', quantity='"attention_to_first"', value="0.5")
+    inner = record(model='"tiny"', quantity='"neurons"', value='["L4.N1"]')
     Path("mine.toml").write_text(absent + "\n" + inner)
     organism("llama", 0, kind="none", n_layers=4).save("tiny")
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out

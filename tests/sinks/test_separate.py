@@ -13,6 +13,7 @@ from organisms import Organism, organism
 from organisms.plan import make_plan
 from refusals import refused
 from scipy.stats import mannwhitneyu
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from sinkscope.sinks.circuit.separate import CLEAR, Separation, fitted, separate
@@ -32,8 +33,6 @@ def test_the_planted_mark_separates_perfectly_and_its_reader_is_found(tmp_path):
     assert plane.auroc == neuron.auroc == 1 and neuron.neuron == plan.cleaner
     assert max(abs(one.shuffled - 0.5) for one in (plane, neuron)) < 0.15
     chosen = separated(o, tmp_path, neuron=plan.cleaner)
-    drawn = {(one.name, one.xaxis): one.x for one in chosen.figure().data}
-    assert min(drawn["first", "x"]) > max(drawn["later", "x"]) and len(drawn) == 6
     assert (chosen.probes[1].neuron, chosen.probes[1].auroc) == (plan.cleaner, 1)
     other = separated(o, tmp_path, neuron=plan.cleaner + 1).probes[1]
     assert other.neuron == plan.cleaner + 1 and other.auroc < 0.9
@@ -87,8 +86,11 @@ def test_auroc_is_the_rank_statistic_of_each_fold():
     found = fitted("plane", None, inputs, texts, 0)
     areas = []
     for text in range(5):
-        score, is_first = found.score[texts == text], first[texts == text]
-        areas.append(mannwhitneyu(score[is_first], score[~is_first]).statistic / 144)
+        here = texts == text
+        mean, spread = inputs[~here].mean(0), inputs[~here].std(0)
+        plane = LogisticRegression(max_iter=1000).fit((inputs[~here] - mean) / spread, first[~here])
+        score = plane.decision_function((inputs[here] - mean) / spread)
+        areas.append(mannwhitneyu(score[first[here]], score[~first[here]]).statistic / 144)
     assert found.auroc == pytest.approx(np.mean(areas))
     assert found.error == pytest.approx(np.std(areas, ddof=1) / 5**0.5)
     assert found.auroc > 0.6 > found.shuffled

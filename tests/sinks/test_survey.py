@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from intervention_kit import effects
 from organisms import tiny_model
 from organisms.decoders import decoder
 from raw_kit import attention, norms
@@ -12,7 +13,6 @@ from sinkscope.models.text import beginning, put_before, text_rows, typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Component
 from sinkscope.sinks.find.attention_received import attention_received
-from sinkscope.sinks.removal.effects import effects
 
 
 def rows(tokenizer, count: int = 4, length: int = 48):

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,9 +22,6 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import in_backward, is_checkpointing, without_continuous_batching
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 @dataclass(frozen=True)
 class Event:
@@ -36,7 +33,7 @@ class Event:
         position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
         head: Query head; None if it does not belong to one.
-        kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "guard", "prefill".
+        kind: "patched", "ablated", "added", "rounded", "guard", "prefill".
         data: Details that depend on the kind, e.g. the neuron with its old and new value.
     """
 
@@ -55,21 +52,19 @@ class EditedModules:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._names = {module: name for name, module in target.hf.named_modules()}
-        self._kept: set[nn.Module] = set()
-        self._idle: set[nn.Module] = set()
+        self._ran: dict[nn.Module, bool] = {}
 
-    def keep(self, module: nn.Module) -> None:
+    def keep(self, module: nn.Module, ran: bool = True) -> None:
         """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
         if module in self._names:
-            self._kept.add(module)
+            self._ran[module] = ran
 
     def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The hook of an edit, which from now on also notes that its module ran."""
-        self.keep(module)
-        self._idle |= {module} & self._kept
+        self.keep(module, False)
 
         def noting(*args: Any) -> Any:
-            self._idle.discard(module)
+            self.keep(module)
             return hook(*args)
 
         return noting
@@ -80,13 +75,13 @@ class EditedModules:
         Raises:
             UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
         """
-        lost = self._idle | (self._kept - set(self._target.hf.modules()))
+        present = set(self._target.hf.modules())
+        lost = [self._names[module] for module, ran in self._ran.items() if not ran or module not in present]
         if lost:
-            path = min(self._names[module] for module in lost)
             raise UnsupportedError(
-                f"{path} of {self._target.name} was replaced inside the `with`, or never ran while the model did, so "
-                "that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch off "
-                "what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
+                f"{min(lost)} of {self._target.name} was replaced inside the `with`, or never ran while the model did, "
+                "so that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch "
+                "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
 
 
@@ -98,13 +93,11 @@ class Run:
     with one run each do not disturb each other.
     """
 
-    _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
-
     def __init__(self, target: Target, parts: tuple[Intervention, ...]) -> None:
         self.target = target
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
-        self.tracker = Tracker(target)
+        self.tracker = Tracker()
         self.thread = threading.get_ident()
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -112,7 +105,6 @@ class Run:
         self._pending: list[Callable[[], list[Event]]] = []
         self.edited = EditedModules(target)
         self.passes = 0  # whole ones on which the run acted
-        self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -159,34 +151,25 @@ class Run:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of events of each kind; after a pass, 0 for an intervention that acted and changed nothing."""
-        counts = Counter(event.kind for event in self.events)
-        if self.passes:
-            counts.update(dict.fromkeys([part.KIND for part in self.parts if part.KIND], 0))
-        return counts
-
-    def to_frame(self) -> pd.DataFrame:
-        """The events as a pandas data frame, with the entries of their data as further columns."""
-        import pandas as pd
-
-        names = [field.name for field in fields(Event)]
-        rows = [{**vars(event), **event.data} for event in self.events]
-        return pd.DataFrame(rows, columns=None if rows else names).drop(columns="data")
+        """Number of events of each kind."""
+        return Counter(event.kind for event in self.events)
 
     def summary(self) -> str:
         """What the interventions did, in one line."""
         sentences = [part.summary(self) for part in self.parts]
         return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
 
-    def __repr__(self) -> str:
-        return f"<Run on {self.target.name}: {self.summary()}>"
-
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         with self._lock:
             self._pending.append(events)
-            if len(self._pending) >= self._MOST_PENDING:
+            if len(self._pending) >= _MOST_PENDING:
                 self._drain()
+
+    def _drain(self) -> None:
+        for events in self._pending:
+            self._events += events()
+        self._pending.clear()
 
     def hook(self, *hooks: Hook) -> None:
         """Register torch hooks with kwargs until the run ends."""
@@ -225,11 +208,6 @@ class Run:
             if call.past == 0:  # else the cache was given, and is bound
                 self.tracker.bind(call.sequence, cache_in(output))
 
-    def _drain(self) -> None:
-        for events in self._pending:
-            self._events.extend(events())
-        self._pending.clear()
-
 
 def _no_packed_rows(target: Target) -> UnsupportedError:
     return UnsupportedError(
@@ -238,6 +216,7 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
     )
 
 
+_MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 _ACTIVE_LOCK = threading.Lock()
 

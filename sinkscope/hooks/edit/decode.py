@@ -18,7 +18,6 @@ from sinkscope.models.checks import end_ids
 from sinkscope.models.target import Target
 
 _IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
-_OF_SAMPLING = ("temperature", "top_k", "top_p")
 _NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
 """Settings of a checkpoint that do not say how tokens are chosen."""
 _RECORD: ContextVar[dict[str, Any] | None] = ContextVar("record", default=None)
@@ -38,19 +37,13 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     """
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
-    settings = dict[str, Any]()
-    ignored = dict[str, Any]()
+    settings, ignored = dict[str, Any](ours), dict[str, Any]()
     for name, value in config.to_diff_dict().items():
         if name not in _NO_CHOICE and not name.startswith("_"):
-            settings[name] = ours.get(name, neutral.get(name))
+            settings.setdefault(name, neutral.get(name))
             if (settings[name] or None) != (value or None):
                 ignored[name] = value
-    settings |= ours
-    used = dict[str, Any]()
-    for name in _IN_RESULTS:
-        value = settings.get(name, neutral.get(name))
-        if value is not None and (settings.get("do_sample") or name not in _OF_SAMPLING):
-            used[name] = value
+    used = {name: settings[name] for name in _IN_RESULTS if settings.get(name) is not None}
     record = _RECORD.get()
     if record is not None:
         record |= {**used, "eos_token_id": end_ids(target), "not_used_of_checkpoint": ignored}
@@ -136,11 +129,6 @@ def decode(
         if forced is None:
             answers = [to_end(answer, ends) for answer in answers]
         return answers, [] if run is None else run.events
-
-
-def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
-    """The new ids of `decode` alone."""
-    return decode(target, rows, new, edit)[0]
 
 
 def to_end(answer: list[int], ends: Collection[int]) -> list[int]:

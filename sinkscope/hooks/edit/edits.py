@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
+from sinkscope.hooks.edit.base import Event
+from sinkscope.hooks.edit.places import Place, PlacedEdit, Values, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import (
     NeuronGroup,
     Positions,
@@ -41,29 +42,21 @@ class NeuronEdit(PlacedEdit):
 
     Attributes:
         sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, by name ("L1.N338",
-            "L3.E2.N7"), or as a result has them. A neuron of a shared expert is (layer, neuron). `neurons` takes the
-            same, and with `layer` the numbers of neurons of this layer.
+            "L3.E2.N7"), or as a result has them. A neuron of a shared expert is (layer, neuron). `layer` with
+            the numbers of `neurons` is a shorter form.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
 
     sites: Sequence[SiteLike] = ()
     layer: InitVar[int | None] = None
-    neurons: InitVar[int | str | Sequence[int | SiteLike]] = ()
+    neurons: InitVar[int | Sequence[int]] = ()
     site: Where = "post"
 
     KIND = "edited"
 
-    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
-        several = listed("neurons", neurons)
-        numbers = [one for one in several if isinstance(one, int)]
-        if (layer is None) != (not numbers):
-            raise SinkscopeError(
-                f"layer={layer!r} with neurons={several!r}: give both, as in layer=1, neurons=[7890], or names, as "
-                'in neurons="L1.N338"'
-            )
-        sites = listed("sites", self.sites)
-        sites += [(layer, one) if isinstance(one, int) else one for one in several]
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+        sites = [*listed("sites", self.sites), *((layer, number) for number in listed("neurons", neurons))]
         if not sites and not self._heads:
             raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
         object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))
@@ -80,8 +73,8 @@ class NeuronEdit(PlacedEdit):
         return cast("tuple[Neuron, ...]", self.sites)
 
     @abstractmethod
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
-        """The values that replace `values.old`. None leaves them unchanged.
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+        """The values that replace `values.old`.
 
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
@@ -97,41 +90,58 @@ class NeuronEdit(PlacedEdit):
             places.append((heads_place(target, layer, columns), NeuronGroup(layer, None, columns, head)))
         return places
 
-    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
+    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The new values, which are logged where they differ."""
         old, index, memory, group = values.old, values.index, values.memory, values.of
-        if not values.call.sequence.settled or "first" not in memory:
-            memory.keep("first", old, index == 0)
-        new = self.new_values(values)
-        if new is None:
-            return None
+        memory.keep("first", old, index == 0)
+        changed = new = self.new_values(values)
         first = group.size(memory["first"].nan_to_num(0))[:, None]
         has_moved = group.size((new - old).detach()) > EVENT_SHARE * first
-        data = {"old": old, "new": new}
         if group.head is not None:
-            data = {"old": group.size(old), "new": group.size(new)}
-        values.log(self.KIND, has_moved & (index >= 0)[..., None], data)
-        return new
+            old, new = group.size(old), group.size(new)
+        moved = has_moved & (index >= 0)[..., None]
+        values.run.log(partial(_events, self.KIND, group, values.call.step, index, moved, old.detach(), new.detach()))
+        return changed
 
     def check(self, target: Target) -> None:
         """Refuse a model without these neurons or heads, or one in which they cannot be edited.
 
         Raises:
             SinkscopeError: The model has no such layer, neuron, expert or head.
-            UnsupportedError: The model has no up factor, or its experts are quantised.
+            UnsupportedError: There is no up factor, or experts are quantised.
         """
         for layer, head in self._heads:
             check_site(target, layer, head=head)
         for site in self.checked_sites:
             check_site(target, site.layer, site.neuron, site.expert)
-            is_gated = target.is_gated(site.layer)
-            if site.expert is not None:
-                is_gated = target.experts(site.layer).GATED
-            if self.site == "up" and not is_gated:
+            if self.site == "up" and (site.expert is not None or not target.is_gated(site.layer)):
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
-                    'factor; use site="post"'
+                    'factor, or it is one of many experts; use site="post"'
                 )
+
+
+def _events(
+    kind: str,
+    group: NeuronGroup,
+    step: int,
+    index: Int[Tensor, "batch pos"],
+    moved: Bool[Tensor, "batch pos *n"],
+    old: Tensor,
+    new: Tensor,
+) -> list[Event]:
+    """An event for each neuron, or head, that was moved at a token."""
+    positions = index.tolist()
+    events: list[Event] = []
+    for where, before, after in zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True):
+        row, token, number = where
+        data = {"old": before, "new": after}
+        if group.head is None:
+            data = {"neuron": group.neurons[number], **data}
+        if group.expert is not None:
+            data["expert"] = group.expert
+        events.append(Event(row, step, positions[row][token], group.layer, group.head, kind, data))
+    return events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +159,7 @@ class Ablate(NeuronEdit):
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
         Neuron(layer=1, expert=None, neuron=3)
-        >>> Ablate(neurons="L1.N338").sites[0]
+        >>> Ablate(sites="L1.N338").sites[0]
         Neuron(layer=1, expert=None, neuron=338)
         >>> Ablate(heads=["L0.H4", (2, 1)]).heads
         ((0, 4), (2, 1))
@@ -161,7 +171,7 @@ class Ablate(NeuronEdit):
 
     KIND = "ablated"
 
-    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
         checked_value(Literal["zero", "mean"] | Finite, self.value, "value")

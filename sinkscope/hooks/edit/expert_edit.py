@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.models.hooks import on_hidden
@@ -27,14 +26,14 @@ class _LatestCall(threading.local):
     """The call in which the thread is, identified by its input, and the values that earlier hooks left in it."""
 
     hidden: Callable[[], Tensor | None] = staticmethod(lambda: None)
-    edited: dict[tuple[str, int, int, int], Tensor]  # by factor ("up" or "post"), id of the module, expert and neuron
+    edited: dict[tuple[int, int, int], Tensor]  # by id of the module, expert and neuron
 
 
 _latest = _LatestCall()
 
 
 def expert_hook(
-    experts: Experts, expert: int, neurons: list[int], site: str, edit: Callable[[Tensor], Tensor | None]
+    experts: Experts, expert: int, neurons: list[int], edit: Callable[[Tensor], Tensor | None]
 ) -> Callable[..., Any]:
     """Forward hook (with kwargs) for the module that holds `experts`."""
 
@@ -44,28 +43,19 @@ def expert_hook(
         if _latest.hidden() is not entering:
             _latest.hidden, _latest.edited = weakref.ref(entering), {}
         edited = _latest.edited
-
-        def latest(factor: str, computed: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
-            """The neurons' values as computed, or as an earlier hook on this same call left them."""
-            columns: list[Tensor] = []
-            for neuron, column in zip(neurons, computed.unbind(-1), strict=True):
-                columns.append(edited.get((factor, id(module), expert, neuron), column))
-            return torch.stack(columns, -1)
-
-        *gate, up = experts.factors(expert, routed.entering(expert), neurons)
-        up = latest("up", up)
-        post = latest("post", experts.activate(*gate, up))
-        new = edit(up if site == "up" else post)
+        computed = experts.activate(*experts.factors(expert, routed.entering(expert), neurons))
+        columns: list[Tensor] = []
+        for neuron, column in zip(neurons, computed.unbind(-1), strict=True):
+            columns.append(edited.get((id(module), expert, neuron), column))
+        post = torch.stack(columns, -1)
+        new = edit(post)
         if new is None:
             return None
-        left = {"post": new.to(post.dtype)}
-        if site == "up":
-            left = {"up": new.to(up.dtype), "post": experts.activate(*gate, new.to(up.dtype))}
-        for factor, values in left.items():
-            for neuron, column in zip(neurons, values.unbind(-1), strict=True):
-                edited[factor, id(module), expert, neuron] = column
+        new = new.to(post.dtype)
+        for neuron, column in zip(neurons, new.unbind(-1), strict=True):
+            edited[id(module), expert, neuron] = column
         weight = routed.weight[:, expert, None]
-        written = ((left["post"] - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
+        written = ((new - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
         change = on_hidden(lambda hidden: hidden + written.view_as(hidden))
         return change(module, args, kwargs, output)
 

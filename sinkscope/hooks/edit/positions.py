@@ -20,8 +20,6 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import tokens_in
-from sinkscope.models.hooks import beside
-from sinkscope.models.target import Target
 from sinkscope.tap.rows import shown
 
 
@@ -113,16 +111,12 @@ class Sequence:
 
     Attributes:
         columns: The tokens read so far.
-        bos: Whether the row begins with the model's BOS token; True if embeddings were given instead of ids.
         partial: Whether the first tokens were read before the run was entered.
-        settled: Whether earlier calls have read the first two real tokens of every row.
         memory: What each edit stores, by the edit's key.
     """
 
     columns: Columns
-    bos: Bool[Tensor, " batch"]
     partial: bool = False
-    settled: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
 
     def copy(self) -> Sequence:
@@ -133,7 +127,7 @@ class Sequence:
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
         expanded = partial(repeat, pattern="batch ... -> (batch times) ...", times=times)
-        self.columns, self.bos = self.columns.moved(expanded), expanded(self.bos)
+        self.columns = self.columns.moved(expanded)
         for memory in self.memory.values():
             for name, values in memory.items():
                 memory[name] = expanded(values)
@@ -186,14 +180,9 @@ class Call:
 class Tracker:
     """Turns the arguments of forward calls into `Call`s; one per run."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self) -> None:
         self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
         self._steps = 0
-        bos_ids = list[int]()
-        for stated in (getattr(target.config, "bos_token_id", None), getattr(target.tokenizer, "bos_token_id", None)):
-            if stated is not None:
-                bos_ids += torch.tensor(stated).flatten().tolist()
-        self._bos = beside(torch.tensor(bos_ids, dtype=torch.int64))
 
     def begin(
         self,
@@ -235,15 +224,9 @@ class Tracker:
             if real is not None:
                 of_missed, real = real[:, :missed], real[:, missed:]
             earlier = earlier.read(missed, of_missed)
-        # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
-        sequence.settled = past > 1 and (sequence.settled or bool((earlier.length > 1).all()))
         sequence.columns = earlier.read(new, real)
         call = Call(self._steps, batch, past, new, earlier, sequence.columns, sequence)
         self._steps += 1
-        if ids is not None and not sequence.settled:
-            begins = torch.isin(ids, self._bos(ids)) & (call.index == 0)
-            is_begun = (call.index == 0).any(1)
-            sequence.bos = torch.where(is_begun, begins.any(1), sequence.bos.to(ids.device))
         return call
 
     def bind(self, sequence: Sequence, cache: Any) -> None:
@@ -257,13 +240,13 @@ class Tracker:
         if cache is not None:
             sequence = self._sequences.get(cache)
         if sequence is not None and past > 0:
-            times, rest = divmod(batch, sequence.bos.shape[0])  # `len` of a tensor takes three times as long
+            times, rest = divmod(batch, sequence.columns.known.shape[0])  # `len` of a tensor takes three times as long
             if times > 1 and rest == 0:
                 sequence.expand(times)
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        sequence = Sequence(Columns.of(columns), torch.ones(batch, dtype=torch.bool, device=device), past > 0)
+        sequence = Sequence(Columns.of(columns), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,9 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_fields, checked_value
-from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place
+from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
 from sinkscope.hooks.edit.positions import Memory
 from sinkscope.hooks.edit.sites import (
     Positions,
@@ -27,39 +24,17 @@ from sinkscope.hooks.edit.sites import (
     listed,
     site_of,
 )
-from sinkscope.hooks.trace.sites import Site, resolve
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.checks import check_site
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]
 
 
-def linear_modules(target: Target) -> list[Site]:
-    """The inputs of the linear modules of all decoder layers, by their names in the Hugging Face model, in its order.
-
-    What passes there counts as one head.
-    """
-    names = {module: name for name, module in target.hf.named_modules()}
-    sites: list[Site] = []
-    for layer, block in enumerate(target.layers):
-        for module in block.modules():
-            if isinstance(module, nn.Linear | Conv1D):
-                name = names[module].replace("._original_component", "")  # of a bridge
-                sites.append(Site(name, layer, module, "pre", partial(torch.unsqueeze, dim=-2)))
-    return sites
-
-
-def down_projection(target: Target, layer: int) -> Any:
-    """The linear module that is the down projection of a layer, also below a bridge's wrapper."""
-    module = target.sub(layer, "down")
-    return getattr(module, "original_component", module)
-
-
 class _Rounded(NamedTuple):
-    """Values that are rounded: where, to how many bits, and which numbers of each head stay exact."""
+    """Values that are rounded: their heads (what enters a module is one), the bits, and channels that stay exact."""
 
-    layer: int | None
-    site: Site
+    heads: Callable[[Tensor], Tensor]
     bits: int
     exact: list[int]
 
@@ -83,12 +58,10 @@ class Quantize(PlacedEdit):
         places: The same for single rows: pairs of a row of the batch and a position.
         neurons: Neurons whose values, as inputs of the down projection, stay exact and set no scale: (layer, neuron) or
             "L1.N338".
-        layers: Decoder layers by number, and linear modules by name ("model.layers.1.mlp.down_proj"), that stay exact.
-
-    For each row, call and module, an event of kind "rounded" says how many numbers were rounded.
+        layers: Decoder layers that stay exact.
 
     Raises:
-        SinkscopeError: Nothing is to be rounded, or the model has no such place, neuron, layer or module.
+        SinkscopeError: Nothing is to be rounded, or the model has no such place, neuron or layer.
         UnsupportedError: The inputs of experts cannot be seen, or the model has no separate keys and values.
 
     Example:
@@ -96,90 +69,64 @@ class Quantize(PlacedEdit):
         (Neuron(layer=1, expert=None, neuron=338),)
     """
 
-    KIND = "rounded"
-
     activations: Bits | None = None
     kv: Bits | None = None
     scale: Literal["token", "tensor"] = "token"
     positions: Positions = ()
     places: Sequence[tuple[Whole, Whole]] = ()
     neurons: Sequence[SiteLike] = ()
-    layers: Sequence[Whole | str] = ()
+    layers: Sequence[Whole] = ()
 
     def __post_init__(self) -> None:
-        positions = checked_positions(self.positions)
-        object.__setattr__(self, "positions", () if positions is None else positions)
+        object.__setattr__(self, "positions", checked_positions(self.positions))
         object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
-        for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole | str, ...])):
+        for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole, ...])):
             object.__setattr__(self, name, checked_value(kind, getattr(self, name), name))
         check_fields(self)
         if self.activations is None and self.kv is None:
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits")
 
-    def summary(self, run: Run) -> str:
-        """How many numbers were rounded."""
-        return f"Quantize rounded {self.total(run, 'numbers'):,} numbers."
-
-    def places_in(self, target: Target) -> list[tuple[Place, Any]]:
+    def places_in(self, target: Target) -> list[tuple[Place, _Rounded]]:
         """The inputs of linear modules, and the outputs of the projections of keys and values."""
-        channels: dict[nn.Module, list[int]] = {}
+        for layer in self.layers:
+            check_site(target, layer)
+        channels: dict[int, list[int]] = {}
         for neuron in map(site_of, self.neurons):
             check_site(target, neuron.layer, neuron.neuron, neuron.expert)
-            if not target.is_mixture(neuron.layer):
-                channels.setdefault(down_projection(target, neuron.layer), []).append(neuron.neuron)
-        linear = linear_modules(target)
-        self._check_layers(target, [site.name for site in linear])
-        sites: list[tuple[Site, int]] = []
-        for site in linear:
-            if self.activations is not None and site.layer not in self.layers and site.name not in self.layers:
-                sites.append((site, self.activations))
-        for layer in target.attending:
-            if self.kv is not None and layer not in self.layers:
-                sites += [(site, self.kv) for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"])]
-        places: list[tuple[Place, Any]] = []
-        for site, bits in sites:
-            assert site.module is not None  # only attention rows have none
-            of = _Rounded(site.layer, site, bits, channels.get(site.module, []))
-            places.append((Place(site.module, site.when), of))
+            channels.setdefault(neuron.layer, []).append(neuron.neuron)
+        places: list[tuple[Place, _Rounded]] = []
+        for layer, block in enumerate(target.layers):
+            if layer in self.layers:
+                continue
+            if self.activations is not None:
+                _refuse_experts(target, layer)
+                down = target.sub(layer, "down")
+                for module in block.modules():
+                    if isinstance(module, nn.Linear | Conv1D):
+                        is_down = module is getattr(down, "original_component", down)  # also below a bridge's wrapper
+                        exact = channels.get(layer, []) if is_down else []
+                        places.append((Place(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
+            if self.kv is not None and layer in target.attending:
+                for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
+                    assert site.module is not None  # only attention rows have none
+                    places.append((Place(site.module, site.when), _Rounded(site.cut, self.kv, [])))
         return places
-
-    def _check_layers(self, target: Target, names: Sequence[str]) -> None:
-        """Refuse a model without these layers or modules, or one whose experts' inputs are not seen."""
-        for layer in self.layers:
-            if isinstance(layer, int):
-                check_site(target, layer)
-            elif layer not in names:
-                raise SinkscopeError(
-                    f"layers {layer!r}: {target.name} has no such linear module; expected a number or a name such as "
-                    f"{names[-1]!r}"
-                )
-        for layer in range(target.n_layers):
-            if self.activations is not None and target.is_mixture(layer) and layer not in self.layers:
-                raise UnsupportedError(
-                    f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs of "
-                    f"their projections are not seen: add {layer} to layers, or round keys and values only (kv=8)"
-                )
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
         """The values rounded, except those that are to stay exact."""
         index, of = values.index, values.of
-        old = of.site.cut(values.old)
+        old = of.heads(values.old)
         exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
         exact[..., of.exact] = True
         largest = self._largest(old.masked_fill(exact, 0), values.memory)
-        values.log_rows(self.KIND, of.site.name, "numbers", (~exact).flatten(1).sum(1), index.amax(1))
         new = values.old.clone()
-        of.site.cut(new).copy_(torch.where(exact, old, rounded(old, largest, of.bits)))
+        of.heads(new).copy_(torch.where(exact, old, rounded(old, largest, of.bits)))
         return new
 
     def _exact_tokens(self, index: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
         """Tokens that are not rounded; padding is none of those that set a scale."""
         exact = chosen_positions(index, self.positions) | (index < 0)
         for row, position in self.places:
-            if row >= len(index):
-                raise SinkscopeError(
-                    f"places: there is no row {row} in a call of {len(index)}; give pairs of a row and a position"
-                )
             exact[row] |= index[row] == position
         return exact
 
@@ -193,6 +140,19 @@ class Quantize(PlacedEdit):
             largest = torch.maximum(largest, memory.get("largest", largest))
             memory["largest"] = largest.detach()
         return largest
+
+
+def _as_one_head(values: Tensor) -> Tensor:
+    return values.unsqueeze(-2)
+
+
+def _refuse_experts(target: Target, layer: int) -> None:
+    """Refuse a layer whose experts' inputs are not seen."""
+    if target.is_mixture(layer):
+        raise UnsupportedError(
+            f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs of their "
+            f"projections are not seen: add {layer} to layers, or round keys and values only (kv=8)"
+        )
 
 
 def rounded(

@@ -14,35 +14,24 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, warn
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, Whole, check, check_values, checked_value
+from sinkscope.files.records import Finite, check, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit
-from sinkscope.hooks.edit.placed import Values
-from sinkscope.hooks.edit.sites import SiteLike, Where, site_of
+from sinkscope.hooks.edit.places import Values
+from sinkscope.hooks.edit.sites import Where, site_of
 from sinkscope.models.origin import check_made_for
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Neuron
-
-Value = Literal["second", "calibrated"] | Finite
-
-
-class _FileSite(BaseModel):
-    layer: Whole
-    neuron: Whole
-    expert: Whole | None = None
-    calibrated: Finite | None = None
 
 
 class _File(BaseModel):
     """Content of patch.json."""
 
-    version: Annotated[Literal[1], Field(alias="schema")]
+    version: Annotated[Literal[2], Field(alias="schema")]
     kind: Literal["sink-patch"]
     model: dict[str, Any] | None = None
     site: Where
-    value: Value
-    sites: Annotated[list[_FileSite], Field(min_length=1)]
+    sites: Annotated[dict[str, Finite | None], Field(min_length=1)]  # calibrated values by the names of neurons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +45,11 @@ class SinkPatch(NeuronEdit):
         sites: The sink neurons. `layer` and `neurons` are a shorter form for neurons of one layer.
         site: "post" (default) edits the neuron's whole value. "up" edits only the linear factor, as in the paper's
             listing, which does not help if the gate carries the sink.
-        value: The neutral value. "second", as in the listing, is the neuron's value at the row's second real token,
-            taken from the call that reads it and kept for all later chunks, turns and generated tokens. "calibrated" is
-            the number in `calibrated`. A number is used directly.
-        calibrated: Neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
+        calibrated: Neutral value of each site, as `find_sinks` measures it (the median over ordinary text). If it is
+            empty, the neutral value is the neuron's own at the row's second real token, bit for bit as in the listing,
+            which spreads the sink if that token is one.
         model: The model for which the patch was made; stored in the file.
 
-    With value="second", `calibrated` is used instead (and an event of kind "fallback" gives the reason) if the second
-    value is not informative: the row does not begin with BOS; the second token came alone in its call, that is, it
-    was generated after a one-token prompt (a prompt read in chunks of one token looks the same); the second
-    value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
-    the run was entered. Without calibrated values, the second value is used anyway, bit for bit as in the listing.
-    This spreads the sink if the second token belongs to the first one's cluster, so a warning is given once, and an
-    event of kind "sink-like" wherever the value is at least half the first token's. Rows given as embeddings count as
-    beginning with BOS.
     In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
     of the row, not of the beam.
 
@@ -84,32 +64,26 @@ class SinkPatch(NeuronEdit):
         L1.N10411
     """
 
-    value: Literal["second", "calibrated"] | float = "second"
     calibrated: Mapping[Any, float] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
     KIND = "patched"
 
-    def __post_init__(self, layer: int | None, neurons: int | str | Sequence[int | SiteLike]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
-        check_values(Mapping[Any, Any], calibrated=self.calibrated)
+        check_values(Mapping[Any, Finite], calibrated=self.calibrated)
         check_values(Mapping[str, Any] | None, model=self.model)
-        checked_value(Value, self.value, "value")
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
-        for site, value in calibrated.items():
-            checked_value(Finite, value, f"calibrated value of {site}")
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]
-        if missing and (self.value == "calibrated" or calibrated):
+        if missing and calibrated:
             raise SinkscopeError(
                 f"{missing[0]} has no calibrated value: give calibrated={{...}} with one for each site, or make the "
                 "patch with SinkPatch.from_result"
             )
 
     @classmethod
-    def from_result(
-        cls, result: Any, *, site: Where = "post", value: Literal["second", "calibrated"] | float = "second"
-    ) -> SinkPatch:
+    def from_result(cls, result: Any, *, site: Where = "post") -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
         Raises:
@@ -121,10 +95,9 @@ class SinkPatch(NeuronEdit):
                 f"the norm spike is at {result.spike.place}, not at the first token, and this patch keeps the "
                 "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
-        neurons = {_site(neuron): neuron for neuron in result.neurons}
-        members = list(map(_site, result.minimal))
-        sites = [member for member in members if member in neurons] or list(map(_site, result.causal))
-        if result.sink_layer is None or not sites:
+        known = {neuron.address: neuron for neuron in result.neurons}
+        chosen = [known[site] for site in result.minimal if site in known] or [*result.causal]
+        if result.sink_layer is None or not chosen:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
                 f"sink_layer={result.sink_layer} and no causal neuron"
@@ -135,10 +108,11 @@ class SinkPatch(NeuronEdit):
                 f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons: this "
                 "patch would not repair repetition; give the neurons yourself with SinkPatch(sites=...)"
             )
-        calibrated = {place: getattr(neurons[place], f"neutral_{site}") for place in sites}
+        calibrated = {neuron.address: getattr(neuron, f"neutral_{site}") for neuron in chosen}
+        sites = tuple(calibrated)
         if None in calibrated.values():  # of neurons without an up factor
             calibrated = {}
-        return cls(sites=sites, site=site, value=value, calibrated=calibrated, model=asdict(result.model))
+        return cls(sites=sites, site=site, calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patch.json atomically. It may replace an earlier patch.
@@ -146,9 +120,9 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [{**vars(site), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
-        content = {"schema": 1, "kind": "sink-patch", "model": self.model, "site": self.site, "value": self.value}
-        write_output(path, json.dumps({**content, "sites": sites}, indent=2) + "\n")
+        sites = {str(site): self.calibrated.get(site) for site in self.checked_sites}
+        content = {"schema": 2, "kind": "sink-patch", "model": self.model, "site": self.site, "sites": sites}
+        write_output(path, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -161,9 +135,8 @@ class SinkPatch(NeuronEdit):
         content: Any = read_json(path, "make a patch with `sinkscope patch make`")
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected)
-        calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
-        sites = list(map(_site, patch.sites))
-        return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
+        calibrated = {site: value for site, value in patch.sites.items() if value is not None}
+        return cls(sites=list(patch.sites), site=patch.site, calibrated=calibrated, model=patch.model)
 
     def check(self, target: Target) -> None:
         """Refuse a model without these neurons, or of another shape than the one for which the patch was made.
@@ -178,67 +151,21 @@ class SinkPatch(NeuronEdit):
             check_made_for(target, self.model)
         super().check(target)
 
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"] | None:
+    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
-        neutral: Any = self.value
-        if self.value == "second":
+        if self.calibrated:
+            numbers = [self.calibrated[site] for site in values.of.sites]
+            neutral = torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
+        else:
             neutral = self._second_value(values)[:, None]
-        elif self.value == "calibrated":
-            neutral = self._calibrated(values)
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _calibrated(self, values: Values) -> Float[Tensor, " neuron"]:
-        """The calibrated value of each neuron; 0 where none is given."""
-        numbers = [self.calibrated.get(site, 0.0) for site in values.of.sites]
-        return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
-
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
-        """The value at the second token of each row, or the calibrated one where that is not informative."""
-        old, call, memory, index = values.old, values.call, values.memory, values.index
-        sequence = call.sequence
-        if sequence.settled and "value" in memory:  # nothing left to decide
-            return memory["value"]
-        calibrated = self._calibrated(values)
-        is_late = sequence.partial and call.past > 1
-        when = index == 1
-        if is_late:  # said at the first token of each row
-            when = ((index >= 0).cumsum(1) == 1) & (index >= 0)
-        if is_late and not self.calibrated:
+        """The value at the second token of each row."""
+        call, memory = values.call, values.memory
+        if "second" not in memory and call.sequence.partial and call.past > 1:
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
-                "neuron's value at the second one is not known: enter the run first, or give a number as value or "
-                "calibrated values"
+                "neuron's value at the second one is not known: enter the run first, or give calibrated values"
             )
-        second = torch.where((index == 1)[..., None], old, 0).sum(1, keepdim=True)
-        first = memory["first"][:, None]
-        # Comparisons with NaN (no first token seen) are False.
-        is_sink_like = (second - calibrated).abs() >= 0.5 * (first - calibrated).abs()
-        if not self.calibrated:
-            spreads = when[..., None] & is_sink_like
-            values.log("sink-like", spreads, {"first": first, "second": second})
-            if not values.run.warned and bool(spreads.any()):
-                values.run.warned = True
-                warn(
-                    "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to "
-                    "write instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, "
-                    "or give calibrated={...}"
-                )
-            return memory.keep("value", second.expand(old.shape), when)
-        reasons = {
-            "prompt read before the run": torch.full_like(is_sink_like, is_late),
-            "no BOS": ~sequence.bos.to(old.device)[:, None, None],
-            "one-token prompt": (index >= 0).sum(1)[:, None, None] == 1,
-            "sink-like second value": is_sink_like,
-        }
-        value = second
-        open_values = when[..., None].expand(old.shape)
-        for reason, holds in reasons.items():  # the first that holds is said
-            values.log("fallback", open_values & holds, {"value": calibrated}, reason=reason)
-            open_values = open_values & ~holds
-            value = torch.where(holds, calibrated, value)
-        return memory.keep("value", value.expand(old.shape), when)
-
-
-def _site(row: Any) -> Neuron:
-    """The neuron that a row of a result or file is about."""
-    return Neuron(row.layer, row.expert, row.neuron)
+        return memory.keep("second", values.old, values.index == 1)

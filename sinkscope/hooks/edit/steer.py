@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.edit.placed import PlacedEdit, Values
-from sinkscope.hooks.edit.places import Place
+from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
 from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.hooks import beside
 from sinkscope.models.target import Target
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
-
-
-class _Added(NamedTuple):
-    """What is added at a site."""
-
-    layer: int | None
-    site: str
-    vector: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +33,6 @@ class Add(PlacedEdit):
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
             numbers, or a slice.
 
-    For each row and call, an event of kind "added" gives the number of edited positions.
-
     Raises:
         SinkscopeError: The vector does not consist of finite numbers, its length differs from the residual stream's, or
             the site is none of these.
@@ -55,17 +42,13 @@ class Add(PlacedEdit):
         Add(site='blocks.3.hook_resid_post', scale=2.0, positions=None)
     """
 
-    KIND = "added"
-
     vector: Any = field(repr=False)
     site: str
     scale: int | float = 1.0
     positions: Positions = None
 
     def __post_init__(self) -> None:
-        vector = torch.empty(0)
-        with suppress(TypeError, ValueError, RuntimeError):
-            vector = torch.as_tensor(self.vector).detach()
+        vector = torch.as_tensor(self.vector).detach()
         if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
             raise SinkscopeError(
                 f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "
@@ -76,12 +59,8 @@ class Add(PlacedEdit):
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
-    def summary(self, run: Run) -> str:
-        """The number of positions."""
-        return f"Add changed the residual stream {self.total(run, 'positions'):,} times."
-
-    def places_in(self, target: Target) -> list[tuple[Place, Any]]:
-        """The modules whose input or output the sites are, each with its name, layer and what is added there."""
+    def places_in(self, target: Target) -> list[tuple[Place, Callable[[Tensor], Tensor]]]:
+        """The modules whose input or output the sites are, each with what is added there."""
         # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
         sites = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
         if self.site.endswith("hook_resid_mid"):
@@ -90,7 +69,7 @@ class Add(PlacedEdit):
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
-        places: list[tuple[Place, Any]] = []
+        places: list[tuple[Place, Callable[[Tensor], Tensor]]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
@@ -98,13 +77,10 @@ class Add(PlacedEdit):
                 )
             assert site.module is not None  # only attention rows have none
             added = beside(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
-            places.append((Place(site.module, site.when), _Added(site.layer, site.name, added)))
+            places.append((Place(site.module, site.when), added))
         return places
 
     def edited(self, values: Values) -> Tensor:
         """The values with the vector added at the chosen positions."""
-        old, index = values.old, values.index
-        chosen = chosen_positions(index, self.positions)
-        last = index.masked_fill(~chosen, -1).amax(1)
-        values.log_rows(self.KIND, values.of.site, "positions", chosen.sum(1), last)
-        return torch.where(chosen[..., None], old + values.of.vector(index).to(old), old)
+        chosen = chosen_positions(values.index, self.positions)
+        return torch.where(chosen[..., None], values.old + values.of(values.index).to(values.old), values.old)

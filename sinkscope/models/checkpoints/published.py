@@ -26,11 +26,7 @@ QUANTITIES: dict[str, Any] = {
     "residual_dims": Numbers,
     "repeats": Natural,
     "massive_layers": tuple[Whole, Whole],
-    "massive_values": Annotated[tuple[tuple[Whole, Finite], ...], SOME],
     "sink_rate": Share,
-    "sink_rate_random": Share,
-    "sink_rate_repeated": Share,
-    "attention_to_first": Share,
     "note": Words,
 }
 """The quantities that a record may have, and the type of their values; a note is a fact that nothing here measures."""
@@ -75,12 +71,6 @@ class Published:
         if np.shape(self.value) != np.shape(measured):
             return False
         return bool(np.allclose(self.value, measured, rtol=0, atol=self.tolerance + 1e-9))
-
-    def contradicts(self, other: Published) -> bool:
-        """Whether another record of the same model, which has a protocol, cannot be right as well."""
-        if self.quantity != other.quantity:
-            return False
-        return not (self.fits(other.value) or other.fits(self.value))
 
 
 @checked

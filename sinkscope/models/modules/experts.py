@@ -58,7 +58,6 @@ class Experts:
     """Attributes that tell the layout."""
     TRANSPOSED: ClassVar[bool] = False
     """Whether weights are stored input x output, if the module does not say."""
-    GATED: ClassVar[bool] = True
 
     def __init__(self, module: Any, weights: Any = None) -> None:
         self.module = module
@@ -167,7 +166,6 @@ class UngatedExperts(Experts):
     """Experts with one input projection, `up_proj` (Nemotron-H)."""
 
     PARTS = ("up_proj", "down_proj", "act_fn")
-    GATED = False
 
     def inputs(self, expert: int) -> list[InputRows]:
         """Weights of the input projection."""

@@ -45,7 +45,7 @@ class Attempt:
     Attributes:
         patch: "none"; "Listing 1": the paper's patch as printed, which holds the up factor of the sink neurons at its
             value at the second token, even if this is a sink; "patch": that of `patch_make`; "random neurons": as many
-            others, held as by "patch".
+            others, held at their values at the second token.
         context: What stands before: "BOS" or "no BOS".
         length: Tokens per sequence.
         source: "cluster": drawn from one cluster each, the clusters in turn; "random": drawn from all tokens.

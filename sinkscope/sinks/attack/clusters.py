@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, toke
 from sinkscope.sinks.find.left import claim_of
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
-from sinkscope.sinks.tokens import PerToken, TokenRows
+from sinkscope.sinks.tokens import PerToken
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
 ROWS = 2048  # rows per pass; a token takes one more row than there are heads
@@ -33,14 +34,9 @@ def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "to
     heads = model.setup.n_heads
     lost = model.none_of(1 + heads)
     lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
-    ids = torch.tensor(tokens).repeat_interleave(len(lost))[:, None]
-    return activations(model, ids, lost.repeat(len(tokens), 1, 1)).unflatten(0, (len(tokens), len(lost)))
-
-
-def activations(model: Replacement, ids: TokenRows, lost: Tensor | None = None) -> Tensor:
-    """The neuron's activation at the first token of each row."""
-    (column,) = model.cols
-    return model.written(ids, torch.zeros(len(ids), dtype=torch.long), lost) @ column / column.square().sum()
+    ids = repeat(torch.tensor(tokens), "token -> (token way)", way=len(lost))
+    rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
+    return rearrange(model.post(ids, rows), "(token way) 1 -> token way", way=len(lost))
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
     target = setup.target
     largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)
-    model = Replacement.of(setup, largest.layer, [largest], made.spike.place)
-    reference = float(activations(model, setup.ids[:, :1]).median())
+    model = Replacement(setup, [largest.address])
+    reference = float(model.post(setup.ids[:, 0]).median())
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
         return {"shares": (head_activations(model, tokens) / reference).double().round(decimals=4).tolist()}

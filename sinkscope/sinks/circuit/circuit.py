@@ -7,7 +7,7 @@ else writes there before the spike begins.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import plotly.graph_objects as go
@@ -19,12 +19,14 @@ from sinkscope.results.parts import in_words
 from sinkscope.results.style import BLUE, GREY, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.find.layer_scan import PerText
 from sinkscope.sinks.find.left import INTACT, beside, by_chance
 from sinkscope.sinks.find.result import SinkPlaces
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.removal.components import mixing, writers
+from sinkscope.sinks.removal.effects import Trial
 from sinkscope.sinks.removal.position_effect import PositionEffect
-from sinkscope.sinks.tokens import prefixes, repeated
+from sinkscope.sinks.tokens import TokenRows, prefixes, repeated
 from sinkscope.sinks.values import HeadValue, values_of
 
 TRACED = 4  # spikes whose marks are traced at most
@@ -118,7 +120,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     for each in made[:TRACED]:
         ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
         other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
-        claims += marks_of(setup, each, MARKS, each.spike.place.words, PositionEffect(target, ids, at, other))
+        claims += marks_of(setup, each, MARKS, each.spike.place.words, ids, at, other)
     words = [word for word in sinks.repeats.tokens if word.by_repetition]
     if words:
         word = min(words, key=lambda word: word.repeats or 0)
@@ -127,7 +129,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
             repeats = min(repeats, target.max_positions - 1)
         ids = repeated(prefixes(setup, [word.id]), [word.id], repeats)
         place = f"the last of {repeats} copies of {word.token!r}"
-        claims += marks_of(setup, made[0], COPIES, place, PositionEffect(target, ids, repeats, 1))
+        claims += marks_of(setup, made[0], COPIES, place, ids, torch.tensor([repeats]), torch.tensor([1]))
     values, of_values = values_of(target, survey)
     attended = [claim for claim in sinks.claims if claim.role == "carries"]
     parts = [*attended, *claims]
@@ -150,10 +152,24 @@ def begins(made: MadeSpike) -> int:
     return made.scan.layer if made.scan.stages else made.scan.spike_layers[0]
 
 
-def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: PositionEffect) -> Claims:
-    """What is left of the norm above a typical one where a spike has begun, without all marks, and without each."""
+def marks_of(
+    setup: Setup, made: MadeSpike, role: str, place: str, ids: TokenRows, at: PerText, other: PerText
+) -> Claims:
+    """What is left of the norm above a typical one where a spike has begun, without all marks, and without each.
+
+    Args:
+        setup: The model.
+        made: The spike.
+        role: The role of the claim.
+        place: The words for the place.
+        ids: Texts.
+        at: The place in each.
+        other: A typical position in each.
+    """
     layer = begins(made)
-    effect = replace(effect, layer=layer, without=made.scan.shared_dims)
+    ids = ids[:, : int(torch.maximum(at, other).max()) + 1]  # later tokens do not change norms
+    trial = Trial(ids, (), at=at, source=other, upto=layer, without=made.scan.shared_dims)
+    effect = PositionEffect(setup.target, trial)
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
     marks = effect.marks(candidates)
     others = beside(setup, marks, candidates)
@@ -171,8 +187,8 @@ def marks_of(setup: Setup, made: MadeSpike, role: str, place: str, effect: Posit
             place=place,
             value=float(kept),
             contrasts=(INTACT, by_chance(marks, left[len(subjects) :])),
-            draws=len(effect.ids),
-            search=Search("components alone and in sets", len(candidates)),
+            draws=len(ids),
+            search=Search("components", len(candidates)),
         )
         claims.append(claim)
     return tuple(claims)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from sklearn.feature_selection import SelectKBest
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GroupKFold, cross_val_predict, cross_val_score, permutation_test_score
+from sklearn.model_selection import GroupKFold, cross_val_score, permutation_test_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
@@ -25,7 +24,6 @@ from sinkscope.measure import PIECE, Natural, Result, Setup, Whole, measurement
 from sinkscope.models.draws import seed_of
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import figure_of
-from sinkscope.results.tables import Table
 
 CLEAR = 8  # later tokens begin here: without BOS, the first few of a text can be marked like the first one
 FOLDS, SHUFFLES = 5, 5
@@ -42,7 +40,6 @@ class Probe:
         auroc: Area under the ROC curve on texts and tokens that were held out, mean over five folds.
         error: Its standard error over the folds.
         shuffled: The same where first and later are shuffled in each text, mean over five draws.
-        score: What the probe gives each token when it is held out: first those that stand alone, then those in text.
     """
 
     probe: str
@@ -50,7 +47,6 @@ class Probe:
     auroc: float
     error: float
     shuffled: float
-    score: Float[np.ndarray, " sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +60,6 @@ class Separation(Result):
 
     page = "measure/related"
     columns = ("probe", "neuron", "auroc", "error", "shuffled")
-    table_without = ("score",)
     glossary: ClassVar = {"neuron": "its number in the layer"}
 
     layer: int
@@ -81,14 +76,11 @@ class Separation(Result):
 
 
 def draw(result: Separation) -> go.Figure:
-    """Draw the scores of held-out tokens, a panel per probe."""
-    rows: Table = []
-    for one in result.probes:
-        for number, score in enumerate(one.score.tolist()):
-            token = "first" if 2 * number < len(one.score) else "later"
-            rows.append({"probe": html.escape(one.probe), "score": score, "token": token})
-    fig = px.histogram(rows, x="score", color="token", facet_col="probe", barmode="overlay", nbins=80)
-    return figure_of(fig, result, width=1200, height=460)
+    """Draw how well each probe separates, beside shuffled labels."""
+    fig = px.scatter(
+        result.rows(), x="probe", y=["auroc", "shuffled"], labels={"value": "held-out AUROC", "variable": ""}
+    )
+    return figure_of(fig, result, width=900, height=460)
 
 
 @measurement(group="Sinks", help="Tell first tokens from later ones by linear probes.", figure=draw)
@@ -152,12 +144,10 @@ def fitted(name: str, neuron: int | None, inputs: Float[np.ndarray, "sample d"],
     _, chance, _ = permutation_test_score(
         model, inputs, first, groups=texts, cv=folds, scoring="roc_auc", n_permutations=SHUFFLES, random_state=draw
     )
-    score = cross_val_predict(model, inputs, first, groups=texts, cv=folds, method="decision_function")
     return Probe(
         probe=name,
         neuron=None if name == "plane" else neuron,
         auroc=float(areas.mean()),
         error=float(areas.std(ddof=1) / FOLDS**0.5),
         shuffled=float(chance.mean()),
-        score=np.asarray(score).round(4),
     )

@@ -21,7 +21,7 @@ from sinkscope.models.norms import norm_of, norms_of
 from sinkscope.models.target import KEPT_POSITIONS, Entering, LayerInput, Target
 from sinkscope.results.parts import Parts
 from sinkscope.sinks.find.places import stands_out
-from sinkscope.sinks.removal.rows import Trial
+from sinkscope.sinks.removal.effects import Trial
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
@@ -226,8 +226,8 @@ class LayerScan:
         ids, texts = self.ids[:, : self.up_to_place], slice(None)
         if bool((ids == ids[0]).all() & (self.at == self.at[0]).all()):
             texts = slice(1)
-        entering = self.entering.part(texts, self.up_to_place)
-        return Trial(ids[texts], edits, at=self.at[texts], without=self.shared_dims, entering=entering, **reading)
+        at, entering = self.at[texts], self.entering.part(texts, self.up_to_place)
+        return Trial(ids[texts], edits, at=at, source=at, without=self.shared_dims, entering=entering, **reading)
 
     def ordinary(self, layer: int, length: int) -> PerText:
         """The position of the beginning of each text whose norm after a layer is nearest to the typical one.

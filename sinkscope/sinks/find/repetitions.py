@@ -20,8 +20,7 @@ from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, RepetitionSpike
 from sinkscope.sinks.removal.components import Neurons
-from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.rows import BATCH_ELEMENTS, Trial
+from sinkscope.sinks.removal.effects import BATCH_ELEMENTS, Trial, side_by_side
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
 from sinkscope.sinks.tokens import repeated
@@ -157,7 +156,12 @@ def repetition_spike(
     rows = repeated([before], [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
-    reading: dict[str, Any] = {"at": copies, "upto": layer, "without": scan.shared_dims}
+    reading: dict[str, Any] = {
+        "at": torch.tensor([copies]),
+        "source": torch.tensor([0]),
+        "upto": layer,
+        "without": scan.shared_dims,
+    }
     edits = [neurons, *drawn] if neurons else []
     trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
     trials.append(Trial(torch.cat(beside_copies(setup, rows, 1)), [], **reading))

@@ -10,7 +10,7 @@ from sinkscope.results.claims import Claims, Outcome, Search
 from sinkscope.sinks.find.layer_scan import AS_BEFORE, LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
 from sinkscope.sinks.find.places import SPIKE_RATIO
-from sinkscope.sinks.removal.components import Neurons
+from sinkscope.sinks.removal.components import Neurons, one_by_one
 from sinkscope.sinks.removal.effects import side_by_side
 from sinkscope.sinks.removal.search import random_sets, smallest_set
 
@@ -18,7 +18,7 @@ NEARLY_ALL = 0.9  # share of the texts in which the spike has to be gone
 
 
 def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> Claims:
-    """The claim about the smallest set of neurons that makes a spike; none if no set that was tried does.
+    """Claims about the smallest set of neurons that makes a spike, and each of it; none if no set that was tried does.
 
     Args:
         scan: The model at the places of the spike, which an MLP makes.
@@ -36,16 +36,20 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
     if chosen is None:
         return ()
     layer = max(scan.layer, *(neuron.layer for neuron in chosen))
-    sets = [chosen, *random_sets(scan.target, chosen, candidates, seed)]
+    alone = one_by_one(chosen) if len(chosen) > 1 else []
+    sets = [chosen, *alone, *random_sets(scan.target, chosen, candidates, seed)]
     (read,) = side_by_side(scan.target, [scan.trial(sets, upto=layer, directions=scan.directions)])
     along = read.along[..., layer]
     left = (along[1:] / along[0]).clamp(min=0)
-    contrasts = [INTACT, by_chance(chosen, left[1:].mean(1))]
+    contrasts = [INTACT, by_chance(chosen, left[1 + len(alone) :].mean(1))]
     search = Search("sets of neurons", len(asked))
-    claim = claim_of("makes", chosen, Outcome("spike", layers=(layer,)), place, left[0], contrasts, search)
-    if claim.value >= claim.control.value:
+    outcome = Outcome("spike", layers=(layer,))
+    claims = [claim_of("makes", chosen, outcome, place, left[0], contrasts, search)]
+    if claims[0].value >= claims[0].control.value:
         return ()
-    return (claim,)
+    for one, kept in zip(alone, left[1:], strict=False):
+        claims.append(claim_of("makes alone", one, outcome, place, kept, contrasts, search))
+    return tuple(claims)
 
 
 def removals(scan: LayerScan, sets: Sequence[Neurons]) -> list[float | None]:

@@ -19,8 +19,8 @@ from sinkscope.sinks.find.sentences import when
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, one_by_one
-from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.position_effect import PositionEffect
+from sinkscope.sinks.removal.effects import Trial, side_by_side
+from sinkscope.sinks.removal.position_effect import PositionEffect, needed
 from sinkscope.sinks.removal.search import random_sets
 
 COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # texts in which components are replaced one by one, and random parts
@@ -50,12 +50,13 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
 
 
 def _makers(made: Sequence[MadeSpike], survey: Survey, place: Place) -> Parts:
-    """What makes the spike that stands at nearly all of a place that heads attend to; nothing if there is none."""
+    """What makes the spikes that stand at nearly all of a place that heads attend to; nothing if there is none."""
     ids = survey.received.ids
-    for one in made:  # their places have no position in common
+    makers: Parts = ()
+    for one in made:  # several where the spike of a place comes back in another direction
         if float(one.spike.place.there(ids)[place.there(ids)].float().mean()) >= ENOUGH:
-            return one.spike.makers
-    return ()
+            makers += tuple(maker for maker in one.spike.makers if maker not in makers)
+    return makers
 
 
 def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts) -> tuple[Readers, ...]:
@@ -74,7 +75,7 @@ def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: P
     ids, there = received.ids[rows, :length], place.there(received.ids)[rows, :length]
     barred = there | (torch.arange(ids.shape[1]) <= at[:, None])
     source = ordinary_position(received.norms[max(heads)[0], rows, : ids.shape[1]], barred)
-    effect = PositionEffect(setup.target, ids, at, source, heads=heads, places=there)
+    effect = PositionEffect(setup.target, Trial(ids, (), at=at, source=source, places=there), heads)
     by_need: dict[Parts, list[int]] = {}
     for head, need in enumerate(_needs(effect, makers)):
         by_need.setdefault(need, []).append(head)
@@ -83,16 +84,18 @@ def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: P
 
 
 def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
-    """What each head needs: the makers of the spike, or else components; or nothing was found."""
+    """What each head needs: the one maker of a spike that it needs alone, or all; or else components; or nothing."""
     needs: list[Parts] = [()] * len(effect.heads)
     if makers:
-        for head in (effect.lost([makers])[0] >= NEEDED).nonzero().flatten().tolist():
-            needs[head] = makers
+        lost = effect.lost([makers, *one_by_one(makers)]) >= NEEDED
+        for head in lost[0].nonzero().flatten().tolist():
+            alone = lost[1:, head].nonzero().flatten().tolist()
+            needs[head] = (makers[alone[0]],) if len(alone) == 1 else makers
     others = [head for head, need in enumerate(needs) if not need]
     if others:
         few, components = effect.in_texts(COMPONENT_TEXTS).only(others), effect.components
-        needed = few.needed(components, few.lost(one_by_one(components)))
-        for head, own in zip(others, needed.T.tolist(), strict=True):
+        alone = needed(few.lost(one_by_one(components)))
+        for head, own in zip(others, alone.T.tolist(), strict=True):
             needs[head] = tuple(compress(components, own))
     return needs
 
@@ -103,14 +106,14 @@ def _group(
     """The heads that need the same parts, without these and under the controls of that."""
     effect, count = every.only(numbers), count_of(len(every.heads), "head")
     some = count if len(numbers) == len(every.heads) else f"{len(numbers)} of {count}"
-    by_spike = bool(parts) and parts == makers
+    by_spike = bool(parts) and set(parts) <= set(makers)
     neurons = tuple(part for part in parts if isinstance(part, Neuron))
     others: list[Parts] = []
     if neurons:
         others += random_sets(setup.target, neurons, neurons, setup.seed)
     elif parts:
         if not by_spike:
-            parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts, alone=True)
+            parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts)
         others += beside(setup, parts, effect.components)
     trials = [effect.trial([parts])]
     if others:

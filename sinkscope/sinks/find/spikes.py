@@ -17,7 +17,7 @@ from sinkscope.sinks.find.records import Candidates, Spike
 from sinkscope.sinks.find.sets import causal_set
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import effects
+from sinkscope.sinks.removal.effects import Trial, side_by_side
 
 CANDIDATES = 8  # candidates of the sink layer
 STEP_SHARE = 0.05  # a step down changes the spike's norm by at least this share of the largest
@@ -154,8 +154,7 @@ def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
     for number in filter(target.has_attention, range(layer + 1)):
         parts += heads_of(target, number)
     parts += sorted(writers(target, layer + 1), key=lambda one: one.layer is None)
-    edited = effects(
-        target,
+    trial = Trial(
         ids,
         one_by_one(parts),
         at=scan.at[:MAKER_TEXTS],
@@ -164,6 +163,7 @@ def spike_maker(scan: LayerScan, place: str) -> tuple[Claims, Search]:
         without=scan.shared_dims,
         directions=scan.directions,
     )
+    (edited,) = side_by_side(target, [trial])
     along = edited.along[..., layer]
     kept = (along[1:] / along[0]).clamp(min=0)
     left = kept.mean(1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
@@ -20,8 +19,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Number, Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.parts import in_words
-from sinkscope.results.style import figure_of, long_table
-from sinkscope.results.tables import Table
+from sinkscope.results.style import figure_of
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
 from sinkscope.sinks.removal.components import Neurons
@@ -44,57 +42,51 @@ def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edi
     return (samples[1:] - samples[0]).std(1) / math.sqrt(samples.shape[1])
 
 
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity of held-out text.
+
+    Attributes:
+        patch: "none"; "patch"; "random patch": as many random neurons of the same layers.
+        perplexity: The perplexity.
+        change: Difference to the perplexity without a patch, as a share of it.
+        two_errors: Two standard errors of the change, over paired pieces.
+    """
+
+    patch: str
+    perplexity: float
+    change: float
+    two_errors: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class PatchEvaluation(Result):
     """Perplexity of held-out text with and without a patch.
 
     Attributes:
-        patches: "none"; "patch"; "random patch": as many random neurons of the same layers.
-        perplexity: Perplexity under each of them.
-        errors: Standard error of the difference to the perplexity without a patch, over paired pieces. NaN for "none".
+        read: The perplexity without a patch, with it, and with a random one.
         neurons: Neurons of the patch.
     """
 
     page = "measure/patch"
     percent = ("change", "two_errors")
-    glossary: ClassVar = {
-        "change": "difference to the perplexity without a patch, as a share of it",
-        "two_errors": "two standard errors of the change",
-    }
 
-    patches: tuple[str, ...] = ("none", "patch", "random patch")
-    perplexity: Float[np.ndarray, " patch"]
-    errors: Float[np.ndarray, " patch"]
+    read: tuple[Perplexity, ...]
     neurons: Neurons
-
-    @property
-    def change(self) -> Float[np.ndarray, " patch"]:
-        """Difference to the perplexity without a patch, as a share of it."""
-        return self.perplexity / self.perplexity[0] - 1
-
-    @property
-    def two_errors(self) -> Float[np.ndarray, " patch"]:
-        """Two standard errors of the change."""
-        return 2 * self.errors / self.perplexity[0]
 
     def conclusion(self) -> str:
         """The change by the patch, beside a random patch."""
-        _, patched, random = self.change
+        _, patched, random = (f"{one.change:+.2%}" for one in self.read)
         return (
-            f"The patch of {in_words(self.neurons, 3)} changes the perplexity of held-out text by {patched:+.2%} "
-            f"(random neurons: {random:+.2%})."
+            f"The patch of {in_words(self.neurons, 3)} changes the perplexity of held-out text by {patched} "
+            f"(random neurons: {random})."
         )
 
     def numbers(self) -> list[Number]:
         """The change, beside a random patch."""
-        (_, change, random), label = self.change.tolist(), "change of the perplexity by the patch"
-        margin = float(self.two_errors[1])
-        return [Number("perplexity.neurons", label, change, random, margin, True, "random neurons")]
-
-    def rows(self) -> Table:
-        """One row per patch."""
-        columns = {"perplexity": self.perplexity, "change": self.change, "two_errors": self.two_errors}
-        return long_table(columns, patch=self.patches)
+        (_, patched, random), label = self.read, "change of the perplexity by the patch"
+        margin = patched.two_errors
+        return [Number("perplexity.neurons", label, patched.change, random.change, margin, True, "random neurons")]
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
@@ -121,8 +113,8 @@ def patch_eval(
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 
-    The beginning of the typical text provides the neutral values of the random neurons; perplexity is measured on
-    pieces that come after it.
+    The random neurons hold their values at the second token. Perplexity is measured on pieces of the typical text after
+    the part that neutral values are taken from.
 
     Args:
         patch: The patch.json to evaluate; from Python also a `SinkPatch`.
@@ -146,9 +138,8 @@ def patch_eval(
             read.append(losses(setup.target, ids))
         setup.progress("perplexity", len(read), 3)
     samples = torch.stack(read).double()
-    perplexity = samples.mean(1).exp().numpy()
-    return PatchEvaluation(
-        perplexity=perplexity,
-        errors=np.append(np.nan, errors_of(samples).numpy() * perplexity[1:]),
-        neurons=edit.checked_sites,
-    )
+    perplexity = samples.mean(1).exp()
+    errors = [0.0, *(2 * errors_of(samples) * perplexity[1:] / perplexity[0]).tolist()]
+    change = (perplexity / perplexity[0] - 1).tolist()
+    rows = zip(("none", "patch", "random patch"), perplexity.tolist(), change, errors, strict=True)
+    return PatchEvaluation(read=tuple(Perplexity(*row) for row in rows), neurons=edit.checked_sites)

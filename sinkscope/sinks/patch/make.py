@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -12,6 +13,7 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Int
 from pydantic import Field
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
@@ -25,95 +27,63 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.find.layer_scan import LayerScan, typical_quantiles
+from sinkscope.sinks.find.layer_scan import LayerScan
+from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import RepeatedToken
 from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
 from sinkscope.sinks.held_out import Length, Pieces
-from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Neurons
-from sinkscope.sinks.repetition.attention import attention_to_first
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
 from sinkscope.sinks.tokens import prefixes, repeated, repetition_limit
 
-HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
-# Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated
-# token, so its last layers raise the norm a little, far below that of a sink.
-SLACK = 0.03
-TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
-SEQUENCES = 8  # sequences per pass
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
-CONDITIONS = ("intact", "patched", "random")
+CASES = ("intact", "patched", "random", "one copy", "other tokens")
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
 @dataclass(frozen=True)
 class PatchProof:
-    """What the patch does to repeated words and to ordinary text.
+    """What a patch does to repeated words and to ordinary text.
 
-    Conditions: "intact", "patched", and "random": as many random neurons of the same layers are patched.
+    Cases: "intact", "patched" and "random" are the last copy of each word without a patch, with it, and with as many
+    random neurons of the same layers patched; without a patch also "one copy" behind ordinary text, and "other tokens".
 
     Attributes:
         words: The words that were repeated.
         repeats: How often each is repeated.
         layers: Layers from the one that completes the spike to the last.
-        ceiling: Norms up to this value do not stand out: 1.5 times typical ones, or the word's own before the spike.
-        norms: Largest norm after the first position.
-        once: Norm at the last position of ordinary text of the same length, without a patch: with one copy of the word
-            there ("one copy"), and with the text's own token ("other tokens").
-        attention: Mean attention to the first token, over heads and the second half of the queries, in `layers[1:]`.
-        ordinary_attention: The same on ordinary text of the same length, without a patch.
-        perplexity: Perplexity of held-out text.
+        ceiling: Three times the typical norm after each layer; what is larger stands out.
+        norms: Norm after each layer.
+        perplexity: Of held-out text in the first three cases.
     """
 
     words: tuple[str, ...]
     repeats: int
     layers: Int[np.ndarray, " layer"]
-    ceiling: Float[np.ndarray, "word layer"]
-    norms: Float[np.ndarray, "condition word layer"]
-    once: Float[np.ndarray, "contrast word layer"]
-    attention: Float[np.ndarray, "condition later_layer"]
-    ordinary_attention: Float[np.ndarray, " later_layer"]
-    perplexity: Float[np.ndarray, " condition"]
+    ceiling: Float[np.ndarray, " layer"]
+    norms: Float[np.ndarray, "case word layer"]
+    perplexity: tuple[Perplexity, ...]
 
     @property
-    def stands_out(self) -> Bool[np.ndarray, "case word"]:
-        """Whether a norm stands out after some layer: of copies under each condition, of one copy, of other tokens."""
-        return np.asarray((np.concatenate([self.norms, self.once]) > self.ceiling).any(2))
+    def stands_out(self) -> Bool[Tensor, "case word"]:
+        """Whether a norm stands out after some layer."""
+        return torch.from_numpy((self.norms > self.ceiling).any(2))
 
     @property
-    def failing(self) -> Bool[np.ndarray, " word"]:
+    def failing(self) -> Bool[Tensor, " word"]:
         """The words that need repair: copies stand out in the intact model, and one does not. Only these prove it."""
-        stands_out = self.stands_out
-        return stands_out[INTACT] & ~stands_out[ONCE]
-
-    @property
-    def taken(self) -> tuple[float, float]:
-        """Attention that repetition takes from the first token in the intact model, and that the patch returns.
-
-        Sums over the layers in which it takes some; 0 and 0 if it takes none.
-        """
-        taken = self.ordinary_attention - self.attention[INTACT]
-        restored = self.attention[PATCHED] - self.attention[INTACT]
-        compared = taken > TAKEN
-        return float(taken[compared].sum()), float(restored[compared].sum())
-
-    @property
-    def rise(self) -> Float[np.ndarray, " condition"]:
-        """What the perplexity rises by, as a share of the intact one; NaN if it is not finite."""
-        return self.perplexity / self.perplexity[INTACT] - 1
+        return self.stands_out[INTACT] & ~self.stands_out[ONCE]
 
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
         if not self.failing.any():
             return "no-repeats", f"no norm of {count_of(len(self.words), 'word')} stands out only when it is repeated."
-        above = (self.norms[PATCHED] > self.ceiling)[self.failing].any(0)
-        if above.any():
-            return "not-repaired", f"under the patch, norms are not typical after layer {self.layers[above.argmax()]}."
-        taken, restored = self.taken
-        if restored < taken / 2:
-            return "not-repaired", "under the patch, repeated words still take the attention of the first token."
-        rise = self.rise[PATCHED]
+        left = int((self.stands_out[PATCHED] & self.failing).sum())
+        if left:
+            return "not-repaired", f"under the patch, the norms of {count_of(left, 'word')} still stand out."
+        rise = self.perplexity[PATCHED].change
         if not rise <= limit:
             return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
         return "made", "repeated words keep a typical norm, and ordinary text is read as before."
@@ -134,9 +104,11 @@ class PatchMade(Result):
 
     page = "measure/patch"
     glossary: ClassVar = {
-        "intact": "largest norm without a patch, after the layer that completes the spike",
+        "intact": "norm at the last copy without a patch, after the layer that completes the spike",
         "patched": "the same under the patch",
         "random": "the same under a patch of random neurons",
+        "one copy": "norm at one copy behind ordinary text",
+        "other tokens": "norm of ordinary text there",
     }
 
     verdict: Verdict
@@ -168,13 +140,9 @@ class PatchMade(Result):
         proof = self.proof
         if proof is None:
             return ()
-        outcome = Outcome(
-            "a norm that stands out",
-            tuple(proof.layers.tolist()),
-            unit="cases",
-            gives="make the norms of {} of the words stand out",
-        )
-        stands_out, failing = torch.from_numpy(proof.stands_out).double(), torch.from_numpy(proof.failing)
+        gives = "make the norms of {} of the words stand out"
+        outcome = Outcome("a norm that stands out", tuple(proof.layers.tolist()), unit="cases", gives=gives)
+        stands_out, failing = proof.stands_out.double(), proof.failing
         copies = claim_of_copies(proof.repeats, outcome, stands_out[[INTACT, ONCE, OTHERS]])
         if not failing.any():
             return (copies,)
@@ -188,29 +156,25 @@ class PatchMade(Result):
         return None if self.verdict == "made" else f"No patch was made: {self.reason}"
 
     def facts(self) -> list[str]:
-        """The attention, and the perplexity."""
+        """The perplexity."""
         if self.proof is None:
             return []
-        taken, restored = self.proof.taken
-        _, patched, random = self.proof.rise
-        return [
-            f"Repetition takes {taken:.2f} of attention from the first token (sum of layers); {restored:.2f} returns.",
-            f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}.",
-        ]
+        _, patched, random = (one.change for one in self.proof.perplexity)
+        return [f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}."]
 
     def rows(self) -> Table:
-        """One row per word: its largest norm in the layer that completes the spike."""
+        """One row per word: its norms after the layer that completes the spike."""
         if self.proof is None:
             return []
-        return long_table(dict(zip(CONDITIONS, self.proof.norms[:, :, 0], strict=True)), token=self.proof.words)
+        return long_table(dict(zip(CASES, self.proof.norms[:, :, 0], strict=True)), token=self.proof.words)
 
 
 def draw(result: PatchMade) -> go.Figure:
-    """Draw the largest norm of the repeated words in each layer, by condition, and what counts as repaired."""
+    """Draw the largest norm of the repeated words after each layer in each case, and from where on it stands out."""
     fig = go.Figure()
     if result.proof is not None:
-        lines = [*result.proof.norms.max(1), result.proof.ceiling.max(0)]
-        curves = dict(zip((*CONDITIONS, "repaired up to"), lines, strict=True))
+        lines = [*result.proof.norms.max(1), result.proof.ceiling]
+        curves = dict(zip((*CASES, "stands out"), lines, strict=True))
         fig = px.line(
             curves, render_mode="svg", labels={"index": "layer", "value": "largest norm"}, log_y=True, markers=True
         )
@@ -240,9 +204,9 @@ def patch_make(
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
     The neurons are the smallest causal set of `find_sinks`, and others that repetition trips. With them patched, the
-    norm of repeated words must stay typical, or as before the spike, in every later layer, half of the attention that
-    repetition takes from the first token must return, and the perplexity of held-out text must not rise; the same is
-    measured with random neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    norm of repeated words must not stand out after any later layer, and the perplexity of held-out text must not rise;
+    the same is measured with random neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
+    hand.)
 
     Args:
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
@@ -272,35 +236,22 @@ def _made(setup: Setup, max_repeats: int | None, limit: float, pieces: int, leng
     setup.record(max_repeats=most)
     if made is None:
         return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {instead_of_spike(setup)}.")
-    if not made.spike.place.is_first:
-        reason = f"the norm spike is at {made.spike.place}, and this patch keeps the first token's value alone."
-        return PatchMade(verdict="no-sink", reason=reason)
     try:
         patch = SinkPatch.from_result(sinks)
-    except SinkscopeError:
-        reason = "no neurons were found that the spike needs at the first token and at repeated words."
-        return PatchMade(verdict="not-repaired", reason=reason)
-    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats <= most]
-    slowest = max((word.repeats or 0 for word in words), default=0)
-    if not words and sinks.repetition is not None:  # they become sinks after the sink layer
-        words, slowest = list(sinks.repeats.tokens), sinks.repetition.repeats
-    if not words:
-        number = len(sinks.repeats.tokens)
-        reason = f"none of {number} words reaches half of the first token's norm when it is repeated {most} times."
-        return PatchMade(verdict="no-repeats", reason=reason)
+    except SinkscopeError as error:
+        return PatchMade(verdict="no-sink", reason=f"{error}.")
+    words = sinks.repeats.tokens
+    needed = [word.repeats for word in words if word.repeats is not None]
+    if not needed and sinks.repetition is not None:  # copies become sinks after the sink layer
+        needed = [sinks.repetition.repeats]
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = min(most, 2 * slowest)
-    perplexity = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).perplexity
-    proof = proof_of(setup, made.scan, patch, words, count, perplexity)
+    count = min(most, 2 * max(needed, default=most))
+    read = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).read
+    proof = proof_of(setup, made.scan, patch, words, count, read)
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
-    return PatchMade(
-        verdict=verdict,
-        reason=reason,
-        sites=sites,
-        calibrated=tuple(patch.calibrated[site] for site in sites),
-        proof=proof,
-    )
+    calibrated = tuple(patch.calibrated[site] for site in sites)
+    return PatchMade(verdict=verdict, reason=reason, sites=sites, calibrated=calibrated, proof=proof)
 
 
 @torch.no_grad()
@@ -308,9 +259,9 @@ def proof_of(
     setup: Setup,
     scan: LayerScan,
     patch: SinkPatch,
-    words: list[RepeatedToken],
+    words: Sequence[RepeatedToken],
     count: int,
-    perplexity: Float[np.ndarray, " condition"],
+    read: Sequence[Perplexity],
 ) -> PatchProof:
     """What a patch does to repeated words and to ordinary text.
 
@@ -320,33 +271,25 @@ def proof_of(
         patch: The patch.
         words: The words to repeat.
         count: Number of repetitions.
-        perplexity: What `patch_eval` measures.
+        read: What `patch_eval` measures.
     """
-    target = setup.target
     ids = [word.id for word in words]
     rows = repeated(prefixes(setup, ids), ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
-    layers = list(range(max(scan.stages), target.n_layers))
+    layers = list(range(max(scan.stages), len(scan.layers)))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    before = norms_at(scan, [f"blocks.{min(scan.stages)}.hook_resid_pre"], rows)[:, 1:].amax(1)
-    typical = HEADROOM * typical_quantiles(scan.norms[layers])[2].double().numpy()
-    typical[1:] = np.maximum(typical, SLACK * np.array(scan.spike_norm)[layers])[1:]  # no slack where the spike is made
-    norms, attention = [], []
-    for edit in (None, patch, random_patch(setup, patch)):
-        with under(edit, target):
-            norms.append(norms_at(scan, after, rows)[:, 1:].amax(1))
-            attention.append(attention_to_first(target, rows, SEQUENCES)[layers[1:]])
-        setup.progress("patches", len(norms), 3)
-    once = [norms_at(scan, after, ids)[:, -1] for ids in (one_copy(others, rows), others)]
+    norms: list[Tensor] = []
+    random, once = random_patch(setup, patch), one_copy(others, rows)
+    for edit, texts in ((None, rows), (patch, rows), (random, rows), (None, once), (None, others)):
+        with under(edit, setup.target):
+            norms.append(norms_at(scan, after, texts)[:, -1])
+        setup.progress("patches", len(norms), len(CASES))
     return PatchProof(
         words=tuple(word.token for word in words),
         repeats=count,
         layers=np.array(layers),
-        ceiling=np.maximum(typical, HEADROOM * before.numpy()),
+        ceiling=SPIKE_RATIO * np.array(scan.typical_norm)[layers],
         norms=torch.stack(norms).numpy(),
-        once=torch.stack(once).numpy(),
-        attention=torch.stack(attention).numpy(),
-        ordinary_attention=attention_to_first(target, ordinary, SEQUENCES)[layers[1:]].numpy(),
-        perplexity=perplexity,
+        perplexity=tuple(read),
     )

@@ -7,12 +7,9 @@ from contextlib import suppress
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.edit.sites import groups_of
-from sinkscope.hooks.trace.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.measure import Setup
-from sinkscope.models.draws import draws, some_of
-from sinkscope.results.parts import Neuron
 from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.removal.search import random_neurons
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
@@ -42,18 +39,6 @@ def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
-    calibrated: dict[Neuron, float] = {}
-    for group in groups_of(patch.checked_sites):
-        with setup.target.loaded(group.layer):
-            view = neutral_view(setup.target, group.layer, setup.ids)
-        generator = draws(setup.seed, f"neurons beside the patch in layer {group.layer}, expert {group.expert}")
-        width = setup.target.width(group.layer, group.expert)
-        others = [neuron for neuron in some_of(range(width), width, generator) if neuron not in group.neurons]
-        for neuron in others[: len(group.neurons)]:
-            flat = flat_number(setup.target, group.layer, group.expert, neuron)
-            value = neutral_up(view, flat)
-            if patch.site == "post" or value is None:
-                value = neutral_post(setup.target, view, flat)
-            calibrated[Neuron(group.layer, group.expert, neuron)] = value
-    return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
+    """A patch of as many random neurons of the same layers and experts, held at their values at the second token."""
+    sites = patch.checked_sites
+    return SinkPatch(sites=random_neurons(setup.target, sites, sites, setup.seed), site=patch.site)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,13 +19,9 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED
 from sinkscope.results.parts import Component, Part, Parts
 from sinkscope.sinks.removal.components import Heads, has_key_bias, heads_of, one_by_one, writers
-from sinkscope.sinks.removal.effects import side_by_side
-from sinkscope.sinks.removal.rows import KEY_BIAS, At, Trial
-from sinkscope.sinks.removal.search import smallest_set
-from sinkscope.sinks.tokens import Mask, TokenRows
+from sinkscope.sinks.removal.effects import KEY_BIAS, Trial, side_by_side
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
-SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,23 +30,14 @@ class PositionEffect:
 
     Attributes:
         target: The model.
-        ids: The texts.
-        at: The position, one or one of each text.
-        other: The typical position, in the same way.
-        layer: The effect is the norm after this layer, unless `heads` are given.
+        base: The texts, the position (`at`) and the typical one (`source`) of each, and what else is read. The effect
+            is the norm after its last layer, unless `heads` are given.
         heads: If given, the effect is the attention that these heads pay to the position.
-        places: Several positions of each text, edited together, whose attention is summed. None: the position.
-        without: Residual dimensions that norms leave out.
     """
 
     target: Target
-    ids: TokenRows
-    at: At
-    other: At
-    layer: int | None = None
+    base: Trial
     heads: Heads = ()
-    places: Mask | None = None
-    without: Sequence[int] = ()
 
     def only(self, parts: Sequence[int]) -> PositionEffect:
         """The same with some of the heads."""
@@ -59,9 +45,10 @@ class PositionEffect:
 
     def in_texts(self, count: int) -> PositionEffect:
         """The same in the first texts alone."""
-        at, other = (torch.as_tensor(place).expand(len(self.ids))[:count] for place in (self.at, self.other))
-        places = None if self.places is None else self.places[:count]
-        return replace(self, ids=self.ids[:count], at=at, other=other, places=places)
+        base = self.base
+        places = None if base.places is None else base.places[:count]
+        some = replace(base, ids=base.ids[:count], at=base.at[:count], source=base.source[:count], places=places)
+        return replace(self, base=some)
 
     @property
     def depth(self) -> int:
@@ -87,15 +74,13 @@ class PositionEffect:
             edits: The edits.
             reverse: Whether both positions are exchanged: edits act at the typical position, which is read.
         """
-        at, source = (self.other, self.at) if reverse else (self.at, self.other)
-        reading: dict[str, Any] = {"at": at, "source": source, "without": self.without}
-        if not reverse:
-            reading["places"] = self.places
-        if self.heads:
-            behind = min(layer for layer, _ in self.heads)
-            return Trial(self.ids, edits, upto=self.depth, attention=True, behind=behind, **reading)
-        last = max(int(torch.as_tensor(place).max()) for place in (at, source))  # later tokens do not change norms
-        return Trial(self.ids[:, : last + 1], edits, upto=self.layer, **reading)
+        trial = replace(self.base, edits=edits)
+        if reverse:
+            trial = replace(trial, at=trial.source, source=trial.at, places=None)
+        if not self.heads:
+            return trial
+        behind = min(layer for layer, _ in self.heads)
+        return replace(trial, upto=self.depth, attention=True, behind=behind)
 
     def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
         """The norm, or the attention of each head, without an edit and then under each; mean over texts."""
@@ -119,73 +104,26 @@ class PositionEffect:
         values = self.values(edits)
         return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
 
-    def needed(
-        self, components: Sequence[Part], lost: Float[Tensor, "component part"]
-    ) -> Bool[Tensor, "component part"]:
-        """Which components each head needs alone.
-
-        A head may lose its attention because a component hid something else that now stands out. What is read also
-        draws attention to the typical position if it is written there; what only hides something does not. The control
-        is what is drawn there by components that the head does not need. If nothing draws more, this says nothing.
-
-        Args:
-            components: The components.
-            lost: Share of its attention that each head loses without each of them.
-        """
-        needed = lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)
-        if not bool((needed.sum(0) > 1).any()):
-            return needed
-        values = self.values(one_by_one(components), reverse=True)
-        gained = values[1:] - values[0]
-        most = gained.masked_fill(~needed, 0).amax(0)
-        by_chance = gained.masked_fill(needed, 0).amax(0)
-        draws = (gained >= NEEDED * most) | (most <= by_chance)
-        if KEY_BIAS in components:
-            draws[components.index(KEY_BIAS)] = True
-        return needed & draws
-
     def marks(self, candidates: Sequence[Part]) -> Parts:
-        """The candidates that make the effect, with heads in place of attention layers."""
-        alone = self.necessity(one_by_one(candidates))
-        chosen = self.smallest(candidates, alone)
-        losses = [alone[candidates.index(one)] for one in chosen]
-        return self.with_heads(chosen, min(losses, default=0.0) >= NEEDED)
+        """The candidates that make the effect, with heads in place of attention layers, where some heads are enough."""
+        return self.with_heads(self.needed_of(candidates))
 
-    def with_heads(self, whole: Parts, alone: bool) -> Parts:
-        """The same components with heads in place of attention layers, where some heads of one are enough.
-
-        Args:
-            whole: The components.
-            alone: Whether each of them is needed alone, and not only all together.
-        """
+    def with_heads(self, whole: Parts) -> Parts:
+        """The same components, with heads in place of attention layers, where some heads are enough."""
         chosen: list[Part] = []
         for member in whole:
             own: Parts = (member,)
             if isinstance(member, Component) and member.kind == "attention":
-                heads = heads_of(self.target, member.layer or 0)
-                others = tuple(component for component in whole if component != member and not alone)
-                of_heads = self.necessity([(*others, head) for head in heads])
-                own = self.smallest(heads, of_heads, others) or own
+                own = self.needed_of(heads_of(self.target, member.layer or 0)) or own
             chosen += own
         return tuple(chosen)
 
-    def smallest(self, candidates: Sequence[Part], alone: Sequence[float], removed_too: Parts = ()) -> Parts:
-        """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
+    def needed_of(self, candidates: Sequence[Part]) -> Parts:
+        """The candidates that are needed alone."""
+        lost = torch.tensor(self.necessity(one_by_one(candidates)))
+        return tuple(compress(candidates, needed(lost).tolist()))
 
-        Args:
-            candidates: Components that may be replaced.
-            alone: What is lost without each.
-            removed_too: Components that are replaced all the time.
-        """
-        bar = max(NEEDED, NEARLY * max(alone))
-        needed = tuple(compress(candidates, [share >= bar for share in alone]))
-        if needed:
-            return needed
-        order = sorted(range(len(candidates)), key=lambda index: -alone[index])
-        promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
-        def remove(sets: list[Parts]) -> list[float | None]:
-            lost = self.necessity([(*removed_too, *members) for members in sets])
-            return [share if share >= NEEDED else None for share in lost]
-
-        return smallest_set(promising, remove) or ()
+def needed(lost: Float[Tensor, "component ..."]) -> Bool[Tensor, "component ..."]:
+    """Which components are needed alone, by the share of an effect that is lost without each of them."""
+    return lost >= (NEARLY * lost.amax(0)).clamp(min=NEEDED)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
-from math import comb
+from math import inf
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.removal.components import Neurons
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
-SETS_AT_ONCE = 128  # largest number of sets that are asked about together
 
 
 Members = tuple[Any, ...]
@@ -27,51 +25,39 @@ Remove = Callable[[list[Members]], list[float | None]]
 def smallest_set(candidates: Sequence[Any], remove: Remove) -> Members | None:
     """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
 
-    All sets of the smallest sizes are tried, 128 together, because each question is a walk through the model. If none
-    of them ends the effect, growing prefixes of the candidates are tried, and unneeded members are left out of the
-    first that does.
+    Each candidate, and the first two, three and so on, are removed in one question, because each is a walk through the
+    model; from the smallest of these sets that ends the effect, unneeded members are left out.
 
     Args:
         candidates: Components that may be removed, the most promising first.
         remove: Removes sets.
     """
-    sets: list[Members] = []
-    for size in range(1, len(candidates) + 1):
-        if len(sets) + comb(len(candidates), size) > max(SETS_AT_ONCE, len(candidates)):
-            break
-        sets += combinations(candidates, size)
-    best = _most_effective(sets, remove)
-    if best is not None:
-        return best
-    prefix = _most_effective([tuple(candidates[:size]) for size in range(2, len(candidates) + 1)], remove)
-    if prefix is None:
+    sets = [(one,) for one in candidates]
+    sets += [tuple(candidates[:size]) for size in range(2, len(candidates) + 1)]
+    best, most = None, -inf
+    for members, lost in zip(sets, remove(sets), strict=True):
+        if lost is not None and (best is None or (len(members) == len(best) and lost > most)):
+            best, most = members, lost
+    if best is None:
         return None
-    return without_unneeded(prefix, remove)
+    return without_unneeded(best, remove)
 
 
 def without_unneeded(members: Members, remove: Remove) -> Members:
     """Leave out members of a set, one after another, while the removal of the others ends the effect."""
     while len(members) > 1:
-        fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
-        if fewer is None:
+        fewer = [members[:i] + members[i + 1 :] for i in range(len(members))]
+        most = -inf
+        for others, lost in zip(fewer, remove(fewer), strict=True):
+            if lost is not None and lost > most:
+                members, most = others, lost
+        if most == -inf:
             break
-        members = fewer
     return members
 
 
-def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
-    """Of the smallest sets that end the effect, the one that takes most of it; None if none does."""
-    if not sets:
-        return None
-    best, best_rank = None, (0, 0.0)
-    for members, lost in zip(sets, remove(sets), strict=True):
-        if lost is not None and (best is None or (-len(members), lost) > best_rank):
-            best, best_rank = members, (-len(members), lost)
-    return best
-
-
 def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: int, number: int = 0) -> Neurons:
-    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others.
+    """As many other neurons of the same layers (and experts), none of `excluded` if there are enough others.
 
     Args:
         target: The model.
@@ -83,16 +69,16 @@ def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: in
     generator = draws(seed, f"neurons beside {sites_of(neurons)}, draw {number}")
     drawn: Neurons = ()
     for one in neurons:
-        others = _beside(target, one, (*excluded, *neurons, *drawn)) or _beside(target, one, neurons)
+        barred = {
+            other.neuron
+            for other in (*excluded, *neurons, *drawn)
+            if (other.layer, other.expert) == (one.layer, one.expert)
+        }
+        width = target.width(one.layer, one.expert)
+        others = [number for number in range(width) if number not in barred] or range(width)
         chosen = others[int(torch.randint(len(others), (1,), generator=generator))]
         drawn += (Neuron(one.layer, one.expert, chosen),)
     return drawn
-
-
-def _beside(target: Target, one: Neuron, barred: Neurons) -> list[int]:
-    """The other neurons of the same layer (and expert), without some."""
-    numbers = {other.neuron for other in barred if (other.layer, other.expert) == (one.layer, one.expert)}
-    return [number for number in range(target.width(one.layer, one.expert)) if number not in numbers]
 
 
 def random_sets(target: Target, neurons: Neurons, excluded: Neurons, seed: int) -> list[Neurons]:

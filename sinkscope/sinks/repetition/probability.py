@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.edit.decode import greedy
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.open import open_target
@@ -64,7 +64,7 @@ def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[Re
     before, words, setup = sweep.rows[:, : sweep.before], sweep.rows[:, -1:], sweep.setup
     prompts = torch.cat([before, words.expand(-1, copies)], 1)
     answers: list[RepeatAnswer] = []
-    for word, ids in zip(sweep.words, greedy(setup.target, prompts, NEW_TOKENS, patch), strict=True):
+    for word, ids in zip(sweep.words, decode(setup.target, prompts, NEW_TOKENS, patch)[0], strict=True):
         kept = next((place for place, other in enumerate(ids) if other != word), len(ids))
         token, follows = (setup.tokenizer.decode(part, skip_special_tokens=True) for part in ([word], ids[kept:]))
         answers.append(RepeatAnswer(token, patch is not None, copies, kept, follows))

@@ -14,30 +14,21 @@ import torch
 
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checkpoints.published import Published
-from sinkscope.models.checks import check_length, check_site
-from sinkscope.models.draws import draws
+from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.sinks.find.attention_received import attention_received
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.neurons import stage_neurons
 from sinkscope.sinks.find.repetitions import repeat_until_half
-from sinkscope.sinks.repetition.attention import attention_to_first
-from sinkscope.sinks.tokens import TokenRows, single_token, vocabulary
+from sinkscope.sinks.tokens import single_token
 
 LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
-SHARE_TEXTS, SHARE_LENGTH, SHARE_FROM = 300, 40, 3  # texts, their tokens and the first layer (arXiv 2604.14722)
 AT_ONCE = 50  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
 Protocol = Callable[[Setup, LayerScan, Published], Any]
-
-
-def texts(setup: Setup, count: int, length: int = PIECE) -> TokenRows:
-    """Pieces of the typical text, as many as there are."""
-    check_length(setup.target, "a text of the protocol", length)
-    return text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
 
 
 def layers(_: Setup, first: LayerScan, __: Published) -> list[int | None]:
@@ -59,8 +50,7 @@ def neurons(setup: Setup, first: LayerScan, record: Published) -> list[str]:
 def massive(_: Setup, first: LayerScan, record: Published) -> list[Any]:
     """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| of later positions, mean over texts.
 
-    The dimensions that have one after any layer; the first and the last layer after which there is one; or the values
-    after this first layer, 0 where they are not massive.
+    The dimensions that have one after any layer; or the first and the last layer after which there is one.
     """
     values = torch.stack([layer.residual for layer in first.layers])
     median = torch.tensor([[layer.hidden] for layer in first.layers])
@@ -68,10 +58,7 @@ def massive(_: Setup, first: LayerScan, record: Published) -> list[Any]:
     if record.quantity == "residual_dims":
         return there.any(0).nonzero().flatten().tolist()
     after = there.any(1).nonzero().flatten().tolist()
-    if record.quantity == "massive_layers":
-        return [*after[:1], *after[-1:]]
-    row = dict(enumerate((values * there)[after[:1]].sum(0).tolist()))
-    return [[dim, round(row.get(dim, 0.0), 2)] for dim, _ in record.value]
+    return [*after[:1], *after[-1:]]
 
 
 def repeats(setup: Setup, first: LayerScan, record: Published) -> float:
@@ -82,22 +69,10 @@ def repeats(setup: Setup, first: LayerScan, record: Published) -> float:
     return repeat_until_half(first, tokens, first.ids[: len(tokens), 0].tolist(), 2 * record.value).median or inf
 
 
-def sink_rate(setup: Setup, _: LayerScan, record: Published) -> float:
-    """Share of heads with mean attention to position 0 above 0.3: 100 texts, or random or repeated tokens, 64 long."""
-    ids = texts(setup, RATE_TEXTS)
-    if record.quantity != "sink_rate":
-        every = torch.tensor(vocabulary(setup.target))
-        ids = every[torch.randint(len(every), ids.shape, generator=draws(setup.seed, record.quantity))]
-    if record.quantity == "sink_rate_repeated":
-        ids = ids[:, :1].expand(ids.shape)
+def sink_rate(setup: Setup, _: LayerScan, __: Published) -> float:
+    """Share of heads with mean attention to position 0 above 0.3: 100 texts, 64 long."""
+    ids = text_rows(setup.tokenizer, setup.text, RATE_TEXTS, PIECE, setup.bos)
     return attention_received(setup.target, ids, batch=AT_ONCE).rate
-
-
-def first_attention(setup: Setup, _: LayerScan, __: Published) -> float:
-    """Mean attention to position 0 from the second half of 300 texts of 40 tokens, in layers 3 to the last but one."""
-    check_site(setup.target, SHARE_FROM + 1)
-    ids = texts(setup, SHARE_TEXTS, SHARE_LENGTH)
-    return float(attention_to_first(setup.target, ids, AT_ONCE)[SHARE_FROM:-1].nanmean())
 
 
 PROTOCOLS: dict[str, Protocol] = {
@@ -105,11 +80,7 @@ PROTOCOLS: dict[str, Protocol] = {
     "neurons": neurons,
     "residual_dims": massive,
     "massive_layers": massive,
-    "massive_values": massive,
     "repeats": repeats,
     "sink_rate": sink_rate,
-    "sink_rate_random": sink_rate,
-    "sink_rate_repeated": sink_rate,
-    "attention_to_first": first_attention,
 }
 """How each quantity is measured; the docstring of a function is its protocol."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ class Compared(Published):
     Attributes:
         measured: The same, measured here. None: it was not measured, or there is none.
         agrees: Whether it agrees. None: it was not measured.
-        remark: Why it was not measured, and which sources it contradicts.
+        remark: Why it was not measured.
     """
 
     measured: Any = None
@@ -36,18 +35,15 @@ class Compared(Published):
     remark: str | None = None
 
     @classmethod
-    def of(cls, record: Published, beside: Sequence[Published], setup: Setup, first: LayerScan) -> Compared:
-        """A published result beside what is measured now, and beside others of its model."""
+    def of(cls, record: Published, setup: Setup, first: LayerScan) -> Compared:
+        """A published result beside what is measured now."""
         if record.quantity not in PROTOCOLS:
             return cls(**vars(record), remark="no protocol here")
-        measured = agrees = None
-        remarks = [f"contradicts {other.source}" for other in beside if record.contradicts(other)]
         try:
             measured = PROTOCOLS[record.quantity](setup, first, record)
-            agrees = record.fits(measured)
         except SinkscopeError as error:
-            remarks.append(f"not measured: {error}")
-        return cls(**vars(record), measured=measured, agrees=agrees, remark="; ".join(remarks) or None)
+            return cls(**vars(record), remark=f"not measured: {error}")
+        return cls(**vars(record), measured=measured, agrees=record.fits(measured))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +65,10 @@ class Reproduction(Result):
         return int(any(one.agrees is False for one in self.records))
 
     def conclusion(self) -> str:
-        """How many agree, or how many there are."""
+        """How many agree."""
         agree = [one.agrees for one in self.records]
-        if self.model.n_layers:
-            said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
-            return f"Of the published results of {self.model.name}, {said}."
-        return f"{count_of(len(self.records), 'published result')} can be compared with a model."
+        said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
+        return f"Of {count_of(len(self.records), 'published result')}, {said}."
 
     def details(self) -> list[str]:
         """What is remarked of each result."""
@@ -120,19 +114,16 @@ def reproduce(
         sinkscope reproduce llama-2-7b
     """
     known = published() if records is None else read_published(records)
-    about: dict[str, list[Published]] = {}
-    for record in known:
-        about.setdefault(known_as(record.model), []).append(record)
     if model is None:
         return Reproduction(records=tuple(Compared(**vars(record)) for record in known))
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
     opened.target.shards.check_alone("reproduce")
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
     first = scan_layers(setup.target, setup.ids, whole=True)
-    beside = about.get(known_as(setup.target.name))
-    if beside is None:
+    name = known_as(setup.target.name)
+    compared = [Compared.of(one, setup, first) for one in known if known_as(one.model) == name]
+    if not compared:
         raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE")
-    compared = [Compared.of(one, beside, setup, first) for one in beside]
     settings = {"records": records, "revision": revision}
     info, made = setup.info(), setup.provenance()
     return Reproduction(records=tuple(compared), model=info, settings=settings, provenance=made)
