@@ -142,7 +142,9 @@ def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:
         flow: The use.
         sees: What the queries of each layer saw of what the cache kept. None or nothing: everything.
     """
-    return _dense(flow, sees) if sees else _plain(flow)
+    if sees:
+        return _dense(flow, sees)
+    return _plain(flow)
 
 
 @cache

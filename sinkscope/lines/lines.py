@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -63,6 +63,7 @@ class LineWeights(Result):
     """
 
     page = "measure/lines"
+    glossary: ClassVar[dict[str, str]] = {"eta": "Share of all lines that were chosen."}
     percent = ("mass", "random_mass", "cells", *_SHARES)
     columns = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
 

@@ -119,12 +119,6 @@ class Why(Result):
     def _of(self, share: float) -> str:
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
 
-    def details(self) -> list[str]:
-        """Where it was cut."""
-        if self.period is None:
-            return []
-        return [f"The loop begins at position {self.onset} of {self.tokens}; causes go at {word_list(self.cuts, 8)}."]
-
     def numbers(self) -> list[Number]:
         """How often the loop goes on without each thing."""
         numbers: list[Number] = []

@@ -255,7 +255,9 @@ class Conversation:
         answer = gold or sequences[0, len(whole) :].tolist()
         text = None
         if self.tokenizer is not None:
-            said = answer[:-1] if answer[-1:] and answer[-1] in end_ids(target) else answer
+            said = answer
+            if answer and answer[-1] in end_ids(target):  # not every tokenizer knows that this token is special
+                said = answer[:-1]
             text = str(self.tokenizer.decode(said, skip_special_tokens=True))
         assert recorder.state is not None
         read = recorder.state.meter.usage().mean_read

@@ -137,7 +137,9 @@ class LoopRow:
                 self._until = position + len(tokens)
         if not self._start <= position < self._until:
             return
-        token = self.end if self._until == math.inf else tokens[position - self._start]
+        token = self.end
+        if self._until < math.inf:
+            token = tokens[position - self._start]
         if token is None or token >= logits.shape[-1]:
             return
         logit = logits[token].clone()

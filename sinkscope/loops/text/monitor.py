@@ -257,7 +257,10 @@ class Monitor:
                 raise SinkscopeError(
                     "only the top-1 streak (p1) votes, and no probability came: pass p_max, or take another variant"
                 )
-        return sum(signals[voter] for voter in s.voters) >= needed
+        votes = 0
+        for voter in s.voters:
+            votes += signals[voter]
+        return votes >= needed
 
     def _persists(self, token: int, tail_rep: bool) -> bool:
         """Whether a gate is open, or none is asked for (Eq. 9)."""

@@ -279,7 +279,9 @@ def _rows(line: str, rest: Callable[[], bytes]) -> list[Any]:
         value = parse_json(line)
     except ValueError:
         value = parse_json(line + rest().decode())
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _beginning(source: Any) -> tuple[bytes, StreamForm]:
