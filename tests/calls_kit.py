@@ -33,8 +33,10 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
     sites = [(1, 0), (1, 31), (1, 32), (1, 338 % width), (2, width - 1)]
     if config.model_type == "mixtral":
         sites = [(layer, neuron % 3, neuron) for layer, neuron in sites]
-    found: dict[str, Intervention] = {
-        "Ablate": ss.Ablate(sites=sites),
+    found: dict[str, Intervention] = {"Ablate": ss.Ablate(sites=sites)}
+    if config.model_type != "mixtral":
+        found["Ablate, up factor"] = ss.Ablate(sites=sites, site="up", value="mean")
+    found |= {
         "Ablate, heads": ss.Ablate(heads=[(1, 0), (1, 3), (2, 1)], value=0.5),
         "Add": ss.Add(torch.linspace(-1, 1, config.hidden_size), "blocks.1.hook_resid_post"),
         "SinkPatch": ss.SinkPatch(sites=sites),
@@ -42,8 +44,6 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
         "Quantize, activations": ss.Quantize(activations=8, scale="tensor", neurons=["L1.N31"], positions="first"),
         "LoopServe": ss.LoopServe(12),
     }
-    if config.model_type != "mixtral":
-        found["Ablate, up factor"] = ss.Ablate(sites=sites, site="up", value="mean")
     for name, policy in policies().items():
         if policy.__module__.startswith("sinkscope."):
             found[name] = ss.kv.make_policy(name, budget=12)

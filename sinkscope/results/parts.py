@@ -58,8 +58,8 @@ class Head:
 
 @dataclass(frozen=True)
 class Component:
-    """What else writes into the residual stream, or the bias of keys; "position" is the rotary embedding alone, "layer"
-    all of a layer, and "value" what heads read of a place, which is zeroed.
+    """What else writes into the residual stream; "position" is the rotary embedding alone, "layer" all of a layer, and
+    "value" what heads read of a place, which is zeroed.
 
     A mixer is what a layer without softmax attention has in its place, such as a convolution.
     """

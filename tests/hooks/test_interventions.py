@@ -239,7 +239,7 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
     ("model_type", "settings", "words"),
     [
         ("llama", {}, ["no neuron", "layer=1"]),
-        ("llama", {"neurons": [3]}, ["(None, 3)", "(layer, neuron)"]),
+        ("llama", {"neurons": [3]}, ["layer=None", "give both"]),
         ("mixtral", {"sites": [(1, 0, 3)], "site": "up"}, ["experts", 'site="post"']),
         ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
         ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),

@@ -18,8 +18,8 @@ def test_norms_and_sums_of_a_spike_are_of_float32(dtype):
     live.model.layers[1].mlp.down_proj.weight.data[5] = 0
     site, ids, vector = "blocks.1.hook_resid_post", torch.tensor([[1, 5, 6, 7, 8, 9]]), torch.zeros(32)
     vector[5] = 6000.0
-    with ss.Add(vector, site, positions="first").on(live) as run:
+    with ss.Add(vector, site, positions="first").on(live):
         norm = trace(live, ids, [site], "norm")[site]
         logits = trace(live, ids, "logits", "mean")["logits"]
     assert norm.dtype == torch.float32 and float(norm[0, 0]) == pytest.approx(6000, rel=0.01)
-    assert logits.isfinite().all() and len(run.events) == 2
+    assert logits.isfinite().all()

@@ -56,7 +56,10 @@ class NeuronEdit(PlacedEdit):
     KIND = "edited"
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        sites = [*listed("sites", self.sites), *((layer, number) for number in listed("neurons", neurons))]
+        numbers = listed("neurons", neurons)
+        if (layer is None) != (not numbers):
+            raise SinkscopeError(f"layer={layer!r} with neurons={numbers!r}: give both, as in layer=1, neurons=[7890]")
+        sites = [*listed("sites", self.sites), *((layer, number) for number in numbers)]
         if not sites and not self._heads:
             raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
         object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))

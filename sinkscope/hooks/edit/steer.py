@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,9 @@ class Add(PlacedEdit):
     positions: Positions = None
 
     def __post_init__(self) -> None:
-        vector = torch.as_tensor(self.vector).detach()
+        vector = torch.empty(0)
+        with suppress(TypeError, ValueError, RuntimeError):
+            vector = torch.as_tensor(self.vector).detach()
         if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
             raise SinkscopeError(
                 f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "

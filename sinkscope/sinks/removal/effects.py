@@ -42,8 +42,7 @@ class Trial:
     Attributes:
         ids: The texts.
         edits: The parts that each edit removes, in as many rows of a batch as there are texts. Neurons are silenced at
-            every position. Other parts write at the position what they write at the source position of the intact text,
-            but a key bias is removed at every position, in all layers.
+            every position. Other parts write at the position what they write at the source position of the intact text.
         at: The position that swaps edit, and where effects are read.
         places: Positions that swaps edit, and whose attention is read in sum. None: this one.
         source: The position whose values replace those of swapped components.
