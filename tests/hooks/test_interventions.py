@@ -200,7 +200,7 @@ def test_nested_runs_restart_from_their_own_prompt():
 
 def test_what_on_returns_is_used_once():
     model, _ = tiny_model("llama")
-    context = Ablate(neurons="L1.N3").on(model)
+    context = Ablate(sites=["L1.N3"]).on(model)
     with context:
         pass
     with refused("entered before"), context:

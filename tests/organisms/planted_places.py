@@ -86,15 +86,12 @@ def _two_sinks(b: Build) -> HardTruth:
 
 @_places(count=1, layers=(7, 8), at=1)
 def _decoy_spike(b: Build) -> HardTruth:
-    """A neuron makes a spike of BOS, the next layer takes it away, and heads read BOS's embedding.
-
-    They need both this and what takes the spike away, in which the embedding would drown.
-    """
+    """A neuron makes a spike of BOS, the next layer takes it away, and heads read BOS's embedding."""
     where = b.flag(BOS)
     b.fire(b.feature, b.way, where=where)
     b.take_away(2)
     reading = b.read(range(3, b.plan.n_layers), b.feature, where=where)
-    groups = (Group(reading, ("token embedding", "MLP of layer 2")),)
+    groups = (Group(reading, ("token embedding",)),)
     return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(b.sites(),), groups=groups)
 
 

@@ -129,9 +129,9 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "opt"])
-def test_components_of_unusual_layers_are_edited_at_a_place_of_each_text(model_type):
-    """BLOOM's attention adds the residual stream, OPT's MLP runs rows and positions together."""
+@pytest.mark.parametrize("model_type", ["bloom", "opt", "axk1", "zaya"])
+def test_what_an_mlp_gets_beside_the_residual_stream_stays_whole(model_type):
+    """BLOOM's adds the residual stream, OPT's runs rows and positions together, others get what a router said."""
     model = decoder(model_type)
     target, ids = target_of(model), torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     last = target.n_layers - 2

@@ -20,7 +20,7 @@ from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads, one_by_one
 from sinkscope.sinks.removal.effects import Trial, side_by_side
-from sinkscope.sinks.removal.position_effect import PositionEffect, needed
+from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.search import random_sets
 
 COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # texts in which components are replaced one by one, and random parts
@@ -94,8 +94,7 @@ def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
     others = [head for head, need in enumerate(needs) if not need]
     if others:
         few, components = effect.in_texts(COMPONENT_TEXTS).only(others), effect.components
-        alone = needed(few.lost(one_by_one(components)))
-        for head, own in zip(others, alone.T.tolist(), strict=True):
+        for head, own in zip(others, few.needed_by_heads(components).T.tolist(), strict=True):
             needs[head] = tuple(compress(components, own))
     return needs
 

@@ -99,6 +99,25 @@ class PositionEffect:
         values = self.values(edits)
         return 1 - values[1:] / values[0]
 
+    def needed_by_heads(self, components: Sequence[Part]) -> Bool[Tensor, "component part"]:
+        """Which components each head needs alone.
+
+        A head may lose its attention because a component hid something else that now stands out. What is read also
+        draws attention to the typical position if it is written there; what only hides something does not. The control
+        is what is drawn there by components that the head does not need. If nothing draws more, this says nothing.
+        """
+        alone = needed(self.lost(one_by_one(components)))
+        if not bool((alone.sum(0) > 1).any()):
+            return alone
+        values = self.values(one_by_one(components), reverse=True)
+        gained = values[1:] - values[0]
+        most = gained.masked_fill(~alone, 0).amax(0)
+        by_chance = gained.masked_fill(alone, 0).amax(0)
+        draws = (gained >= NEEDED * most) | (most <= by_chance)
+        if KEY_BIAS in components:
+            draws[components.index(KEY_BIAS)] = True
+        return alone & draws
+
     def necessity(self, edits: Sequence[Parts]) -> list[float]:
         """The share of the effect that is lost under each edit."""
         values = self.values(edits)
