@@ -55,7 +55,7 @@ def sample_find_sinks(**changes) -> FindSinks:
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
         sinks=(Sink(FIRST, 32, (HEADS,)),),
-        other_spikes=2,
+        other_spikes=Place(((0, 9), (3, 12)), None, 0.02, 1.0, 0.1, (".",)),
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),
         sink_layer=2,

@@ -26,7 +26,7 @@ POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a po
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
 LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
-SOME_TEXTS = 0.2  # least share of the texts that have a place
+SOME_TEXTS = 0.2  # least share of the texts that have a place without words
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at
 Decode = Callable[[list[int]], str]
@@ -190,11 +190,11 @@ def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
 
 def pieces(
     ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
-) -> tuple[tuple[Place, ...], int]:
-    """The parts of a set of places, and how many are left over: in too few texts, or such as do not hold.
+) -> tuple[tuple[Place, ...], Place | None]:
+    """The parts of a set of places, and what is left over: too few, or such as do not hold.
 
     Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
-    its own, first tokens apart from others.
+    its own if a fifth of the texts have it, first tokens apart from others.
 
     Args:
         ids: The texts.
@@ -208,11 +208,13 @@ def pieces(
     for rule, fits in [*_rules(ids, whole, decode), (None, first.means(ids)), (None, behind)]:
         piece = fits & rest
         precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
-        enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
+        enough = int(piece.sum()) >= least
+        if rule is None:
+            enough = enough and float(piece.any(1).float().mean()) >= SOME_TEXTS
         if precise and enough and holds(piece):
             found.append(Place.of(ids, whole, piece, rule, decode))
             rest = rest & ~piece
-    return tuple(found), int(rest.sum())
+    return tuple(found), Place.of(ids, whole, rest, None, decode) if bool(rest.any()) else None
 
 
 def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask]]:

@@ -11,6 +11,7 @@ from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import Number
 from sinkscope.sinks.find import sentences
+from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.find.records import (
     RATE_EPS,
     Candidates,
@@ -70,8 +71,8 @@ class FindSinks(SinkPlaces):
     Layers, neurons and norms are of the first spike.
 
     Attributes:
-        other_spikes: Number of positions whose norm stands out and that are too few to be measured.
-        other_sinks: Number of positions that heads attend to and that are too few to be measured.
+        other_spikes: Positions whose norm stands out and that are too few to be measured; None if there are none.
+        other_sinks: Positions that heads attend to and that are too few to be measured; None if there are none.
         repetition: What makes the norm of repeated tokens. None if it is no spike, or the model has none.
         shared_dims: Residual dimensions that are massive on all tokens alike; the norms leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike.
@@ -90,8 +91,8 @@ class FindSinks(SinkPlaces):
     table_of = "neurons"
     table_without = ("neutral_post", "neutral_up")
 
-    other_spikes: int = 0
-    other_sinks: int = 0
+    other_spikes: Place | None = None
+    other_sinks: Place | None = None
     repetition: RepetitionSpike | None = None
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
@@ -165,10 +166,11 @@ class FindSinks(SinkPlaces):
             )
         if self.spike is not None:
             lines += sentences.repeats(self.repeats, self.spike.place.words)
-        for count, what in (
+        for left, what in (
             (self.other_spikes, "with a norm that stands out"),
             (self.other_sinks, "that heads attend to"),
         ):
-            if count:
-                lines.append(f"Left over: {count_of(count, 'more position')} {what}.")
+            if left is not None:
+                tokens, count = word_list([repr(token) for token in left.common]), count_of(len(left.cases), "position")
+                lines.append(f"Left over: {count} {what} ({left.coverage:.0%} of all such; most often {tokens}).")
         return lines

@@ -21,18 +21,18 @@ class Survey:
         first: The first token of all typical texts.
         received: The texts in which attention sinks and norm spikes were looked for.
         sinks: The places that heads attend to, in pieces; empty if there is none, or only learned sink logits.
-        other_sinks: How many places heads attend to that belong to no piece.
+        other_sinks: What heads attend to beside them, too little to be a piece.
         spikes: The places whose norm stands out, in pieces.
-        other_spikes: How many places with a norm that stands out belong to no piece.
+        other_spikes: What stands out beside them, too little to be a piece.
         rate: The sink rate of position 0. None if not all layers were read.
     """
 
     first: LayerScan
     received: AttentionReceived
     sinks: tuple[Place, ...]
-    other_sinks: int
+    other_sinks: Place | None
     spikes: tuple[Place, ...]
-    other_spikes: int
+    other_spikes: Place | None
     rate: SinkRate | None = None
 
     @classmethod
@@ -72,8 +72,10 @@ class Survey:
         return self.first.elsewhere(self.received.ids[rows], at)
 
 
-def _sinks(received: AttentionReceived, spikes: Sequence[Place], decode: Decode) -> tuple[tuple[Place, ...], int]:
-    """The places that heads attend to, those with most heads first; that of a spike is one place."""
+def _sinks(
+    received: AttentionReceived, spikes: Sequence[Place], decode: Decode
+) -> tuple[tuple[Place, ...], Place | None]:
+    """The places that heads attend to, those with most heads first, and what is left; that of a spike is one place."""
     ids, attended = received.judged, received.places
     found: list[Place] = []
     for spike in spikes:
