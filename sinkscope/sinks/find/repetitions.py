@@ -22,11 +22,11 @@ from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, Repetitio
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.effects import BATCH_ELEMENTS, Trial, side_by_side
 from sinkscope.sinks.removal.search import random_neurons
-from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
+from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at, norms_at_sink
 from sinkscope.sinks.tokens import repeated
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
-TIMES = 2  # copies that are looked at, of those that are needed
+TIMES = 1.25  # copies that are looked at, of those that are needed
 FIRST_LENGTH = 128  # repetitions of the first pass; their number doubles
 
 
@@ -135,7 +135,8 @@ def repetition_spike(
 ) -> RepetitionSpike | None:
     """Whether copies of a token make a norm as high as that of a spike, and whether the same neurons do.
 
-    Twice as many copies as the first token needs are looked at, which is well inside the sink.
+    A quarter more copies than the first token needs are looked at, which is inside the sink. The contrasts are one copy
+    behind other tokens at the same position, and the last of these other tokens.
 
     Args:
         setup: The model and its text.
@@ -152,7 +153,7 @@ def repetition_spike(
     if not found:
         return None
     token, before = found[0]
-    copies, tried = min(TIMES * (token.repeats or 0), needed.max_repeats), len(needed.tokens)
+    copies, tried = min(round(TIMES * (token.repeats or 0)), needed.max_repeats), len(needed.tokens)
     rows = repeated([before], [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
@@ -163,11 +164,13 @@ def repetition_spike(
         "without": scan.shared_dims,
     }
     edits = [neurons, *drawn] if neurons else []
-    trials = [Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)]
-    trials.append(Trial(torch.cat(beside_copies(setup, rows, 1)), [], **reading))
-    edited, others = (read.norms[..., layer] for read in side_by_side(scan.target, trials))
+    trial = Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)
+    (read,) = side_by_side(scan.target, [trial])
+    edited = read.norms[..., layer]
     intact = edited[0]
-    heights = torch.cat([intact, others[0]]) / scan.spike_norm[layer]
+    behind_others, _ = beside_copies(setup, rows, 1)  # before the copy stand the other tokens
+    (others,) = norms_at(scan, [f"blocks.{layer}.hook_resid_post"], behind_others, 1)[..., 0]
+    heights = torch.stack([intact[0], others[-1], others[-2]]) / scan.spike_norm[layer]
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))

@@ -23,7 +23,7 @@ from sinkscope.sinks.removal.effects import Trial, side_by_side
 from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.removal.search import random_sets
 
-COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # texts in which components are replaced one by one, and random parts
+COMPONENT_TEXTS, RANDOM_TEXTS = 2, 1  # texts in which what heads need is looked for, and random parts are removed
 READER_LENGTH = 48
 
 
@@ -86,15 +86,16 @@ def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: P
 def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
     """What each head needs: the one maker of a spike that it needs alone, or all; or else components; or nothing."""
     needs: list[Parts] = [()] * len(effect.heads)
+    few = effect.in_texts(COMPONENT_TEXTS)
     if makers:
-        lost = effect.lost([makers, *one_by_one(makers)]) >= NEEDED
+        lost = few.lost([makers, *one_by_one(makers)]) >= NEEDED
         for head in lost[0].nonzero().flatten().tolist():
             alone = lost[1:, head].nonzero().flatten().tolist()
             needs[head] = (makers[alone[0]],) if len(alone) == 1 else makers
     others = [head for head, need in enumerate(needs) if not need]
     if others:
-        few, components = effect.in_texts(COMPONENT_TEXTS).only(others), effect.components
-        for head, own in zip(others, few.needed_by_heads(components).T.tolist(), strict=True):
+        components = effect.components
+        for head, own in zip(others, few.only(others).needed_by_heads(components).T.tolist(), strict=True):
             needs[head] = tuple(compress(components, own))
     return needs
 
