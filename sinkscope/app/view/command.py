@@ -27,7 +27,6 @@ def view_model(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
-    generation: bool = True,
     port: Annotated[int, Field(ge=0, le=65535)] = 0,
     show: Annotated[bool, Option(name="--open")] = True,
     revision: str | None = None,
@@ -46,7 +45,6 @@ def view_model(
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         text: The text; - is standard input. By default a story, and a repeated word if repeating makes a sink.
-        generation: Include what the model writes with and without the guard.
         port: Port of the live page. By default a free one.
         show: Open the live page in a browser, if the command runs in a terminal.
         revision: Branch, tag or commit on the hub.
@@ -70,7 +68,7 @@ def view_model(
         model, revision=revision, device=device, dtype=dtype, bos=bos, seed=seed, progress=progress
     )
     if to_files:
-        return explorer.whole_view(given, generation=generation)
+        return explorer.view(given)
     explorer.text = given
 
     def ready(address: str) -> None:

@@ -66,13 +66,12 @@ class View:
 
 
 @checks_arguments
-def view(model: object = None, text: str | None = None, *, generation: bool = False, **options: Any) -> View:
+def view(model: object = None, text: str | None = None, **options: Any) -> View:
     """Explore a model on a text in a notebook: tokens, heads, the circuit, and what edits change.
 
     Args:
         model: As for `sinkscope.measure.Setup.open`: a name or a live model. By default the model in the package.
         text: The text. By default a story, and a repeated word if repeating makes a sink.
-        generation: Include what the model writes with and without the guard.
         options: Options of `sinkscope.measure.Setup.open`, such as `tokenizer`, `device`, `bos` and `seed`.
 
     Raises:
@@ -80,4 +79,4 @@ def view(model: object = None, text: str | None = None, *, generation: bool = Fa
     """
     explorer = Explorer.open(model, **options)
     explorer.text = text
-    return View(explorer, explorer.whole_view(text, generation=generation))
+    return View(explorer, explorer.view(text))
