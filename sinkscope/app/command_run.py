@@ -16,7 +16,7 @@ from sinkscope.files.catalog import Command
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, emit, note, print_result
-from sinkscope.results.options import Parameter, example_lines, introduction, parameters_of
+from sinkscope.results.options import Parameter, example_lines, introduction
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
@@ -109,7 +109,7 @@ class CommandRun:
         """What the function of a command says, which this imports."""
         function = command.load()
         doc = inspect.getdoc(getattr(function, "function", function)) or ""
-        parameters = getattr(function, "all_parameters", None) or parameters_of(function)
+        parameters = function.all_parameters
         returned: Any = get_type_hints(getattr(function, "function", function)).get("return")
         kinds: list[str] = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
         return cls(command, introduction(doc), example_lines(doc), {one.name: one for one in parameters}, kinds)
@@ -230,7 +230,7 @@ def click_parameter(one: Parameter) -> click.Parameter:
         if metavar is not None and not one.required:
             metavar = f"[{metavar}]"
         return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=metavar)
-    text = one.help_with_default
+    text = one.help
     if one.many:
         text += " It may be given several times."
     flags = one.flag

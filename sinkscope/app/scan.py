@@ -24,7 +24,7 @@ from sinkscope.files.store import Folder, Keyed
 from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
-from sinkscope.measure import Hidden, Option, Setup, Whole
+from sinkscope.measure import Hidden, Option, Setup
 from sinkscope.models.target import Target
 from sinkscope.results.options import command
 from sinkscope.results.result import Result
@@ -127,6 +127,7 @@ class FinishedPart(Keyed):
     words="scan",
     group="Look",
     help="Run all measurements on a model and write its sink card.",
+    options_of=Setup.open,
 )
 def scan(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
@@ -134,15 +135,8 @@ def scan(
     out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
     quick: bool = False,
     against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
-    revision: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    bos: bool | None = None,
-    text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
-    seed: Whole = 0,
-    tokenizer: Hidden = None,
-    progress: Hidden = None,
     written: Hidden = None,
+    **settings: Any,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
 
@@ -154,15 +148,8 @@ def scan(
         out: Folder for the results and the card. By default scan-NAME.
         quick: Use smaller numbers: a minute instead of several for a small model.
         against: A card.json, or the folder of a scan, to compare with.
-        revision: Branch, tag or commit on the hub.
-        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
-        dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bos: Whether sequences begin with BOS. By default they do if the tokenizer has a BOS token.
-        text: File of typical text. By default the bundled neutral text.
-        seed: Seed of every random choice.
-        tokenizer: Tokenizer for live models that carry none.
-        progress: Called as `progress(what, done, total)`.
         written: Called as `written("Card", path)` when the page is there.
+        settings: As for `sinkscope.measure.Setup.open`.
 
     Example:
         sinkscope scan llama-2-7b --out llama
@@ -172,13 +159,12 @@ def scan(
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
     other = None if against is None else read_card(against)
-    options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "text": text, "seed": seed}
-    setup = _opened(model, {**options, "tokenizer": tokenizer, "progress": progress})
+    setup = _opened(model, settings)
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
-    settings = _settings(setup, quick)
-    with Folder(folder, settings, FinishedPart, option="--out") as kept:
+    decisive = _settings(setup, quick)
+    with Folder(folder, decisive, FinishedPart, option="--out") as kept:
         outcomes = _outcomes(kept, folder, setup, quick)
-        card = _card(setup, settings, outcomes)
+        card = _card(setup, decisive, outcomes)
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)

@@ -261,9 +261,5 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:
     """Events of one row before its last token; later ones are in its padding. What prompts cost is counted apart."""
-    written: list[dict[str, Any]] = []
-    for event in events:
-        if event.row == row and event.step < tokens and event.kind != "prefill":
-            named = {"step": event.step, "position": event.position, "kind": event.kind}
-            written.append({**named, "data": plain(event.data)})
-    return tuple(written)
+    of_row = [event for event in events if event.row == row and event.step < tokens and event.kind != "prefill"]
+    return tuple(plain(of_row))

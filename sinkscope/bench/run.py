@@ -19,7 +19,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.files.shard import shard_of
 from sinkscope.files.store import Folder
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.loops.generate import Temperature
@@ -31,7 +30,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
-VERSION = 5
+VERSION = 6
 """Version of the records; a change of what they hold is another setting."""
 
 
@@ -48,7 +47,6 @@ def run_bench(
     batch_size: Natural = 1,
     temperature: Temperature = 0.0,
     seed: Whole = 0,
-    shard: str | None = None,
     progress: Hidden = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
@@ -70,8 +68,6 @@ def run_bench(
         batch_size: Number of prompts that run together.
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed of the sampling. A folder may hold answers of several seeds, one command after another.
-        shard: I/N: answer only the I-th of N shares of the prompts. Give each share a folder of its own; `bench table`
-            joins them.
         progress: Called as `progress(what, done, total)`.
 
     Returns:
@@ -91,7 +87,7 @@ def run_bench(
     target.shards.check_alone("bench")
     tokenizer_of(target)  # a model without one is refused
     new = max_new_tokens or task.new_tokens(target)
-    prompts = shard_of(_prompts(task, target, edits, new), shard)
+    prompts = _prompts(task, target, edits, new)
     fingerprint = fingerprint_of(target)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:

@@ -46,8 +46,6 @@ class Provenance:
         device: Device name in torch's notation.
         dtype: Data type of the model.
         attention: Attention implementation that the model ran with.
-        bos: Whether sequences began with BOS. None if that has no meaning.
-        seed: Seed of every random choice.
         seconds: Time from start to result.
         peak_memory_bytes: Largest memory of this process so far; on cuda, the largest memory allocated there.
         commit: Commit of the git checkout that holds this code, with a "+" if the code was changed since. None where
@@ -59,25 +57,21 @@ class Provenance:
     device: str
     dtype: str
     attention: str
-    bos: bool | None
-    seed: int
     seconds: float
     peak_memory_bytes: int | None
     commit: str | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
-UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0, None)
+UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", 0.0, None)
 
 
 def provenance(
     *,
     started: float,
-    device: object,
-    dtype: object,
-    attention: str,
-    bos: bool | None,
-    seed: int,
+    device: object = "cpu",
+    dtype: object = "float32",
+    attention: str = "none",
 ) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
@@ -85,9 +79,7 @@ def provenance(
         started: `time.perf_counter()` at the beginning of the measurement.
         device: Torch device, or its name.
         dtype: Torch dtype, or its name.
-        attention: Attention implementation that the model ran with.
-        bos: Whether sequences began with BOS.
-        seed: Seed of every random choice.
+        attention: Attention implementation that the model ran with; "none" without a model.
     """
     return Provenance(
         argv=tuple(map(pathless, sys.argv)),
@@ -95,8 +87,6 @@ def provenance(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,
-        bos=bos,
-        seed=seed,
         seconds=round(time.perf_counter() - started, 3),
         peak_memory_bytes=peak_memory(str(device)),
         commit=commit_of(CHECKOUT),

@@ -168,7 +168,5 @@ class Setup:
             started=self.started,
             device=self.target.device,
             dtype=self.target.dtype,
-            seed=self.seed,
-            bos=self.bos is not None,
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
         )

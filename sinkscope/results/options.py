@@ -61,30 +61,34 @@ def command(*, words: str, group: str, help: str, options_of: Callable[..., Any]
     """
 
     def wrap(function: C) -> C:
-        made = checks_arguments(function)
+        every = {one.name: one for one in parameters_of(function)}
+        if options_of is not None:
+            every = {one.name: one for one in parameters_of(options_of)} | every
+        made = checks_arguments(function, every)
         target = f"{function.__module__}:{function.__name__}"
         vars(made)["command"] = Command(words, target, group, help, measures=False)
-        if options_of is not None:
-            own = {one.name: one for one in parameters_of(function)}
-            every = {one.name: one for one in parameters_of(options_of)} | own
-            vars(made)["all_parameters"] = tuple(every.values())
+        vars(made)["all_parameters"] = tuple(every.values())
         return made
 
     return wrap
 
 
-def checks_arguments(function: C) -> C:
+def checks_arguments(function: C, parameters: Mapping[str, Parameter] | None = None) -> C:
     """Make a function refuse arguments that its annotations exclude, before it does anything.
 
     The error is a SinkscopeError of one line with the name and the value.
+
+    Args:
+        function: The function.
+        parameters: What it takes, by name. None: as its signature says.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given: dict[str, Any] = {}
+        given = dict(kwargs)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-        for one in parameters_of(function):
+            given |= inspect.signature(function).bind(*args, **kwargs).arguments
+        for one in parameters_of(function) if parameters is None else parameters.values():
             if one.name in given:
                 one.check(given[one.name], in_python=True)
         return function(*args, **kwargs)
@@ -138,16 +142,6 @@ class Parameter:
             stem = stem.removesuffix("s")
         return "--" + stem.replace("_", "-")
 
-    @property
-    def help_with_default(self) -> str:
-        """Its description and its default, if that is not empty."""
-        if self.default is inspect.Parameter.empty or not self.default:
-            return self.help
-        shown = self.default
-        if isinstance(shown, list | tuple):
-            shown = ", ".join(map(str, shown))
-        return f"{self.help} Default: {shown}."
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
         """The parameter as `tools.commands` wrote it."""
@@ -198,7 +192,10 @@ def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     for name, one in inspect.signature(function).parameters.items():
         if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-            parameters.append(parameter(name, hints.get(name, Any), one.default, help=descriptions.get(name, "")))
+            text = descriptions.get(name, "")
+            if isinstance(one.default, int | float | str) and one.default and one.default is not True:
+                text += f" Default: {one.default}."
+            parameters.append(parameter(name, hints.get(name, Any), one.default, help=text))
     return tuple(parameters)
 
 

@@ -1,7 +1,7 @@
 """Fidelity on text: how close a method stays to full attention along the same tokens.
 
-Every method reads the same prompt and is then fed the same continuation token by token, whatever it would have
-generated itself: the text's own, or the greedy answer of full attention for prompts without answers.
+Every method reads the same prompt and is then fed the text's own continuation token by token, whatever it would have
+generated itself.
 
 - kl: sum of p (log p - log q) over the vocabulary, in nats; p of full attention, q of the method, at every token. The
   first one depends on the prompt alone: it is 0 if a method does not change prompts.
@@ -38,8 +38,7 @@ class TextFidelity(Task):
         count: Number of consecutive pieces of the typical text.
         prompt: Tokens of each prompt; fewer if the context or the text is shorter.
         answer: Tokens that follow and are compared.
-        source: File of prompts to read instead of the typical text; prompts without answers are compared along the
-            greedy answer of full attention.
+        source: File of prompts with answers to read instead of the typical text.
     """
 
     name = "text"
@@ -88,8 +87,8 @@ class TextFidelity(Task):
             full.append(logits)
             return {}
 
-        written = answer_rows(target, rows, batch.new, Full(), measure=keep, along=_given_answers(target, batch))
-        along = [answer.tokens for answer in written]
+        along = _given_answers(target, batch)
+        answer_rows(target, rows, batch.new, Full(), measure=keep, along=along)
         records: list[BenchRecord] = []
         for method in batch.methods:
             edit = method.make() or Full()
@@ -116,16 +115,15 @@ def metrics_of(answer: Answer) -> Metrics:
 
 
 def _given_answers(target: Target, batch: Batch) -> list[list[int]]:
-    """Ids of the correct answers; empty if no prompt has one."""
+    """Ids of the text after each prompt."""
     given: list[list[int]] = []
     for prompt in batch.prompts:
+        ids: list[int] = []
         for text in prompt.turns[0].answers[:1]:
             ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            given.append(to_end(list(ids[: batch.new]), end_ids(target)))
-    if given and (len(given) < len(batch.prompts) or not all(given)):
-        raise SinkscopeError(
-            "some prompts have no answer, or one without tokens: give a text to all prompts or to none"
-        )
+        if not ids:
+            raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
+        given.append(to_end(list(ids[: batch.new]), end_ids(target)))
     return given
 
 

@@ -200,7 +200,7 @@ class Checker(Watch):
             records=tuple(self._records),
             model=ModelInfo(name=self._name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
             settings=vars(self.settings),
-            provenance=provenance(started=self._started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
+            provenance=provenance(started=self._started),
         )
 
 
