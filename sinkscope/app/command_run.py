@@ -147,8 +147,6 @@ class CommandRun:
             if path is not None:
                 files[one.name] = path
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
-        for name, value in arguments.items():
-            self.parameters[name].check(value)
         if world_size() > 1 and not self.command.measures and self.command.words != "generate":
             raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
         written: dict[str, Any] = {}
@@ -201,8 +199,6 @@ class CommandRun:
     def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""
         function = self.command.load()
-        if self.command.measures:
-            function.refuse(arguments)  # before a model is opened
         if not gc.get_freeze_count():
             gc.freeze()  # what was imported stays, and need not be looked through
         gc.enable()

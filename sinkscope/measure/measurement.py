@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
@@ -110,13 +109,11 @@ class Measurement(Generic[P, R]):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
-            "text": None,
+            "text": arguments.get("text"),
             "texts": len(setup.ids),
             "revision": arguments.get("revision"),
             "seed": setup.seed,
         }
-        if arguments.get("text") is not None:
-            settings["text"] = Path(arguments["text"]).name
         for one in self.parameters:
             if not one.option.hidden and not one.option.writes:
                 settings[one.name] = own.get(one.name, one.default)
@@ -157,12 +154,12 @@ def measurement(
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
+        said = words or function.__name__.replace("_", "-")
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
-            result_class.claim((words or function.__name__).replace("_", "-").replace(" ", "-"))
+            result_class.claim(said.replace(" ", "-"))
         if figure is not None:
             result_class.drawing = figure
-        said = (words or function.__name__).replace("_", "-")
         target = f"{function.__module__}:{function.__name__}"
         command = Command(said, target, group, help or f"See sinkscope {said} --help.", measures=True)
         return Measurement(function, command, loading, edits, check)

@@ -32,16 +32,16 @@ class ProgressBar:
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._ended = False
+        self._live = is_terminal(sys.stderr)
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
-        if self._bar is None and not self._ended and is_terminal(sys.stderr):
-            self._make(stage)
-        if self._bar is not None:
+        if self._live:
+            if self._bar is None:
+                self._make(stage)
             count = f"{done}/{total}" if total else ""
             self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
 
@@ -49,24 +49,28 @@ class ProgressBar:
         from rich import progress as rich
         from rich.console import Console
 
-        words = rich.TextColumn("{task.description}", markup=False)
-        count = rich.TextColumn("{task.fields[count]}", markup=False)
-        times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
-        console = Console(stderr=True)
-        shown = (words, rich.BarColumn(), count, *times)
-        options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 2}
-        self._bar = rich.Progress(*shown, console=console, transient=True, **options)
+        self._bar = rich.Progress(
+            rich.TextColumn("{task.description}", markup=False),
+            rich.BarColumn(),
+            rich.TextColumn("{task.fields[count]}", markup=False),
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            refresh_per_second=2,
+        )
         ProgressBar.shown = True
         self._task = self._bar.add_task(visible(stage), total=None, count="")
         self._bar.start()
 
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
-        self._ended = True
-        if self._bar is not None:
+        if self._live and self._bar is not None:
             self._bar.stop()
-            self._bar = None
             ProgressBar.shown = False
+        self._live = False
 
     def __exit__(self, *_: object) -> None:
         self.end()

@@ -12,11 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pydantic import Field
-
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
-from sinkscope.files.records import Wording, checked_value
+from sinkscope.files.records import checked_value
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,6 @@ class Parameter:
         default: Its default; `inspect.Parameter.empty` if it has none.
         help: Its description, from the docstring.
         many: Whether it takes several values.
-        limits: What its annotation says of a value beside the type, such as `pydantic.Field(ge=2)`.
         hint: The whole annotation.
     """
 
@@ -124,7 +121,6 @@ class Parameter:
     default: Any
     help: str
     many: bool
-    limits: tuple[Any, ...] = ()
     hint: Any = Any
 
     @property
@@ -144,15 +140,13 @@ class Parameter:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
-        """The parameter as `tools.commands` wrote it."""
+        """The parameter as `tools.commands` wrote it, without the range of a number."""
         kind: Any = Any
         if isinstance(data["type"], list):
             kind = Literal[tuple(data["type"])]
         elif data["type"] in TYPES:
             kind = TYPES[data["type"]]
-        limits = dict(data.get("limits", {}))
-        wording = [Wording(limits.pop("words"))] if "words" in limits else []
-        hint = Annotated[(kind, Option(**data.get("option", {})), Field(**limits), *wording)]
+        hint: Any = Annotated[kind, Option(**data.get("option", {}))]
         if data.get("many"):
             hint = Sequence[hint]
         return parameter(data["name"], hint, data.get("default", inspect.Parameter.empty), help=data["help"])
@@ -209,7 +203,6 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         help: Its description.
     """
     option, whole = Option(), hint
-    limits: list[Any] = []
     many = False
     while True:
         origin, parts = get_origin(hint), get_args(hint)
@@ -217,8 +210,6 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
             for part in parts[1:]:
                 if isinstance(part, Option):
                     option = part
-                else:
-                    limits.append(part)
             hint = parts[0]
         elif type(None) in parts:  # a union with None: the None is only the default
             others = tuple(part for part in parts if part is not type(None))
@@ -229,7 +220,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
             hint = parts[1]
         else:
-            return Parameter(name, hint, option, default, help, many, tuple(limits), whole)
+            return Parameter(name, hint, option, default, help, many, whole)
 
 
 def section(doc: str, title: str) -> str:

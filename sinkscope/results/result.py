@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import POSITION, in_words, kind_of, removed
-from sinkscope.results.tables import MOST_ROWS, WIDTH, Grid, Table, glossary, strings
+from sinkscope.results.tables import MOST_ROWS, WIDEST, WIDTH, Grid, Table, glossary, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -148,8 +148,11 @@ class Result(Envelope):
 
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
-        model = self.model
-        lines = [f"Conclusion: {self.conclusion()}"]
+        return "\n".join([f"Conclusion: {self.conclusion()}", *self.lines()])
+
+    def lines(self) -> list[str]:
+        """The model, the details and warnings: what stands between tables and the conclusion."""
+        model, lines = self.model, list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
             lines.append(f"The model is {model.name} ({model.family}, {size}).")
@@ -159,7 +162,7 @@ class Result(Envelope):
                 f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
                 "--text."
             )
-        return "\n".join([*lines, *self.details()])
+        return [*lines, *self.details()]
 
     def closing(self) -> list[str]:
         """The lines with which the text ends; a subclass overrides it."""
@@ -225,32 +228,24 @@ class Result(Envelope):
             brief: Whether only the first rows and details are shown, and a line says so; else there is also the meaning
                 of the columns.
         """
-        details, closing = self.summary().split("\n")[1:], self.closing()
-        rows = MOST_ROWS
+        details, rows = self.lines(), MOST_ROWS
         if brief:
             rows = FEW_ROWS
             details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
         parts = [grid.text(width, rows) for grid in self.grids()]
         if not brief:
             parts += self.below(width)
-        return "\n\n".join([*parts, "\n".join([*details, *closing])])
+        return "\n\n".join([*parts, "\n".join([*details, *self.closing()])])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""
-        meaning = self._meaning()
-        size = max(map(len, meaning), default=0)
         lines: list[str] = []
-        for name, sentence in meaning.items():
-            line = f"{name:{size}}  {sentence}"
-            lines.append(line if width is None else fill(line, width, subsequent_indent=" " * (size + 2)))
-        if type(self).__module__.startswith("sinkscope."):
-            lines.append(f"More: {self.link()}")
-        return ["\n".join(lines)] if lines else []
+        for name, sentence in self._meaning().items():
+            lines.append(fill(f"{name}: {sentence}", width or WIDEST, subsequent_indent="  "))
+        return ["\n".join([*lines, f"More: {self.link()}"])]
 
     def _meaning(self) -> dict[str, str]:
-        names: list[str] = []
-        for grid in self.grids():
-            names += grid.columns
+        names = [name for grid in self.grids() for name in grid.columns]
         return glossary(type(self), names, self.glossary)
 
     @classmethod
@@ -270,9 +265,8 @@ class Result(Envelope):
 
     def to_html(self) -> str:
         """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
-        first, *details = self.summary().split("\n")
-        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(first)}</b></p>"]
-        parts += [f"<p>{html.escape(line)}</p>" for line in details]
+        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(f'Conclusion: {self.conclusion()}')}</b></p>"]
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.lines()]
         parts += map(Grid.html, self.grids())
         parts.append("<details><summary>What the columns mean</summary><dl>")
         for name, sentence in self._meaning().items():

@@ -157,23 +157,20 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
         rows: One mapping per row, with the same keys in all.
         percent: Columns shown in per cent.
     """
-    named = [_with_site_names(row) for row in rows]
-    columns: dict[str, list[str]] = {}
-    for name in named[0] if named else ():
-        values = [row.get(name) for row in named]
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        named = dict(row)
+        if "layer" in row and "neuron" in row:
+            named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
+        elif "layer" in row and isinstance(row.get("head"), int):
+            named["head"] = head_name(named.pop("layer"), row["head"])
+        for name, value in named.items():
+            columns.setdefault(name, []).append(value)
+    shown: dict[str, list[str]] = {}
+    for name, values in columns.items():
         if values.count(None) < len(values):
-            columns[name] = [cell(value, percent=name in percent) for value in values]
-    return columns
-
-
-def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its layer and neuron, or layer and head, merged into one name."""
-    named = dict(row)
-    if "layer" in row and "neuron" in row:
-        named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
-    elif isinstance(row.get("layer"), int) and isinstance(row.get("head"), int):
-        named["head"] = head_name(named.pop("layer"), row["head"])
-    return named
+            shown[name] = [cell(value, percent=name in percent) for value in values]
+    return shown
 
 
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
@@ -184,12 +181,12 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     import numpy as np  # slow to load, and few results hold arrays
 
     rows: Table = []
-    shape = [len(labels) for labels in axes.values()]
-    arrays = {name: np.reshape(values, shape) for name, values in arrays.items() if values is not None}
-    for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
+    places = list(product(*axes.values()))
+    columns = {name: plain(np.reshape(values, len(places))) for name, values in arrays.items() if values is not None}
+    for number, labels in enumerate(places):
         row = dict(zip(axes, labels, strict=True))
-        for name, values in arrays.items():
-            row[name] = plain(values[place])
+        for name, values in columns.items():
+            row[name] = values[number]
         rows.append(row)
     return rows
 

@@ -178,7 +178,6 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
             "find-sinks --modle x",
             "No such option '--modle'. (Did you mean one of: '--html', '--model'?) (see sinkscope",
         ),
-        ("find-sinks --max-repeats 0", "--max-repeats 0: expected a whole number from 1"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
         ("find-sinks --json x --html ./x", "x is given for two outputs"),
