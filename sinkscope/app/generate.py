@@ -39,11 +39,10 @@ def print_generated(
     patch: Annotated[str | None, Option(metavar="FILE")] = None,
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
-    rewind: bool | None = None,
+    rewind: bool = True,
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
-    raw: bool = False,
     progress: Hidden = None,
 ) -> None:
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
@@ -59,12 +58,10 @@ def print_generated(
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
         guard: Break repetition loops with LoopGuard.
-        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete. By default
-            it does so. --no-rewind shows the text as it is written, with its loops.
+        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
-        raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -74,9 +71,7 @@ def print_generated(
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
     if prompt is None:
         prompt = prompt_file
-    if rewind is not None and not guard:
-        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
-    rewinds = guard and rewind is not False
+    rewinds = guard and rewind
     edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent
@@ -84,7 +79,7 @@ def print_generated(
 
     def show(_: int, piece: str) -> None:
         end_bar(progress)
-        print(piece if raw else visible(piece), end="", flush=True)  # stays on the screen after Ctrl-C
+        print(visible(piece), end="", flush=True)  # stays on the screen after Ctrl-C
 
     (answer,) = generate(
         loaded,
@@ -121,9 +116,7 @@ def _print_events(answer: Generated, guard: bool) -> None:
 def _cache_use(policy: str, answer: Generated) -> str:
     """How many tokens the cache held and a step read, beside a full cache."""
     full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
-    read = answer.read
-    if read is None:
-        read = answer.held
+    read = answer.read or answer.held
     return (
         f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
         f"the full cache would have held {full:.0f}."

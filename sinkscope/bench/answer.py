@@ -101,14 +101,6 @@ class Batch:
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
-        costs: Metrics = {
-            "prompt_tokens": answer.prompt_tokens,
-            "length": len(answer.tokens),
-            "read": mean_known(answer.read),
-            "cells": answer.cells,
-            "cached_peak": answer.cached_peak,
-            "seconds": answer.seconds,
-        }
         return BenchRecord(
             model=self.model,
             task=self.task,
@@ -117,7 +109,7 @@ class Batch:
             turn=turn,
             seed=self.seed,
             settings=settings,
-            metrics=metrics | costs,
+            metrics=metrics | answer.costs,
             tokens=tuple(answer.tokens),
             text=answer.text,
             ended=answer.ended,
@@ -131,27 +123,24 @@ class Answer:
     """One answer and its cost.
 
     Attributes:
-        prompt_tokens: Length of the prompt, including BOS.
         tokens: Ids of the answer.
         text: The decoded answer.
         ended: Why it ended.
+        costs: `prompt_tokens`, with BOS; `length` of the answer; `read`, the cached tokens that a decoding step after
+            the first attended to, and `cached_peak`, the most after any step, means over layers and kv heads; `cells`,
+            the share of the prompt's causal cells that attention covered (None if the method does not change prompts);
+            `seconds` of wall-clock time of its batch, divided by the rows.
+        read: `read` of each decoding step after the first.
         events: Actions of the method.
-        read: Cached tokens that each decoding step after the first attended to, mean over layers and kv heads.
-        cached_peak: Most tokens in the cache after any step, mean over layers and kv heads.
-        cells: Share of the prompt's causal cells that attention covered; None if the method does not change prompts.
-        seconds: Wall-clock time of its batch, divided by the rows.
         steps: Numbers for each new token, by name.
     """
 
-    prompt_tokens: int
     tokens: list[int]
     text: str
     ended: Ending
-    events: tuple[dict[str, Any], ...]
-    read: Sequence[float]
-    cached_peak: float
-    cells: float | None
-    seconds: float
+    costs: Metrics
+    read: Sequence[float] = ()
+    events: tuple[dict[str, Any], ...] = ()
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -223,18 +212,17 @@ def answer_rows(
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
-        answer = Answer(
-            prompt_tokens=prompt,
-            tokens=tokens,
-            text=tokenizer_of(target).decode(tokens, skip_special_tokens=True),
-            ended="eos" if tokens[-1] in ends and not along else "cap",
-            events=row_events(events, row, length),
-            read=read,
-            cached_peak=cached_peak,
-            cells=cells_of(events, row),
-            seconds=seconds,
-            steps=steps,
-        )
+        costs: Metrics = {
+            "prompt_tokens": prompt,
+            "length": length,
+            "read": mean_known(read),
+            "cells": cells_of(events, row),
+            "cached_peak": cached_peak,
+            "seconds": seconds,
+        }
+        text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
+        ended: Ending = "eos" if tokens[-1] in ends and not along else "cap"
+        answer = Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps)
         answers.append(answer)
     return answers
 

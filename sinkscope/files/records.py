@@ -177,24 +177,26 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> A
     """The error that states the first problem in one line: the place, the value there, and what was expected."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    cause = first.get("ctx", {}).get("error")  # raised by __post_init__
-    place = ": ".join(part for part in (name, _place(value, first)) if part)
-    if name.endswith(" "):  # an option, which is given once for each of several values
+    place = _place(value, first)
+    if name.endswith("="):
+        place = f"{name[:-1]}{place}="
+    elif name.endswith(" ") or not place:  # an option, which is given once for each of several values
         place = name
-    elif name.endswith("="):
-        place = f"{name[:-1]}{_place(value, first)}="
+    elif name:
+        place = f"{name}: {place}"
     if "missing" in first["type"]:
         return SinkscopeError(f"{place} is missing{then}")
+    cause = first.get("ctx", {}).get("error")  # raised by __post_init__
     if cause is not None:
         return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "))
     alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
     expected = " or ".join(dict.fromkeys(alternatives))
     for theirs, ours in _WORDS.items():
         expected = expected.replace(theirs, ours)
-    shown = f"{place} is {first['input']!r:.80},"
+    verb, end = " is ", ","
     if place.endswith(("=", " ")):
-        shown = f"{place}{first['input']!r:.80}:"
-    return SinkscopeError(f"{shown} expected {expected}{then}")
+        verb, end = "", ":"
+    return SinkscopeError(f"{place}{verb}{first['input']!r:.80}{end} expected {expected}{then}")
 
 
 def _place(value: Any, problem: Any) -> str:

@@ -75,13 +75,9 @@ class Measurement(Generic[P, R]):
         """Open the model and measure. The arguments are those of the signature."""
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
-        edit = None
-        if self.edits:
-            edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
-        opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments}
-        if "texts" in self._own:  # texts to measure, and not a number of pieces of typical text
-            opening.pop("texts", None)
-        setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
+        edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
+        shared = {name: arguments[name] for name in SETUP_PARAMETERS if name in self._shared and name in arguments}
+        setup = replace(Setup.open(**shared, loading=self.loading), edit=edit)
         return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
 
     @float32_by_default()
@@ -117,10 +113,9 @@ class Measurement(Generic[P, R]):
         for one in self.parameters:
             if not one.option.hidden and not one.option.writes:
                 settings[one.name] = own.get(one.name, one.default)
-        if self.edits:
-            for name in EDIT_PARAMETERS:
-                if arguments.get(name):
-                    settings[name] = str(arguments[name])
+        for name in EDIT_PARAMETERS:
+            if arguments.get(name):
+                settings[name] = str(arguments[name])
         settings |= setup.settings
         if decoding:
             settings["decoding"] = decoding

@@ -175,9 +175,9 @@ class Claim:
         return any(contrast.kind == "intact" and contrast.value < NEEDED for contrast in self.contrasts)
 
     @property
-    def lost(self) -> bool:
-        """Whether a sentence gives the share that is lost, and not what is left."""
-        return self.verdict == "needed" and self.outcome.unit == "intact" and not self.brings
+    def takes(self) -> bool:
+        """Whether an edit takes away a share of what the intact model has."""
+        return self.outcome.unit == "intact" and not self.brings
 
     def sentence(self, *, brief: bool = False) -> str:
         """What is shown of the subject, with the value and its control; a negative says what was searched.
@@ -192,12 +192,13 @@ class Claim:
         elif self.outcome.lost_of:
             of = f" of {self.outcome.lost_of}"
         value, chance = self.value, self.control.value
-        if self.lost:
+        lost = self.takes and self.verdict == "needed"
+        if lost:
             value, chance = 1 - value, 1 - chance
         share, control = percent_pair(value, chance)
         said = f"{said} {self._does(share, place)}"
         if not self.brings:
-            end = "is gone" if self.lost else "stays"
+            end = "is gone" if lost else "stays"
             if self.raises:
                 end = "is there"
             said = (

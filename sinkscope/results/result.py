@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
@@ -57,21 +57,13 @@ def number_of(claim: Claim) -> Number:
     value, control = claim.value, claim.control.value
     kind, names = claim.outcome.kind, in_words(claim.subject, 2)
     label = f"{kind} with {names} {claim.edit}".strip()
-    if claim.outcome.unit == "intact" and not claim.brings:
+    if claim.takes:
         value, control = 1 - value, 1 - control
         label = f"{kind} lost {removed(claim.subject, claim.edit, names)}"
     contrast = claim.control.in_words(claim.subject)
     parts = "position" if claim.subject == (POSITION,) else kind_of(claim.subject)
     key = f"{kind}.{parts}"
     return Number(key, label, value, control, claim.margin, share=True, contrast=contrast)
-
-
-def numbers_of(claims: Sequence[Claim]) -> list[Number]:
-    """The numbers of claims; of those about the same outcome and kind of parts, the first."""
-    numbers: dict[str, Number] = {}
-    for number in map(number_of, claims):
-        numbers.setdefault(number.key, number)
-    return list(numbers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +121,10 @@ class Result(Envelope):
 
     def numbers(self) -> list[Number]:
         """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""
-        return numbers_of(self._claims)
+        numbers: dict[str, Number] = {}
+        for number in map(number_of, self._claims):  # of those about the same outcome and kind of parts, the first
+            numbers.setdefault(number.key, number)
+        return list(numbers.values())
 
     @property
     def _claims(self) -> Claims:

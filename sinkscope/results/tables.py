@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import product
-from textwrap import fill, wrap
+from textwrap import fill
 from typing import Any, get_args, get_type_hints
 
 from sinkscope.files.plain import plain, visible
@@ -82,8 +82,7 @@ class Grid:
         table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
         for name, cells in shown.columns.items():
             side = "right" if _are_numbers(cells) else "left"
-            head = "\n".join(wrap(_words(name), _width(name, cells)))
-            table.add_column(head, justify=side, overflow="fold")
+            table.add_column(_words(name), justify=side, overflow="fold", max_width=_width(name, cells))
         for row in list(zip(*shown.columns.values(), strict=True))[:rows]:
             table.add_row(*row)
         options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}

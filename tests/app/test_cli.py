@@ -184,7 +184,6 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ("find-sinks --json - --csv -", "both write to standard output"),
         ("generate", "give a prompt as an argument, or --prompt-file FILE"),
         ("generate hi --prompt-file file", "one of the two"),
-        ("generate hi --rewind", "add --guard"),
         ("generate --prompt-file none.txt", "cannot read none.txt: no such file"),
         ("generate --prompt-file empty", "the prompt is empty"),
         ("generate --prompt-file -", "standard input is not UTF-8 text"),

@@ -81,6 +81,7 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path, last: dict[str, A
     ],
 )
 def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float):
-    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, 10.0, cells, 1.0, {"kl": (1.0, 2.0, 3.0, 4.0)})
+    costs = {"prompt_tokens": 10, "cells": cells}
+    answer = Answer([1, 2, 3, 4], "", "cap", costs, read, steps={"kl": (1.0, 2.0, 3.0, 4.0)})
     metrics = metrics_of(answer)
     assert metrics == {"kl": expected, "first": 1.0}

@@ -104,9 +104,10 @@ def metrics_of(answer: Answer) -> Metrics:
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
     unless the prompt itself was read along lines.
     """
-    lossy = [step for step, read in enumerate(answer.read, 1) if read < answer.prompt_tokens + step]
+    prompt = answer.costs["prompt_tokens"] or 0
+    lossy = [step for step, read in enumerate(answer.read, 1) if read < prompt + step]
     begin = 0
-    if lossy and answer.cells is None:
+    if lossy and answer.costs["cells"] is None:
         begin = lossy[0]
     metrics: Metrics = {"first": answer.steps["kl"][0]}
     for name, values in answer.steps.items():
