@@ -52,7 +52,7 @@ def sample_find_sinks(**changes) -> FindSinks:
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"seed": 0, "text": None},
-        provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", 1.5, 1 << 30),
+        provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", 1.5),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
         sinks=(Sink(FIRST, 0.4, 32, 8, 0.7, 0.02, 0.03, (HEADS,), 0),),
         other_spikes=2,

@@ -19,7 +19,7 @@ from click.exceptions import NoSuchCommand
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
-from sinkscope.files.processes import is_first, world_size
+from sinkscope.files.processes import is_first
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 
@@ -142,8 +142,6 @@ def _unforeseen(error: BaseException) -> str:
 
         drop(sys.stdout)
         return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
-    if world_size() > 1 and "by peer" in str(error):
-        return "another process that torchrun started has ended: torchrun says which below"
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 

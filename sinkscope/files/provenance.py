@@ -47,7 +47,6 @@ class Provenance:
         dtype: Data type of the model.
         attention: Attention implementation that the model ran with.
         seconds: Time from start to result.
-        peak_memory_bytes: Largest memory of this process so far; on cuda, the largest memory allocated there.
         commit: Commit of the git checkout that holds this code, with a "+" if the code was changed since. None where
             there is no checkout, as for an installed package.
     """
@@ -58,12 +57,11 @@ class Provenance:
     dtype: str
     attention: str
     seconds: float
-    peak_memory_bytes: int | None
     commit: str | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
-UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", 0.0, None)
+UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", 0.0)
 
 
 def provenance(
@@ -88,7 +86,6 @@ def provenance(
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,
         seconds=round(time.perf_counter() - started, 3),
-        peak_memory_bytes=peak_memory(str(device)),
         commit=commit_of(CHECKOUT),
     )
 
@@ -126,20 +123,6 @@ def versions() -> dict[str, str]:
         if name in sys.modules:
             versions[name] = metadata.version(name)
     return versions
-
-
-def peak_memory(device: str = "cpu") -> int | None:
-    """Largest memory so far in bytes: allocated on a cuda device, or resident in this process where Linux tells it."""
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    if status.is_file():  # unlike getrusage, not inherited from the process that started this one
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def documented_at(page: str, section: str = "") -> str:

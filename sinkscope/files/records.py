@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -56,7 +55,6 @@ Budget = Annotated[
     Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0"),
 ]
 T = TypeVar("T")
-_HALF = re.compile("[\ud800-\udfff]")
 _WORDS = {
     "Input should be ": "",
     "Unexpected keyword argument": "no field of this name",
@@ -243,9 +241,7 @@ def check(value: Any, type_: type[T], where: str, expected: str) -> T:
 
 
 def _from_json(reader: Any, value: Any, where: str, then: str) -> Any:
-    # Written as JSON again, because pydantic takes an array for a tuple there alone. It refuses half of a surrogate
-    # pair, which a token may hold, so that becomes the text of its escape.
-    text = _HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=repr))
+    text = json.dumps(value, default=repr)  # as JSON again, because pydantic takes an array for a tuple there alone
     try:
         return reader.validate_json(text, strict=True)
     except ValidationError as error:
@@ -337,10 +333,7 @@ def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
 
 def _loads(text: str, name: str, line: int, expected: str) -> Any:
     try:
-        value = parse_json(text)
+        return parse_json(text)
     except ValueError as error:
         line += getattr(error, "lineno", 1) - 1
         raise SinkscopeError(f"{name} line {line} is not JSON: give {expected}") from None
-    if "\\ud" in text or "\\uD" in text:  # half a surrogate pair, which tokenizers and files reject, becomes "?"
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    return value

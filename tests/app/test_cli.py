@@ -120,7 +120,6 @@ def test_models_are_filtered_by_a_word(typed):
     names = {row.split()[0] for row in rows}
     assert names == {one.name for one in sinkscope.models() if "mistral" in f"{one.name} {one.hub_id}".lower()} != set()
     assert "no model's name contains 'nothing'" in typed("models nothing", 2).err
-    assert "--all shows all" in typed("models").out and "--all" not in typed("models MISTRAL").out
 
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):

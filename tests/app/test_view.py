@@ -147,15 +147,14 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     shown = ss.view(text="a block is a piece of text")
     sent = []
-    monkeypatch.setattr(shown.widget, "send", sent.append)
-    shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
+    monkeypatch.setattr(shown, "send", sent.append)
+    shown._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
     page = shown.save_html(tmp_path / "view.html")
     assert "connect-src 'none'" in page.read_text()
     monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed
-    without = notebook.View(shown.explorer, shown.result)
     with refused("a widget needs anywidget"):
-        without._repr_mimebundle_()
+        ss.view()
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     assert main(["view"]) == 2
