@@ -55,17 +55,15 @@ def finding(groups: Sequence[BenchGroup]) -> str:
 
 
 def _score(task: type[Task], group: BenchGroup, groups: Sequence[BenchGroup]) -> str:
-    """The score of a method, with its interval, and its cost beside that of the full cache."""
+    """The score of a method, with its interval, and what it reads beside the full cache."""
     notes: list[str] = []
     if not math.isnan(group.low):
         shown = task.shown.partition(" ")[0]
         notes.append(f"{shown.format(group.low)}-{shown.format(group.high)}")
-    cells, read = group.metrics.get("cells"), group.metrics.get("read")
-    if cells is not None:
-        notes.append(f"cells {cells:.0%}")
     for full in groups:
-        if full.method == FULL and read is not None and full.metrics.get("read"):
-            notes.append(f"reads {read / full.metrics['read']:.0%}")
+        read, whole = group.metrics.get("read"), full.metrics.get("read")
+        if full.method == FULL and read is not None and whole:
+            notes.append(f"reads {read / whole:.0%}")
     score = task.shown.format(group.score)
     if notes:
         score = f"{score} ({', '.join(notes)})"

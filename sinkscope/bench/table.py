@@ -179,16 +179,12 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
     values: list[float] = []
     by_part: dict[str, list[float]] = {}
     for record in records:
-        value = record.metrics.get(task.main)
-        if value is not None:
+        for value in known_numbers([record.metrics.get(task.main)]):
             values.append(value)
-            part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
-            by_part.setdefault(part, []).append(value)
-    by_part.pop("", None)
-    parts = {part: fmean(scores) for part, scores in by_part.items()}
-    score, low, high = _interval(task, values)
-    metrics = _metrics(task, records, full)
-    return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
+            part = {"turn": record.turn + 1, **record.settings}.get(by, "")
+            by_part.setdefault(str(part), []).append(value)
+    parts = {part: fmean(scores) for part, scores in by_part.items() if part}
+    return BenchGroup(*key, len(records), *_interval(task, values), parts, _metrics(task, records, full))
 
 
 def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, float]:

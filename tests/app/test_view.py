@@ -129,7 +129,6 @@ def test_the_live_page_answers_only_under_its_address(bundled, client):
         ({"text": " "}, "no word"),
         ({"off": ["L99.N1"]}, "L99|layer"),
         ({"switch": "other"}, "no switch"),
-        ({"place": -1}, "place"),
         ({"off": "L1.N338"}, "expected"),
         ([1], "expected"),
     ):

@@ -40,7 +40,7 @@ def view_model(
 
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
-        text: The text; - is standard input. By default a story, and a repeated word if repeating makes a sink.
+        text: The text; - is standard input. By default a story.
         port: Port of the live page. By default a free one.
         show: Open the live page in a browser, if the command runs in a terminal.
         to_files: Whether the result is wanted; else the live page is served.

@@ -22,7 +22,7 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
 
     Args:
         model: As for `sinkscope.measure.Setup.open`: a name or a live model. By default the model in the package.
-        text: The text. By default a story, and a repeated word if repeating makes a sink.
+        text: The text. By default a story.
         options: Options of `sinkscope.measure.Setup.open`, such as `tokenizer`, `device`, `bos` and `seed`.
 
     Raises:

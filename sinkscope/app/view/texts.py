@@ -1,35 +1,18 @@
-"""The texts of a view: those that a model shows by default, and one that is typed."""
+"""The text of a view: a story, or one that is given."""
 
 from __future__ import annotations
 
-from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.text import beginning
-from sinkscope.sinks.tokens import prefixes
 
 MOST_TOKENS = 512
 STORY = (
     "Once upon a time, there was a little bird who lived in a tall tree. Every day she sang a song for her friends. "
     'One day, a big cat came to the tree and said, "Can you sing for me, too?" The little bird was scared, but she'
 )
-AFTER_SINK = 16  # further repetitions that are shown after the one that makes a sink
-
-
-def default_texts(sink: ModelSink) -> dict[str, list[int]]:
-    """A story and, if repeating a word makes a sink, the word that needs fewest repetitions."""
-    texts = {"a story": ids_of(sink.setup, STORY)}
-    sinks: list[tuple[int, int, str]] = []
-    for word in sink.sinks.repeats.tokens:
-        if word.repeats is not None and 1 < word.repeats < MOST_TOKENS - AFTER_SINK:
-            sinks.append((word.repeats, word.id, word.token))
-    if sinks:
-        repeats, number, token = min(sinks)
-        count = repeats + AFTER_SINK
-        texts[f"{token!r} {count} times"] = [*prefixes(sink.setup, [number]), *[number] * count]
-    return texts
 
 
 def ids_of(setup: Setup, text: str) -> list[int]:

@@ -50,7 +50,7 @@ class View {
   async show(answer) {
     this.model = answer.model;
     this.data = answer.result;
-    this.data.texts.forEach((text, place) => (text.asked = { text: null, place }));
+    this.data.texts.forEach((text) => (text.asked = { text: null }));
     await this.follow();
     const last = this.data.texts.length - 1;
     this.text = Math.min(this.text, last);
@@ -382,7 +382,7 @@ class View {
     const [text] = answer.result.texts;
     const name = typed.length > 24 ? `${typed.slice(0, 24)}…` : typed;
     this.typed.push(typed);
-    return this.data.texts.push(Object.assign(text, { name, asked: { text: typed, place: 0 } })) - 1;
+    return this.data.texts.push(Object.assign(text, { name, asked: { text: typed } })) - 1;
   }
 
   async toggle(name) {
