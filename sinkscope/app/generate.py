@@ -10,16 +10,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.hooks.edit.base import Event
-from sinkscope.loops.generate import Generated, generate
+from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.guard.guard import in_words
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
 from sinkscope.results.console import end_bar, note
-from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
-from sinkscope.results.tables import cell
 
 
 @command(
@@ -45,7 +41,7 @@ def print_generated(
     seed: Whole = 0,
     progress: Hidden = None,
 ) -> None:
-    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
+    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, what they did on stderr.
 
     Args:
         prompt: The prompt.
@@ -94,37 +90,5 @@ def print_generated(
     )
     end_bar(progress)  # of an answer without text
     print()
-    if policy is not None and answer.held is not None:
-        note(_cache_use(policy, answer))
-    _print_events(answer, guard)
-
-
-def _print_events(answer: Generated, guard: bool) -> None:
-    """Say what the interventions did; of a guard also that it had nothing to do."""
-    acts = sum(event.kind == "guard" for event in answer.events)
-    if acts:
-        note(f"The guard stepped in {count_of(acts, 'time')}:")
-    elif guard:
-        note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
-    for event in answer.events:
-        if event.kind == "guard":
-            note(in_words(event))
-        else:
-            note(_line(event))
-
-
-def _cache_use(policy: str, answer: Generated) -> str:
-    """How many tokens the cache held and a step read, beside a full cache."""
-    full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
-    read = answer.read or answer.held
-    return (
-        f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
-        f"the full cache would have held {full:.0f}."
-    )
-
-
-def _line(event: Event) -> str:
-    """An event in one line."""
-    facts = {"step": event.step, "position": event.position, "layer": event.layer, **event.data}
-    words = [f"{name} {cell(value)}" for name, value in facts.items() if value is not None]
-    return f"{event.kind}: {', '.join(words)}"
+    if edit is not None:
+        note(answer.summary)

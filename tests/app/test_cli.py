@@ -138,7 +138,7 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
         on_text(0, "one ")
         on_text(0, "two")
         event = Event(row=0, step=3, position=4, layer=1, head=None, kind="patched", data={"neuron": 7})
-        return [Generated("", "", [1, 2], 3, [event])]
+        return [Generated("", "", [1, 2], 3, [event], summary="It acted.")]
 
     monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
     monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **_: model)
@@ -147,7 +147,7 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
     patch = SinkPatch(layer=1, neurons=[7])
     patch.save("patch.json")
     shown = typed("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos")
-    assert shown == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
+    assert shown == ("one two\n", "It acted.\n")
     given = {"model": None, "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
     assert arguments == {**given, "temperature": 0.0, "seed": 0}
 
