@@ -180,21 +180,15 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        from sinkscope.files.output import check_output, check_writable, is_device
+        from sinkscope.files.output import check_output, check_writable
 
-        if files.get("json") == files.get("csv") == "-":
-            raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
-        targets: list[Path] = []
         for one in OUTPUTS:
             path = files.get(one.name)
             if path is not None and (path != "-" or "-" not in one.metavar):
-                targets.append(check_output(path, self.kinds))
+                check_output(path, self.kinds)
         for one in self.parameters.values():
             if one.option.writes and one.name in arguments:
-                targets.append(check_writable(str(arguments[one.name]), folder=True))
-        for target in targets:
-            if targets.count(target) > 1 and not is_device(target):
-                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
+                check_writable(str(arguments[one.name]), folder=True)
 
     def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""

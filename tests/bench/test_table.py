@@ -69,8 +69,8 @@ def test_what_a_table_says():
     assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
     assert Result.from_dict(json.loads(result.to_json())) == result
     assert list(result.to_frame()["score"]) == [1.0, 0.25]
-    drawn = json.loads(str(result.figure().to_json()))["data"]
-    assert drawn[0]["y"] == [1.0, 0.25] and drawn[1]["x"] == [9.0, 5.5]
+    drawn = result.figure().data
+    assert [list(drawn[0][name]) for name in ("x", "text")] == [["full", "h2o:8"], [9.0, 5.5]]
 
 
 def scored(task: str, answers: str) -> list[BenchRecord]:

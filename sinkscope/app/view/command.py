@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +27,6 @@ def view_model(
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     port: Annotated[int, Field(ge=0, le=65535)] = 0,
-    show: Annotated[bool, Option(name="--open")] = True,
     to_files: Hidden = True,
     **settings: Any,
 ) -> ModelView | None:
@@ -42,7 +39,6 @@ def view_model(
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         text: The text; - is standard input. By default a story.
         port: Port of the live page. By default a free one.
-        show: Open the live page in a browser, if the command runs in a terminal.
         to_files: Whether the result is wanted; else the live page is served.
         settings: As for `sinkscope.measure.Setup.open`.
 
@@ -62,8 +58,6 @@ def view_model(
 
     def ready(address: str) -> None:
         print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
-        if show and sys.stdout.isatty():
-            webbrowser.open(address)
 
     end_bar(settings.get("progress"))
     serve(explorer, port, ready)
