@@ -14,7 +14,7 @@ import torch
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
-from sinkscope.app.pages import Section, document, folded, plot, result_section, save_document
+from sinkscope.app.pages import document, folded, result_section, save_document
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -48,7 +48,6 @@ class Part:
         name: Name of its function.
         command: Command that runs it alone.
         measure: Gives its result; it takes a `Setup` and the arguments.
-        topic: What its conclusion is about on the first screen of the card. Empty: it is not there.
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
@@ -57,7 +56,6 @@ class Part:
     name: str
     command: str
     measure: Callable[..., Result]
-    topic: str = ""
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
@@ -82,20 +80,19 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
 
 
 PARTS = (
-    Part("find_sinks", "find-sinks", find_sinks.on, "Sink", {"all_layers": True}, streams=True),
-    Part("circuit", "circuit", circuit.on, "Circuit", quick={"max_repeats": 300}),
+    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, streams=True),
+    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}),
     Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
-    Part("repeat", "repeat --ablate", repeat.on, "Repetition", {"ablate": True}, {"ablate": True}, streams=True),
+    Part("repeat", "repeat --ablate", repeat.on, {"ablate": True}, {"ablate": True}, streams=True),
     Part("attack", "attack", attack.on, quick={"sequences": 20}),
     Part("patch_make", "patch make", patch_make.on, quick=None),
     Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 96}),
     Part("why", "why", why.on, quick={"max_new_tokens": 96, "cuts": 3}),
-    Part("lines", "lines", lines.on, "Lines", quick={"count": 3, "length": 192}),
+    Part("lines", "lines", lines.on, quick={"count": 3, "length": 192}),
     Part(
         "loops",
         "bench --task loops:source=text",
         loops,
-        "Loops",
         {"count": 16, "max_new_tokens": 384},
         {"count": 4, "max_new_tokens": 128},
     ),
@@ -103,11 +100,10 @@ PARTS = (
         "policies",
         "bench --task text",
         policies,
-        "Cache",
         {"count": 4, "prompt": 768},
         {"count": 1, "prompt": 320},  # of which a quarter is more than the 64 tokens that SnapKV always keeps
     ),
-    Part("precision", "precision", precision.on, "Precision", quick={"pieces": 8}),
+    Part("precision", "precision", precision.on, quick={"pieces": 8}),
 )
 """What a scan runs, in the order of the card."""
 
@@ -202,17 +198,15 @@ def _card(setup: Setup, settings: dict[str, Any], outcomes: Outcomes) -> SinkCar
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
-    """The card's page: tiles, the norm per layer, all numbers; then each part, closed."""
-    first = card.first_screen()
-    sections: list[Section] = []
+    """The card's page: what every part says, all numbers, and where the sink is made; then each other part, closed."""
+    sections = [result_section(card)]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
-            sections.append(replace(folded(result_section(outcome), outcome.conclusion()), kind=part.command))
-            if part.name == "find_sinks":
-                first += plot(outcome.figure(), CARD)
-    first += "".join(grid.html() for grid in card.grids())
-    sections.append(replace(folded(result_section(card), card.conclusion()), kind="scan"))
-    return document(f"Sink card of {card.model.name}", sections, card.about(), kind=card.kind, first=first)
+            section = replace(result_section(outcome), kind=part.command)
+            if part.name != "find_sinks":
+                section = folded(section, outcome.conclusion())
+            sections.append(section)
+    return document(f"Sink card of {card.model.name}", sections, kind=card.kind)
 
 
 def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
@@ -253,15 +247,13 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
-        return CardPart(part.name, part.command, missing, finished=False, topic=part.topic)
+        return CardPart(part.name, part.command, missing, finished=False)
     return CardPart(
         part.name,
         part.command,
         outcome.conclusion(),
         seconds=outcome.provenance.seconds,
         numbers=tuple(number for number in outcome.numbers() if number.value is not None),
-        topic=part.topic,
-        headline=outcome.headline(),
     )
 
 

@@ -208,7 +208,10 @@ def answer_rows(
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
-        read, cached_peak = _cache_use(held, row, prompt, length)
+        read: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
+        cached_peak = prompt + length - 1.0  # the last one goes through no call
+        if held is not None:
+            read, cached_peak = held[1][1:length, row].tolist(), float(held[0][:length, row].max())
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
@@ -225,16 +228,6 @@ def answer_rows(
         answer = Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps)
         answers.append(answer)
     return answers
-
-
-def _cache_use(
-    by_call: tuple[Tensor, Tensor] | None, row: int, prompt: int, length: int
-) -> tuple[Sequence[float], float]:
-    """Tokens that each decoding step of a row read, and the most that were cached; None: of a full cache."""
-    if by_call is None:  # the first token is the prompt's, and the last one goes through no call
-        return range(prompt + 1, prompt + length), prompt + length - 1.0
-    held, read = by_call
-    return read[1:length, row].tolist(), float(held[:length, row].max())
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

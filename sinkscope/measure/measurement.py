@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
 from sinkscope.hooks.edit.decode import noted_decoding
@@ -16,9 +16,6 @@ from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.results.options import Parameter, parameters_of
 from sinkscope.results.result import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
@@ -125,7 +122,7 @@ class Measurement(Generic[P, R]):
 def measurement(
     *,
     group: str,
-    figure: Callable[[Any], go.Figure] | None = None,
+    figure: Callable[[Any], Any] | None = None,
     words: str | None = None,
     help: str = "",
     loading: Loading = "stream",

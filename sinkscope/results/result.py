@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
@@ -16,10 +16,6 @@ from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import POSITION, in_words, kind_of, removed
 from sinkscope.results.tables import MOST_ROWS, WIDEST, WIDTH, Grid, Table, glossary, strings
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
@@ -134,13 +130,6 @@ class Result(Envelope):
     def _instead(self) -> str | None:
         return getattr(self, "instead", None)
 
-    def headline(self) -> Number | None:
-        """The number that stands on a sink card beside the conclusion: the first one that differs from its control."""
-        for number in self.numbers():
-            if number.control not in (None, number.value):
-                return number
-        return None
-
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
         return "\n".join([f"Conclusion: {self.conclusion()}", *self.lines()])
@@ -190,7 +179,7 @@ class Result(Envelope):
             return []
         return [Grid(columns, important=self.columns)]
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> Any:
         """`rows` as a pandas data frame."""
         import pandas as pd
 
@@ -202,7 +191,7 @@ class Result(Envelope):
 
     # How it looks
 
-    def figure(self) -> go.Figure:
+    def figure(self) -> Any:
         """The result as a plotly figure.
 
         Raises:

@@ -105,7 +105,6 @@ def document(
     skipped: Mapping[str, str] | None = None,
     *,
     kind: str = "report",
-    first: str = "",
 ) -> str:
     """Make the whole page: contents, sections, files that were left out, and plotly.js once.
 
@@ -115,7 +114,6 @@ def document(
         about: A few words below the heading.
         skipped: The reason for each file that was left out, by its name.
         kind: What an earlier page must say so that this one may replace it.
-        first: HTML above the contents, fully escaped.
     """
     body: list[str] = []
     links: list[str] = []
@@ -136,7 +134,7 @@ def document(
         contents = f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>'
     html = "\n".join(body)
     plotly, figures = "", ""
-    if 'class="plot' in first + html:
+    if 'class="plot' in html:
         plotly = f"<script>{_file('plotly-cartesian.min.js')}</script>"
         figures = f"<script>{_file('figures.js')}</script>"
     template = Template(_file("page.html"))
@@ -145,7 +143,6 @@ def document(
         title=text(heading),
         heading=text(heading),
         about=" · ".join(word for word in words if word),
-        first=first,
         contents=contents,
         plotly=plotly,
         body=html,
