@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,11 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
+from sinkscope.files.output import check_output, check_writable, read_text, write_output
+from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
-from sinkscope.results.console import ProgressBar, emit, note, print_result
+from sinkscope.results.console import ProgressBar, note, print_result
 from sinkscope.results.options import Parameter, example_lines, introduction
 
 if TYPE_CHECKING:
@@ -45,6 +48,14 @@ class Output:
     metavar: str = "FILE|-"
 
 
+def _emit(path: str, text: str) -> None:
+    """Write text to a file as `write_output` does, or to standard output for `-`."""
+    if path == "-":
+        sys.stdout.write(visible(text))
+    else:
+        write_output(path, text)
+
+
 def _save_page(result: Result, path: str) -> None:
     from sinkscope.app.pages import save_html  # loads what the help need not wait for
 
@@ -55,14 +66,14 @@ OUTPUTS = (
     Output(
         "json",
         "Write the result as JSON; - is standard output.",
-        lambda result, path: emit(path, result.to_json()),
+        lambda result, path: _emit(path, result.to_json()),
         "JSON",
     ),
     Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, "Page", "FILE"),
     Output(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
-        lambda result, path: emit(path, result.to_csv()),
+        lambda result, path: _emit(path, result.to_csv()),
         "Table",
     ),
 )
@@ -152,10 +163,7 @@ class CommandRun:
         written: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                model = arguments.get("model", "bundled")
-                if isinstance(model, tuple):
-                    model = ", ".join(model)
-                progress(f"Loading {model} ...", 0, 0)
+                progress(f"Loading {arguments.get('model', 'bundled')} ...", 0, 0)
             self._check_files(files, arguments)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
@@ -180,8 +188,6 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        from sinkscope.files.output import check_output, check_writable
-
         for one in OUTPUTS:
             path = files.get(one.name)
             if path is not None and (path != "-" or "-" not in one.metavar):
@@ -260,8 +266,6 @@ def read_words(one: Parameter, words: Any) -> Any:
 
 def _prompt(name: str) -> str:
     """Text of a file, or of standard input for "-"; it may not be empty."""
-    from sinkscope.files.output import read_text
-
     text = read_text(name)
     if not text.strip():
         raise SinkscopeError("the prompt is empty: write at least one word into the file")

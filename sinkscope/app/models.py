@@ -50,7 +50,7 @@ def print_models(
 def _check(name: str, progress: Progress) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.kv.scope import scope_line
-    from sinkscope.models.adapters import row_of, shown_row
+    from sinkscope.models.adapters import shown_row
     from sinkscope.opening.inference.probe import probe
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
@@ -61,10 +61,7 @@ def _check(name: str, progress: Progress) -> None:
     verdict = "is not served"
     if report.problem is None:
         verdict = f"is served: {scope_line(target)}"
-    origin = "proposed by names"
-    if row_of(target.hf.config.model_type) is not None:
-        origin = "written"
-    show(f"Adapter, {origin}: {shown_row(target.adapter)}")
+    show(f"Adapter: {shown_row(target.adapter)}")
     show(
         f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e} "
         f"(allowed {report.tolerance:.0e})"

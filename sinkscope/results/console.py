@@ -125,16 +125,6 @@ def drop(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def emit(path: str, text: str) -> None:
-    """Write text to a file as `write_output` does, or to standard output for `-`."""
-    if path == "-":
-        sys.stdout.write(visible(text))
-    else:
-        from sinkscope.files.output import write_output
-
-        write_output(path, text)
-
-
 def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits the width of the terminal, or with `explain` whole and explained."""
     show(result.text(terminal_width(), brief=not explain))

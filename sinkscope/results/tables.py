@@ -142,13 +142,6 @@ def cell(value: Any, *, percent: bool = False) -> str:
     return visible(str(value)).replace("\n", "\\n")
 
 
-def percent(value: float | None) -> str:
-    """A share in whole per cent; a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:.0%}".replace("-0%", "0%")
-
-
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:
     """Columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
 
