@@ -170,19 +170,22 @@ class CommandRun:
             own = {"to_files": bool(files), "written": written.__setitem__, "progress": progress}
             arguments |= {name: value for name, value in own.items() if name in self.parameters}
             result = self._result(arguments)
-        if result is None or not self.kinds:
-            return
-        if "written" not in self.parameters:
+        if result is not None and self.kinds:
             for one in self.parameters.values():
-                if one.option.writes and one.name in arguments:
-                    written[one.option.writes] = arguments[one.name]
+                if one.option.writes and "written" not in self.parameters:
+                    written[one.option.writes] = arguments.get(one.name)
+            self._end(result, files if is_first() else {}, explain, written)
+
+    def _end(self, result: Any, files: Mapping[str, str], explain: bool, written: Mapping[str, Any]) -> None:
+        """Deliver a result, say what was written, and end with its status."""
         try:
-            self._deliver(result, files if is_first() else {}, explain)
+            self._deliver(result, files, explain)
         except BrokenPipeError:  # the reader has gone; the status is still said
             if not result.exit_code:
                 raise
         for what, path in written.items():
-            note(f"{what}: {path}")
+            if path is not None:
+                note(f"{what}: {path}")
         if result.exit_code:
             raise click.exceptions.Exit(result.exit_code)
 

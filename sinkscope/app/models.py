@@ -59,13 +59,13 @@ def _check(name: str, progress: Progress) -> None:
     report = probe(target)
     end_bar(progress)
     verdict = "is not served"
-    if report.problem is None:
-        verdict = f"is served: {scope_line(target)}"
     show(f"Adapter: {shown_row(target.adapter)}")
     show(
         f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e} "
         f"(allowed {report.tolerance:.0e})"
     )
-    if report.problem is not None:
+    if report.problem is None:
+        verdict = f"is served: {scope_line(target)}"
+    else:
         show(f"Problem: {report.problem}")
     show(f"\nConclusion: {target.name} ({target.hf.config.model_type}) {verdict}.")

@@ -56,7 +56,13 @@ def report(
         (progress or silent)("reading", number, len(files))
         name = visible(path.relative_to(root).as_posix())
         try:
-            sections.append(result_section(_result(path), name))
+            if path.is_file():
+                result = Result.from_dict(read_json(path), path.name)
+            else:  # a folder of runs is shown as its table
+                from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
+
+                result = bench_table([path])
+            sections.append(result_section(result, name))
         except SinkscopeError as error:
             left_out[name] = str(error)
         except Exception as error:  # a damaged result can have the right types and fail anywhere
@@ -80,12 +86,3 @@ def _listed(root: Path) -> list[Path]:
         if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
             listed.append(path)
     return listed
-
-
-def _result(path: Path) -> Result:
-    """The result in a file; of a folder of runs, its table, as `sinkscope bench table` makes it."""
-    if path.is_file():
-        return Result.from_dict(read_json(path), path.name)
-    from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
-
-    return bench_table([path])

@@ -155,12 +155,18 @@ def scan(
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
     other = None if against is None else read_card(against)
-    setup = _opened(model, settings)
+    setup = Setup.open(model, **settings)
+    target = setup.target
+    target.shards.check_alone("scan")
+    if not target.resident and weight_bytes(target) <= free_memory(target.device) / 2:  # else read layer by layer
+        setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
     with Folder(folder, decisive, FinishedPart, option="--out") as kept:
         outcomes = _outcomes(kept, folder, setup, quick)
-        card = _card(setup, decisive, outcomes)
+        parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
+        made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
+        card = SinkCard(quick=quick, parts=parts, model=setup.info(), settings=decisive, provenance=made)
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
@@ -188,13 +194,6 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
                 kept.append([FinishedPart(part.name)])
         outcomes.append((part, outcome))
     return outcomes
-
-
-def _card(setup: Setup, settings: dict[str, Any], outcomes: Outcomes) -> SinkCard:
-    """The card of these outcomes."""
-    parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
-    made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
-    return SinkCard(quick=settings["quick"], parts=parts, model=setup.info(), settings=settings, provenance=made)
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
@@ -255,16 +254,6 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
         seconds=outcome.provenance.seconds,
         numbers=tuple(number for number in outcome.numbers() if number.value is not None),
     )
-
-
-def _opened(model: object, options: dict[str, Any]) -> Setup:
-    """The model: in memory where its weights fit into half of what is free, else read layer by layer."""
-    setup = Setup.open(model, **options)
-    target = setup.target
-    target.shards.check_alone("scan")
-    if target.resident or weight_bytes(target) > free_memory(target.device) / 2:
-        return setup
-    return Setup.open(model, **options, loading="whole")
 
 
 def weight_bytes(target: Target) -> int:

@@ -24,8 +24,16 @@ def draw_bench(result: Any) -> Any:
     frame["set"] = (frame["set"] + ", " + frame["model"]).map(html.escape)
     frame["method"] = frame["method"].map(html.escape)
     frame["above"], frame["below"] = frame["high"] - frame[main], frame[main] - frame["low"]
-    intervals = {"error_y": "above", "error_y_minus": "below"}
-    fig = px.bar(frame, x="method", y=main, color="set", text="read", color_discrete_sequence=COLOURS, **intervals)
+    fig = px.bar(
+        frame,
+        x="method",
+        y=main,
+        color="set",
+        text="read",
+        error_y="above",
+        error_y_minus="below",
+        color_discrete_sequence=[*COLOURS],
+    )
     fig.update_traces(texttemplate="reads %{text:,.0f}", textposition="inside", insidetextanchor="start")
     fig.update_xaxes(tickangle=-35, title_text="")
     if main in PERCENT:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sinkscope.bench.group import BenchGroup
 from sinkscope.bench.methods import FULL, name_of
-from sinkscope.bench.task import Task, task_class
+from sinkscope.bench.task import task_class
 
 CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
@@ -44,7 +44,17 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     if not compared:
         return f"In {groups[0].title}, {said}; no other method was run."
     best, *others = compared
-    score, where = _score(task, best, groups), f"in {best.title} ({task.unit})"
+    notes: list[str] = []  # its interval, and what it reads beside the full cache
+    if not math.isnan(best.low):
+        shown = task.shown.partition(" ")[0]
+        notes.append(f"{shown.format(best.low)}-{shown.format(best.high)}")
+    for full in groups:
+        read, whole = best.metrics.get("read"), full.metrics.get("read")
+        if full.method == FULL and read is not None and whole:
+            notes.append(f"reads {read / whole:.0%}")
+    score, where = task.shown.format(best.score), f"in {best.title} ({task.unit})"
+    if notes:
+        score = f"{score} ({', '.join(notes)})"
     found = f"{best.method} has {score} {where}"
     rival = next(iter(others), control)
     if rival is not None and not best.differs(rival):
@@ -52,19 +62,3 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     elif others:
         found = f"{best.method} is the best of {len(compared)} {where} with {score}"
     return f"{found}; {said}."
-
-
-def _score(task: type[Task], group: BenchGroup, groups: Sequence[BenchGroup]) -> str:
-    """The score of a method, with its interval, and what it reads beside the full cache."""
-    notes: list[str] = []
-    if not math.isnan(group.low):
-        shown = task.shown.partition(" ")[0]
-        notes.append(f"{shown.format(group.low)}-{shown.format(group.high)}")
-    for full in groups:
-        read, whole = group.metrics.get("read"), full.metrics.get("read")
-        if full.method == FULL and read is not None and whole:
-            notes.append(f"reads {read / whole:.0%}")
-    score = task.shown.format(group.score)
-    if notes:
-        score = f"{score} ({', '.join(notes)})"
-    return score

@@ -184,7 +184,16 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
             part = {"turn": record.turn + 1, **record.settings}.get(by, "")
             by_part.setdefault(str(part), []).append(value)
     parts = {part: fmean(scores) for part, scores in by_part.items() if part}
-    return BenchGroup(*key, len(records), *_interval(task, values), parts, _metrics(task, records, full))
+    metrics: Metrics = {}
+    for name in ("read", "cells", "time", "cached_peak", *task.columns):
+        metrics[name] = mean_known(record.metrics.get(name) for record in records)
+    if full and _seconds_per_token(full):
+        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
+    alarms = known_numbers(record.metrics.get("alarm") for record in records)
+    if alarms:
+        metrics["alarm"] = median(alarms)  # not every run has one
+    score, low, high = _interval(task, values)
+    return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
 
 
 def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, float]:
@@ -199,19 +208,6 @@ def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, 
     if len(values) > 1:
         half = 1.96 * stdev(values) / math.sqrt(len(values))
     return score, score - half, score + half
-
-
-def _metrics(task: type[Task], records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> Metrics:
-    """What the answers cost, and the task's further metrics."""
-    metrics: Metrics = {}
-    for name in ("read", "cells", "time", "cached_peak", *task.columns):
-        metrics[name] = mean_known(record.metrics.get(name) for record in records)
-    if full and _seconds_per_token(full):
-        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    alarms = known_numbers(record.metrics.get("alarm") for record in records)
-    if alarms:
-        metrics["alarm"] = median(alarms)  # not every run has one
-    return metrics
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

@@ -43,7 +43,6 @@ class Measurement(Generic[P, R]):
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
-        self.__name__ = self.function.__name__
         _, *own = inspect.signature(self.function).parameters.values()
         self._own = [one.name for one in own]
         shared = dict(inspect.signature(Setup.open).parameters)

@@ -32,7 +32,7 @@ class ProgressBar:
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._live = is_terminal(sys.stderr)
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb")
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -43,7 +43,8 @@ class ProgressBar:
             if self._bar is None:
                 self._make(stage)
             count = f"{done}/{total}" if total else ""
-            self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
+            bar: Any = self._bar
+            bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
 
     def _make(self, stage: str) -> None:
         from rich import progress as rich
@@ -80,11 +81,6 @@ def end_bar(progress: Any) -> None:
     """End a progress bar before anything is printed; other progress has nothing on the screen."""
     if isinstance(progress, ProgressBar):
         progress.end()
-
-
-def is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal that knows more than letters."""
-    return stream.isatty() and os.environ.get("TERM") not in (None, "dumb")
 
 
 def terminal_width() -> int:

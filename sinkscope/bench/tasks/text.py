@@ -87,7 +87,14 @@ class TextFidelity(Task):
             full.append(logits)
             return {}
 
-        along = _given_answers(target, batch)
+        along: list[list[int]] = []  # the text after each prompt
+        for prompt in batch.prompts:
+            ids: list[int] = []
+            for text in prompt.turns[0].answers[:1]:
+                ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if not ids:
+                raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
+            along.append(to_end(list(ids[: batch.new]), end_ids(target)))
         answer_rows(target, rows, batch.new, Full(), measure=keep, along=along)
         records: list[BenchRecord] = []
         for method in batch.methods:
@@ -113,19 +120,6 @@ def metrics_of(answer: Answer) -> Metrics:
     for name, values in answer.steps.items():
         metrics[name] = fmean(values[begin:])
     return metrics
-
-
-def _given_answers(target: Target, batch: Batch) -> list[list[int]]:
-    """Ids of the text after each prompt."""
-    given: list[list[int]] = []
-    for prompt in batch.prompts:
-        ids: list[int] = []
-        for text in prompt.turns[0].answers[:1]:
-            ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if not ids:
-            raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
-        given.append(to_end(list(ids[: batch.new]), end_ids(target)))
-    return given
 
 
 def comparison(full: Sequence[Logits]) -> Measure:
