@@ -93,7 +93,7 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     layer, head = text.heads[-1]
     chrome.click(f"#head-{layer}-{head}")
     chrome.reopen()  # the link opens the same view again, and the pointer reads a cell
-    chrome.wait(LOADED)
+    chrome.wait("document.querySelector('#headline')?.textContent.includes('look elsewhere')")
     said = chrome.text("#headline")
     assert f"{gone} of the {readers.sum()} heads" in said and f"({random.name}: {control})" in said
     after, beside = (json.dumps(one.following[0][0]) for one in (zeroed, random))
