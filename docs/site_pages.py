@@ -155,7 +155,7 @@ def _by_group() -> dict[str, list[Command]]:
 
 def _options(parameters: Iterable[Parameter]) -> list[str]:
     """A table of options."""
-    rows = [f"| `{one.flag}` | {one.help_with_default} |" for one in parameters if not one.option.hidden]
+    rows = [f"| `{one.flag}` | {one.help} |" for one in parameters if not one.option.hidden]
     if not rows:
         return []
     return ["| option | |\n|---|---|", *rows, ""]

@@ -57,8 +57,6 @@ def record(
         device=device,
         dtype=dtype,
         attention="sdpa",
-        bos=True,
-        seed=0,
     )
     starter = ["python"]
     if world_size() > 1:

@@ -38,7 +38,7 @@ def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
         main(**vars(words))
     except SinkscopeError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(2) from None
 
 
 def _names(one: Parameter, positional: bool) -> list[str]:
@@ -49,7 +49,7 @@ def _names(one: Parameter, positional: bool) -> list[str]:
 
 def _settings(one: Parameter, positional: bool) -> Row:
     """How argparse reads a parameter. What is not given is left to the function, which has the default."""
-    settings: Row = {"help": one.help_with_default.replace("%", "%%"), "default": argparse.SUPPRESS}
+    settings: Row = {"help": one.help.replace("%", "%%"), "default": argparse.SUPPRESS}
     if not positional:
         settings["required"] = one.required
         settings["dest"] = one.name

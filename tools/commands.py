@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import import_module
 from pkgutil import walk_packages
 from typing import Any, Literal, get_args, get_origin
@@ -21,7 +20,6 @@ from sinkscope.app.command_run import CommandRun
 from sinkscope.files.catalog import FILE, Command
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain
-from sinkscope.files.records import Wording
 from sinkscope.results.options import TYPES, Option, Parameter
 
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
@@ -66,21 +64,8 @@ def parameter_data(one: Parameter) -> dict[str, Any]:
     if one.default is not inspect.Parameter.empty:
         data["default"] = plain(one.default)
     data["option"] = {name: value for name, value in vars(one.option).items() if value != getattr(Option, name)}
-    data["limits"] = limits_data(one)
     data["many"] = one.many
     return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
-
-
-def limits_data(one: Parameter) -> dict[str, Any]:
-    """The range of a number in an annotation, and the words for it."""
-    data: dict[str, Any] = {}
-    for limit in one.limits:
-        if isinstance(limit, Wording):
-            data |= limit._asdict()
-        for part in getattr(limit, "metadata", ()):
-            if type(part).__name__ in ("Ge", "Gt", "Le", "Lt"):
-                data |= asdict(part)
-    return data
 
 
 def _kinds(base: type[Envelope]) -> list[tuple[str, str]]:

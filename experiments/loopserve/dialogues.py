@@ -52,7 +52,6 @@ from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.lines.serve import LoopServe
 from sinkscope.results.style import COLOURS, figure_of
-from sinkscope.results.tables import percent
 
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
@@ -366,7 +365,7 @@ def finding(panel: Panel, rows: Sequence[Row]) -> str:
     mine.sort(key=lambda row: row[panel.key])
     said = []
     for row in (mine[0], mine[-1]):
-        score = f"{row[panel.key]:.2g} nats" if panel.key == "kl" else percent(row[panel.key])
+        score = f"{row[panel.key]:.2g} nats" if panel.key == "kl" else f"{row[panel.key]:.0%}"
         said.append(f"{score} ({named(row['label'], row['value'])})")
     return f"{panel.title}: from {said[0]} to {said[1]}"
 

@@ -28,7 +28,6 @@ from sinkscope.lines.lines import lines
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of
-from sinkscope.results.tables import percent
 
 COLOURS = (BLUE, ORANGE, GREEN)
 ROWS = (  # what the table says: part of the paper, name, place in the result
@@ -95,7 +94,7 @@ def table(sources: Sequence[Row]) -> str:
     """A row per number, a column per source."""
     rows = []
     for part, said, name in ROWS:
-        rows.append([part, said, *(percent(each["shown"][name]) for each in sources)])
+        rows.append([part, said, *(_percent(each["shown"][name]) for each in sources)])
     return markdown(["part", "quantity", *value_of_each(sources, "name")], rows)
 
 
@@ -117,7 +116,7 @@ def figure(data: Row) -> Any:
             style: Row = {"name": name, "legendgroup": name, "line": {"color": colour, "dash": dash}}
             first = number == 0 and dash == "solid"
             fig.add_scatter(x=x, y=y, showlegend=first, row=number // 3 + 1, col=number % 3 + 1, **style)
-        told.append(f"{name} {percent(source['shown']['end'])} and {percent(source['shown']['begin'])}")
+        told.append(f"{name} {_percent(source['shown']['end'])} and {_percent(source['shown']['begin'])}")
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
     title = f"Found by the last window, question at the end and at the beginning: {'; '.join(told)}"
     return figure_of(fig, None, title, width=1500, height=900, legend=-0.1)
@@ -140,6 +139,13 @@ def curves_of(source: Row) -> list[tuple[int, tuple[list[Any], list[float], str]
         y = [None if each[key] is None else each[key][k] for each in found[name]]
         curves.append((number, (x, y, dash)))
     return curves
+
+
+def _percent(share: float | None) -> str:
+    """A share in whole per cent; a dash for None."""
+    if share is None:
+        return "-"
+    return f"{share:.0%}"
 
 
 def main(

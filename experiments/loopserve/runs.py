@@ -82,20 +82,16 @@ class OneCache(Task):
                 ended = "cap"
                 if tokens[-1] in end_ids(target):
                     ended = "eos"
-                read = [asked.read]
-                if asked.read is None:
-                    read = []
-                answer = Answer(
-                    prompt_tokens=asked.prompt_tokens,
-                    tokens=tokens,
-                    text=tokenizer_of(target).decode(tokens, skip_special_tokens=True),
-                    ended=ended,
-                    events=row_events(asked.events, 0, len(tokens)),
-                    read=read,
-                    cached_peak=asked.prompt_tokens + len(tokens) - 1.0,
-                    cells=cells_of(asked.events, 0),
-                    seconds=0.0,
-                )
+                costs = {
+                    "prompt_tokens": asked.prompt_tokens,
+                    "length": len(tokens),
+                    "read": asked.read,
+                    "cells": cells_of(asked.events, 0),
+                    "cached_peak": asked.prompt_tokens + len(tokens) - 1.0,
+                    "seconds": 0.0,
+                }
+                written = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
+                answer = Answer(tokens, written, ended, costs, events=row_events(asked.events, 0, len(tokens)))
                 metrics = self.score(target, batch, turn, answer)
                 records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):

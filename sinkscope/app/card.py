@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from math import hypot
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.files.plain import visible
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -32,8 +30,6 @@ class CardPart:
         finished: Whether there is a result.
         seconds: Time it took, in seconds.
         numbers: Its numbers and words, each with its control.
-        topic: What its conclusion is about on the first screen. Empty: it is not there.
-        headline: The number that stands beside its conclusion.
     """
 
     name: str
@@ -42,8 +38,6 @@ class CardPart:
     finished: bool = True
     seconds: float = 0.0
     numbers: tuple[Number, ...] = ()
-    topic: str = ""
-    headline: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -100,34 +94,12 @@ class SinkCard(Result):
         return f"{finding}."
 
     def details(self) -> list[str]:
-        """What every part says, those of the first screen first, and the time that all took."""
-        parts = sorted(self.parts, key=lambda part: not part.topic)
-        lines = [f"{part.topic or part.command}: {part.conclusion}" for part in parts]
-        return [*lines, self.costs()]
-
-    def costs(self) -> str:
-        """How many parts there are, and their time."""
+        """What every part says, and the time that all took."""
         finished = sum(part.finished for part in self.parts)
-        return f"{finished} of {len(self.parts)} parts took {sum(part.seconds for part in self.parts):.0f} s."
-
-    def first_screen(self) -> str:
-        """A tile for each topic (number, control, conclusion) as escaped HTML; in a comparison, what changed first."""
-        tiles: list[str] = []
-        if self.against is not None:
-            tiles.append(f"<p><b>{_html(self.conclusion())}</b></p>")
-        tiles.append('<div class="tiles">')
-        for part in self.parts:
-            if part.topic:
-                number = "" if part.headline is None else _number(part.headline)
-                tiles.append(f"<article><h3>{_html(part.topic)}</h3>{number}<p>{_html(part.conclusion)}</p></article>")
-        return "".join([*tiles, "</div>"])
-
-    def about(self) -> str:
-        """The model, and the costs, in a line; those of a quick scan, whose verdicts rest on few prompts."""
-        model, made = self.model, self.provenance
-        size = f"{model.family}, {model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-        quick = "with --quick, from few prompts: " if self.quick else ""
-        return f"{size} · {made.dtype} on {made.device} · {quick}{self.costs()}"
+        seconds = sum(part.seconds for part in self.parts)
+        quick = ", from few prompts" if self.quick else ""
+        lines = [f"{part.command}: {part.conclusion}" for part in self.parts]
+        return [*lines, f"{finished} of {len(self.parts)} parts took {seconds:.0f} s{quick}."]
 
     def rows(self) -> Table:
         """One row per number and word; in a comparison, beside those of the other card."""
@@ -170,17 +142,6 @@ class SinkCard(Result):
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
         return replace(self, against=other.model.name, changes=tuple(changes))
-
-
-def _html(words: str) -> str:
-    return escape(visible(words))
-
-
-def _number(number: Number) -> str:
-    """A number of a tile with its control, as HTML."""
-    value, control = (_html(cell(one, percent=number.share)) for one in (number.value, number.control))
-    beside = f"<small>({_html(number.contrast)}: {control})</small>"
-    return f"<p><b>{value}</b> {_html(number.label)} {beside}</p>"
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

@@ -19,7 +19,7 @@ from click.exceptions import NoSuchCommand
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
-from sinkscope.files.processes import is_first, world_size
+from sinkscope.files.processes import is_first
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 
@@ -77,18 +77,6 @@ class CommandLine(click.Group):
                 formatter.write_dl(rows)
 
 
-def command_line() -> click.Group:
-    """The whole command line."""
-    version = click.version_option(__version__, message="sinkscope %(version)s", help="Print the version.")
-    program = CommandLine(
-        "sinkscope",
-        help=ABOUT.format(page=documented_at("cli")),
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
-    )
-    return version(program)
-
-
 SAME_ERROR = 2  # seconds in which torchrun ends a process that fails as the first one does
 
 
@@ -102,7 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 1 a patch that was not made, a published result that does not agree or a model of several without a
         card, 2 bad input (each with one line on stderr), 3 a text, session or stream with a loop, 130 interrupted.
     """
-    program = command_line()
+    version = click.version_option(__version__, message="sinkscope %(version)s", help="Print the version.")
+    program = version(
+        CommandLine(
+            "sinkscope",
+            help=ABOUT.format(page=documented_at("cli")),
+            no_args_is_help=True,
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
+        )
+    )
     code = 0
     _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; `CommandRun` turns it on when work begins
@@ -142,8 +138,6 @@ def _unforeseen(error: BaseException) -> str:
 
         drop(sys.stdout)
         return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
-    if world_size() > 1 and "by peer" in str(error):
-        return "another process that torchrun started has ended: torchrun says which below"
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 

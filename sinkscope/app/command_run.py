@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
+from sinkscope.files.output import check_output, check_writable, read_text, write_output
+from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
-from sinkscope.results.console import ProgressBar, emit, note, print_result
-from sinkscope.results.options import Parameter, example_lines, introduction, parameters_of
+from sinkscope.results.console import ProgressBar, note, print_result
+from sinkscope.results.options import Parameter, example_lines, introduction
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
@@ -45,6 +48,14 @@ class Output:
     metavar: str = "FILE|-"
 
 
+def _emit(path: str, text: str) -> None:
+    """Write text to a file as `write_output` does, or to standard output for `-`."""
+    if path == "-":
+        sys.stdout.write(visible(text))
+    else:
+        write_output(path, text)
+
+
 def _save_page(result: Result, path: str) -> None:
     from sinkscope.app.pages import save_html  # loads what the help need not wait for
 
@@ -55,14 +66,14 @@ OUTPUTS = (
     Output(
         "json",
         "Write the result as JSON; - is standard output.",
-        lambda result, path: emit(path, result.to_json()),
+        lambda result, path: _emit(path, result.to_json()),
         "JSON",
     ),
     Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, "Page", "FILE"),
     Output(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
-        lambda result, path: emit(path, result.to_csv()),
+        lambda result, path: _emit(path, result.to_csv()),
         "Table",
     ),
 )
@@ -109,7 +120,7 @@ class CommandRun:
         """What the function of a command says, which this imports."""
         function = command.load()
         doc = inspect.getdoc(getattr(function, "function", function)) or ""
-        parameters = getattr(function, "all_parameters", None) or parameters_of(function)
+        parameters = function.all_parameters
         returned: Any = get_type_hints(getattr(function, "function", function)).get("return")
         kinds: list[str] = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
         return cls(command, introduction(doc), example_lines(doc), {one.name: one for one in parameters}, kinds)
@@ -147,62 +158,50 @@ class CommandRun:
             if path is not None:
                 files[one.name] = path
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
-        for name, value in arguments.items():
-            self.parameters[name].check(value)
         if world_size() > 1 and not self.command.measures and self.command.words != "generate":
             raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
         written: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
-                model = arguments.get("model", "bundled")
-                if isinstance(model, tuple):
-                    model = ", ".join(model)
-                progress(f"Loading {model} ...", 0, 0)
+                progress(f"Loading {arguments.get('model', 'bundled')} ...", 0, 0)
             self._check_files(files, arguments)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
             own = {"to_files": bool(files), "written": written.__setitem__, "progress": progress}
             arguments |= {name: value for name, value in own.items() if name in self.parameters}
             result = self._result(arguments)
-        if result is None or not self.kinds:
-            return
-        if "written" not in self.parameters:
+        if result is not None and self.kinds:
             for one in self.parameters.values():
-                if one.option.writes and one.name in arguments:
-                    written[one.option.writes] = arguments[one.name]
+                if one.option.writes and "written" not in self.parameters:
+                    written[one.option.writes] = arguments.get(one.name)
+            self._end(result, files if is_first() else {}, explain, written)
+
+    def _end(self, result: Any, files: Mapping[str, str], explain: bool, written: Mapping[str, Any]) -> None:
+        """Deliver a result, say what was written, and end with its status."""
         try:
-            self._deliver(result, files if is_first() else {}, explain)
+            self._deliver(result, files, explain)
         except BrokenPipeError:  # the reader has gone; the status is still said
             if not result.exit_code:
                 raise
         for what, path in written.items():
-            note(f"{what}: {path}")
+            if path is not None:
+                note(f"{what}: {path}")
         if result.exit_code:
             raise click.exceptions.Exit(result.exit_code)
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        from sinkscope.files.output import check_output, check_writable, is_device
-
-        if files.get("json") == files.get("csv") == "-":
-            raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
-        targets: list[Path] = []
         for one in OUTPUTS:
             path = files.get(one.name)
             if path is not None and (path != "-" or "-" not in one.metavar):
-                targets.append(check_output(path, self.kinds))
+                check_output(path, self.kinds)
         for one in self.parameters.values():
             if one.option.writes and one.name in arguments:
-                targets.append(check_writable(str(arguments[one.name]), folder=True))
-        for target in targets:
-            if targets.count(target) > 1 and not is_device(target):
-                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
+                check_writable(str(arguments[one.name]), folder=True)
 
     def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""
         function = self.command.load()
-        if self.command.measures:
-            function.refuse(arguments)  # before a model is opened
         if not gc.get_freeze_count():
             gc.freeze()  # what was imported stays, and need not be looked through
         gc.enable()
@@ -230,7 +229,7 @@ def click_parameter(one: Parameter) -> click.Parameter:
         if metavar is not None and not one.required:
             metavar = f"[{metavar}]"
         return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=metavar)
-    text = one.help_with_default
+    text = one.help
     if one.many:
         text += " It may be given several times."
     flags = one.flag
@@ -270,8 +269,6 @@ def read_words(one: Parameter, words: Any) -> Any:
 
 def _prompt(name: str) -> str:
     """Text of a file, or of standard input for "-"; it may not be empty."""
-    from sinkscope.files.output import read_text
-
     text = read_text(name)
     if not text.strip():
         raise SinkscopeError("the prompt is empty: write at least one word into the file")

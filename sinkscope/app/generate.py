@@ -10,16 +10,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.hooks.edit.base import Event
-from sinkscope.loops.generate import Generated, generate
+from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.guard.guard import in_words
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
 from sinkscope.results.console import end_bar, note
-from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
-from sinkscope.results.tables import cell
 
 
 @command(
@@ -39,14 +35,13 @@ def print_generated(
     patch: Annotated[str | None, Option(metavar="FILE")] = None,
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
-    rewind: bool | None = None,
+    rewind: bool = True,
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
-    raw: bool = False,
     progress: Hidden = None,
 ) -> None:
-    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
+    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, what they did on stderr.
 
     Args:
         prompt: The prompt.
@@ -59,12 +54,10 @@ def print_generated(
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
         guard: Break repetition loops with LoopGuard.
-        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete. By default
-            it does so. --no-rewind shows the text as it is written, with its loops.
+        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
-        raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -74,16 +67,15 @@ def print_generated(
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
     if prompt is None:
         prompt = prompt_file
-    if rewind is not None and not guard:
-        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
-    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind is not False))
+    rewinds = guard and rewind
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent
     progress("writing", 0, 0)
 
     def show(_: int, piece: str) -> None:
         end_bar(progress)
-        print(piece if raw else visible(piece), end="", flush=True)  # stays on the screen after Ctrl-C
+        print(visible(piece), end="", flush=True)  # stays on the screen after Ctrl-C
 
     (answer,) = generate(
         loaded,
@@ -97,39 +89,5 @@ def print_generated(
     )
     end_bar(progress)  # of an answer without text
     print()
-    if policy is not None and answer.held is not None:
-        note(_cache_use(policy, answer))
-    _print_events(answer, guard)
-
-
-def _print_events(answer: Generated, guard: bool) -> None:
-    """Say what the interventions did; of a guard also that it had nothing to do."""
-    acts = sum(event.kind == "guard" for event in answer.events)
-    if acts:
-        note(f"The guard stepped in {count_of(acts, 'time')}:")
-    elif guard:
-        note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
-    for event in answer.events:
-        if event.kind == "guard":
-            note(in_words(event))
-        else:
-            note(_line(event))
-
-
-def _cache_use(policy: str, answer: Generated) -> str:
-    """How many tokens the cache held and a step read, beside a full cache."""
-    full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
-    read = answer.read
-    if read is None:
-        read = answer.held
-    return (
-        f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
-        f"the full cache would have held {full:.0f}."
-    )
-
-
-def _line(event: Event) -> str:
-    """An event in one line."""
-    facts = {"step": event.step, "position": event.position, "layer": event.layer, **event.data}
-    words = [f"{name} {cell(value)}" for name, value in facts.items() if value is not None]
-    return f"{event.kind}: {', '.join(words)}"
+    if edit is not None:
+        note(answer.summary)

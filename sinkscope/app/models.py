@@ -6,13 +6,10 @@ from typing import Annotated
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.checkpoints.names import ModelEntry, models
+from sinkscope.models.checkpoints.names import models
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import Grid, Table, strings
-
-SHOWN_MODELS = 19
-"""Rows that leave room on a screen of 24 lines for the head and two notes."""
 
 
 @command(
@@ -24,7 +21,6 @@ def print_models(
     word: Annotated[str | None, Option(argument=True, metavar="WORD")] = None,
     *,
     check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
-    every: Annotated[bool, Option(name="--all")] = False,
     progress: Hidden = None,
 ) -> None:
     """List the short names of public models, or check one model.
@@ -32,7 +28,6 @@ def print_models(
     Args:
         word: Show only models whose name or hub id contains this word.
         check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
-        every: Show all models, and not only as many as a terminal of 24 lines holds.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -43,24 +38,19 @@ def print_models(
         show_progress(f"loading {check}, and proving its parts", 0, 0)
         _check(check, show_progress)
         return
-    known: list[ModelEntry] = []
+    rows: Table = []
     for entry in models():
         if word is None or word.lower() in f"{entry.name} {entry.hub_id}".lower():
-            known.append(entry)
-    if not known:
-        raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models --all` shows every name")
-    rows: Table = []
-    for entry in known:
-        rows.append({"name": entry.name, "hub id": entry.hub_id})  # the longest last
-    print(Grid(strings(rows)).text(rows=len(rows) if every else SHOWN_MODELS))
-    if not every and len(known) > SHOWN_MODELS:
-        show("--all shows all of them, and a word, as in `sinkscope models llama`, those whose name contains it.")
+            rows.append({"name": entry.name, "hub id": entry.hub_id})  # the longest last
+    if not rows:
+        raise SinkscopeError(f"no model's name contains {word!r}: `sinkscope models` shows every name")
+    print(Grid(strings(rows)).text(rows=len(rows)))
 
 
 def _check(name: str, progress: Progress) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.kv.scope import scope_line
-    from sinkscope.models.adapters import row_of, shown_row
+    from sinkscope.models.adapters import shown_row
     from sinkscope.opening.inference.probe import probe
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
@@ -69,12 +59,9 @@ def _check(name: str, progress: Progress) -> None:
     report = probe(target)
     end_bar(progress)
     verdict = "is not served"
+    show(f"Adapter: {shown_row(target.adapter)}")
     if report.problem is None:
         verdict = f"is served: {scope_line(target)}"
-    origin = "proposed by names"
-    if row_of(target.hf.config.model_type) is not None:
-        origin = "written"
-    show(f"Adapter, {origin}: {shown_row(target.adapter)}")
-    if report.problem is not None:
+    else:
         show(f"Problem: {report.problem}")
     show(f"\nConclusion: {target.name} ({target.hf.config.model_type}) {verdict}.")

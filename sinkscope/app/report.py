@@ -49,29 +49,34 @@ def report(
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
     page = out or root / "report.html"
     target = check_output(page, ["report"])
-    files = _listed(root)
     sections: list[Section] = []
     left_out: dict[str, str] = {}
+    files = _listed(root)
     for number, path in enumerate(files):
         (progress or silent)("reading", number, len(files))
         name = visible(path.relative_to(root).as_posix())
         try:
-            sections.append(result_section(_result(path), name))
+            if path.is_file():
+                result = Result.from_dict(read_json(path), path.name)
+            else:  # a folder of runs is shown as its table
+                from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
+
+                result = bench_table([path])
+            sections.append(result_section(result, name))
+        except SinkscopeError as error:
+            left_out[name] = str(error)
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            reason = str(error) if isinstance(error, SinkscopeError) else f"{type(error).__name__}: {error}"
-            left_out[name] = visible(one_line(reason))
+            left_out[name] = visible(one_line(f"{type(error).__name__}: {error}"))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
     save_document(target, document(visible(root.resolve().name), sections, count, left_out))
     end_bar(progress)
-    if left_out:
-        count += f", {len(left_out)} left out"
-    print(visible(f"{page}: {count}"))
+    print(visible(f"{page}: {count}, {len(left_out)} left out"))
 
 
 def _listed(root: Path) -> list[Path]:
-    """The JSON files and the folders of runs in `root`, sorted; reading a pipe might never end."""
+    """The JSON files and the folders of runs in `root`, sorted, without the parts of cards beside them."""
     listed: list[Path] = []
     for path in (root, *sorted(root.rglob("*"))):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
@@ -81,12 +86,3 @@ def _listed(root: Path) -> list[Path]:
         if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
             listed.append(path)
     return listed
-
-
-def _result(path: Path) -> Result:
-    """The result in a file; of a folder of runs, its table, as `sinkscope bench table` makes it."""
-    if path.is_file():
-        return Result.from_dict(read_json(path), path.name)
-    from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
-
-    return bench_table([path])

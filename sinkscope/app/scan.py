@@ -14,7 +14,7 @@ import torch
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
-from sinkscope.app.pages import Section, document, folded, plot, result_section, save_document
+from sinkscope.app.pages import document, folded, result_section, save_document
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -24,7 +24,7 @@ from sinkscope.files.store import Folder, Keyed
 from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
-from sinkscope.measure import Hidden, Option, Setup, Whole
+from sinkscope.measure import Hidden, Option, Setup
 from sinkscope.models.target import Target
 from sinkscope.results.options import command
 from sinkscope.results.result import Result
@@ -48,7 +48,6 @@ class Part:
         name: Name of its function.
         command: Command that runs it alone.
         measure: Gives its result; it takes a `Setup` and the arguments.
-        topic: What its conclusion is about on the first screen of the card. Empty: it is not there.
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
@@ -57,7 +56,6 @@ class Part:
     name: str
     command: str
     measure: Callable[..., Result]
-    topic: str = ""
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
@@ -82,20 +80,19 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
 
 
 PARTS = (
-    Part("find_sinks", "find-sinks", find_sinks.on, "Sink", {"all_layers": True}, streams=True),
-    Part("circuit", "circuit", circuit.on, "Circuit", quick={"max_repeats": 300}),
+    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, streams=True),
+    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}),
     Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
-    Part("repeat", "repeat --ablate", repeat.on, "Repetition", {"ablate": True}, {"ablate": True}, streams=True),
+    Part("repeat", "repeat --ablate", repeat.on, {"ablate": True}, {"ablate": True}, streams=True),
     Part("attack", "attack", attack.on, quick={"sequences": 20}),
     Part("patch_make", "patch make", patch_make.on, quick=None),
     Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 96}),
     Part("why", "why", why.on, quick={"max_new_tokens": 96, "cuts": 3}),
-    Part("lines", "lines", lines.on, "Lines", quick={"count": 3, "length": 192}),
+    Part("lines", "lines", lines.on, quick={"count": 3, "length": 192}),
     Part(
         "loops",
         "bench --task loops:source=text",
         loops,
-        "Loops",
         {"count": 16, "max_new_tokens": 384},
         {"count": 4, "max_new_tokens": 128},
     ),
@@ -103,11 +100,10 @@ PARTS = (
         "policies",
         "bench --task text",
         policies,
-        "Cache",
         {"count": 4, "prompt": 768},
         {"count": 1, "prompt": 320},  # of which a quarter is more than the 64 tokens that SnapKV always keeps
     ),
-    Part("precision", "precision", precision.on, "Precision", quick={"pieces": 8}),
+    Part("precision", "precision", precision.on, quick={"pieces": 8}),
 )
 """What a scan runs, in the order of the card."""
 
@@ -127,6 +123,7 @@ class FinishedPart(Keyed):
     words="scan",
     group="Look",
     help="Run all measurements on a model and write its sink card.",
+    options_of=Setup.open,
 )
 def scan(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
@@ -134,15 +131,8 @@ def scan(
     out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
     quick: bool = False,
     against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
-    revision: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    bos: bool | None = None,
-    text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
-    seed: Whole = 0,
-    tokenizer: Hidden = None,
-    progress: Hidden = None,
     written: Hidden = None,
+    **settings: Any,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
 
@@ -154,15 +144,8 @@ def scan(
         out: Folder for the results and the card. By default scan-NAME.
         quick: Use smaller numbers: a minute instead of several for a small model.
         against: A card.json, or the folder of a scan, to compare with.
-        revision: Branch, tag or commit on the hub.
-        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
-        dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bos: Whether sequences begin with BOS. By default they do if the tokenizer has a BOS token.
-        text: File of typical text. By default the bundled neutral text.
-        seed: Seed of every random choice.
-        tokenizer: Tokenizer for live models that carry none.
-        progress: Called as `progress(what, done, total)`.
         written: Called as `written("Card", path)` when the page is there.
+        settings: As for `sinkscope.measure.Setup.open`.
 
     Example:
         sinkscope scan llama-2-7b --out llama
@@ -172,13 +155,18 @@ def scan(
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
     other = None if against is None else read_card(against)
-    options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "text": text, "seed": seed}
-    setup = _opened(model, {**options, "tokenizer": tokenizer, "progress": progress})
+    setup = Setup.open(model, **settings)
+    target = setup.target
+    target.shards.check_alone("scan")
+    if not target.resident and weight_bytes(target) <= free_memory(target.device) / 2:  # else read layer by layer
+        setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
-    settings = _settings(setup, quick)
-    with Folder(folder, settings, FinishedPart, option="--out") as kept:
+    decisive = _settings(setup, quick)
+    with Folder(folder, decisive, FinishedPart, option="--out") as kept:
         outcomes = _outcomes(kept, folder, setup, quick)
-        card = _card(setup, settings, outcomes)
+        parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
+        made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
+        card = SinkCard(quick=quick, parts=parts, model=setup.info(), settings=decisive, provenance=made)
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
@@ -208,25 +196,16 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
     return outcomes
 
 
-def _card(setup: Setup, settings: dict[str, Any], outcomes: Outcomes) -> SinkCard:
-    """The card of these outcomes."""
-    parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
-    made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
-    return SinkCard(quick=settings["quick"], parts=parts, model=setup.info(), settings=settings, provenance=made)
-
-
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
-    """The card's page: tiles, the norm per layer, all numbers; then each part, closed."""
-    first = card.first_screen()
-    sections: list[Section] = []
+    """The card's page: what every part says, all numbers, and where the sink is made; then each other part, closed."""
+    sections = [result_section(card)]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
-            sections.append(replace(folded(result_section(outcome), outcome.conclusion()), kind=part.command))
-            if part.name == "find_sinks":
-                first += plot(outcome.figure(), CARD)
-    first += "".join(grid.html() for grid in card.grids())
-    sections.append(replace(folded(result_section(card), card.conclusion()), kind="scan"))
-    return document(f"Sink card of {card.model.name}", sections, card.about(), kind=card.kind, first=first)
+            section = replace(result_section(outcome), kind=part.command)
+            if part.name != "find_sinks":
+                section = folded(section, outcome.conclusion())
+            sections.append(section)
+    return document(f"Sink card of {card.model.name}", sections, kind=card.kind)
 
 
 def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
@@ -267,26 +246,14 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
-        return CardPart(part.name, part.command, missing, finished=False, topic=part.topic)
+        return CardPart(part.name, part.command, missing, finished=False)
     return CardPart(
         part.name,
         part.command,
         outcome.conclusion(),
         seconds=outcome.provenance.seconds,
         numbers=tuple(number for number in outcome.numbers() if number.value is not None),
-        topic=part.topic,
-        headline=outcome.headline(),
     )
-
-
-def _opened(model: object, options: dict[str, Any]) -> Setup:
-    """The model: in memory where its weights fit into half of what is free, else read layer by layer."""
-    setup = Setup.open(model, **options)
-    target = setup.target
-    target.shards.check_alone("scan")
-    if target.resident or weight_bytes(target) > free_memory(target.device) / 2:
-        return setup
-    return Setup.open(model, **options, loading="whole")
 
 
 def weight_bytes(target: Target) -> int:

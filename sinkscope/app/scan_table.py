@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,6 @@ class ScanTable(Result):
 
     kind = "scan-table"
     page = "scan"
-    drawing = "sinkscope.app.scan_table:draw"
     columns = ("scan", "sink_layer", "neurons", "heads", "loops")
     glossary: ClassVar = {
         "scan": "name of the folder",
@@ -74,23 +72,6 @@ class ScanTable(Result):
     def details(self) -> list[str]:
         """What has no card."""
         return [f"{row['scan']} has no card: {row['problem']}" for row in self.scans if row["problem"]]
-
-
-def draw(result: ScanTable) -> Any:
-    """Draw the share of heads that attend to the sink; 0: there is no sink.
-
-    Args:
-        result: The table.
-    """
-    import plotly.express as px
-
-    from sinkscope.results.style import figure_of  # with plotly, which a printed table does not need
-
-    frame = result.to_frame().fillna({"heads": 0.0})
-    frame["scan"] = frame["scan"].map(html.escape)
-    labels = {"heads": "share of heads that attend to the sink"}
-    fig = px.scatter(frame, x="scan", y="heads", labels=labels, render_mode="svg")
-    return figure_of(fig, result, width=1200, height=480)
 
 
 @command(

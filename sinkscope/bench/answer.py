@@ -101,14 +101,6 @@ class Batch:
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
-        costs: Metrics = {
-            "prompt_tokens": answer.prompt_tokens,
-            "length": len(answer.tokens),
-            "read": mean_known(answer.read),
-            "cells": answer.cells,
-            "cached_peak": answer.cached_peak,
-            "seconds": answer.seconds,
-        }
         return BenchRecord(
             model=self.model,
             task=self.task,
@@ -117,7 +109,7 @@ class Batch:
             turn=turn,
             seed=self.seed,
             settings=settings,
-            metrics=metrics | costs,
+            metrics=metrics | answer.costs,
             tokens=tuple(answer.tokens),
             text=answer.text,
             ended=answer.ended,
@@ -131,27 +123,24 @@ class Answer:
     """One answer and its cost.
 
     Attributes:
-        prompt_tokens: Length of the prompt, including BOS.
         tokens: Ids of the answer.
         text: The decoded answer.
         ended: Why it ended.
+        costs: `prompt_tokens`, with BOS; `length` of the answer; `read`, the cached tokens that a decoding step after
+            the first attended to, and `cached_peak`, the most after any step, means over layers and kv heads; `cells`,
+            the share of the prompt's causal cells that attention covered (None if the method does not change prompts);
+            `seconds` of wall-clock time of its batch, divided by the rows.
+        read: `read` of each decoding step after the first.
         events: Actions of the method.
-        read: Cached tokens that each decoding step after the first attended to, mean over layers and kv heads.
-        cached_peak: Most tokens in the cache after any step, mean over layers and kv heads.
-        cells: Share of the prompt's causal cells that attention covered; None if the method does not change prompts.
-        seconds: Wall-clock time of its batch, divided by the rows.
         steps: Numbers for each new token, by name.
     """
 
-    prompt_tokens: int
     tokens: list[int]
     text: str
     ended: Ending
-    events: tuple[dict[str, Any], ...]
-    read: Sequence[float]
-    cached_peak: float
-    cells: float | None
-    seconds: float
+    costs: Metrics
+    read: Sequence[float] = ()
+    events: tuple[dict[str, Any], ...] = ()
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -219,34 +208,26 @@ def answer_rows(
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
-        read, cached_peak = _cache_use(held, row, prompt, length)
+        read: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
+        cached_peak = prompt + length - 1.0  # the last one goes through no call
+        if held is not None:
+            read, cached_peak = held[1][1:length, row].tolist(), float(held[0][:length, row].max())
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
-        answer = Answer(
-            prompt_tokens=prompt,
-            tokens=tokens,
-            text=tokenizer_of(target).decode(tokens, skip_special_tokens=True),
-            ended="eos" if tokens[-1] in ends and not along else "cap",
-            events=row_events(events, row, length),
-            read=read,
-            cached_peak=cached_peak,
-            cells=cells_of(events, row),
-            seconds=seconds,
-            steps=steps,
-        )
+        costs: Metrics = {
+            "prompt_tokens": prompt,
+            "length": length,
+            "read": mean_known(read),
+            "cells": cells_of(events, row),
+            "cached_peak": cached_peak,
+            "seconds": seconds,
+        }
+        text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
+        ended: Ending = "eos" if tokens[-1] in ends and not along else "cap"
+        answer = Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps)
         answers.append(answer)
     return answers
-
-
-def _cache_use(
-    by_call: tuple[Tensor, Tensor] | None, row: int, prompt: int, length: int
-) -> tuple[Sequence[float], float]:
-    """Tokens that each decoding step of a row read, and the most that were cached; None: of a full cache."""
-    if by_call is None:  # the first token is the prompt's, and the last one goes through no call
-        return range(prompt + 1, prompt + length), prompt + length - 1.0
-    held, read = by_call
-    return read[1:length, row].tolist(), float(held[:length, row].max())
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:
@@ -261,9 +242,5 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:
     """Events of one row before its last token; later ones are in its padding. What prompts cost is counted apart."""
-    written: list[dict[str, Any]] = []
-    for event in events:
-        if event.row == row and event.step < tokens and event.kind != "prefill":
-            named = {"step": event.step, "position": event.position, "kind": event.kind}
-            written.append({**named, "data": plain(event.data)})
-    return tuple(written)
+    of_row = [event for event in events if event.row == row and event.step < tokens and event.kind != "prefill"]
+    return tuple(plain(of_row))

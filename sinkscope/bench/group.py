@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sinkscope.bench.record import Metrics
 
@@ -45,10 +43,6 @@ class BenchGroup:
         """What methods are compared on."""
         return self.task, self.set, self.model
 
-    def key(self, metric: str) -> str:
-        """The key of a metric among the numbers of a card, which are of one task and one model."""
-        return f"{self.set}.{self.method}.{metric}"
-
     @property
     def title(self) -> str:
         """The task, and its set of prompts if that has a name of its own."""
@@ -59,23 +53,3 @@ class BenchGroup:
     def differs(self, other: BenchGroup) -> bool:
         """Whether the two intervals part."""
         return self.low > other.high or self.high < other.low
-
-
-def pooled(groups: Sequence[BenchGroup]) -> BenchGroup:
-    """One method over several sets: means weighted by the answers; errors of sets are independent."""
-    if len(groups) == 1:
-        return groups[0]
-    answers = sum(group.answers for group in groups)
-    score, below, above = 0.0, 0.0, 0.0
-    metrics: Metrics = {}
-    for group in groups:
-        weight = group.answers / answers
-        score += weight * group.score
-        below += (weight * (group.score - group.low)) ** 2
-        above += (weight * (group.high - group.score)) ** 2
-        for name in ("read", "cells"):
-            value = group.metrics.get(name)
-            if value is not None:
-                metrics[name] = (metrics.get(name) or 0.0) + weight * value
-    low = round(score - math.sqrt(below), 9) + 0.0  # no minus before a zero
-    return replace(groups[0], answers=answers, score=score, low=low, high=score + math.sqrt(above), metrics=metrics)

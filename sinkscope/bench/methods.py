@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import partial
 from types import NoneType
 from typing import Any, get_type_hints
 
@@ -59,15 +59,11 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 of that name. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 
 
-@cache
 def method_classes() -> dict[str, Any]:
     """The class of every method by its name: registered policies, variants, the guard; None's class applies nothing."""
-    classes: dict[str, Any] = {FULL: NoneType, "random": RandomSlots}
-    for name, policy in policies().items():
-        classes.setdefault(name, policy)
-    for name, (cls, _) in VARIANTS.items():
-        classes[name] = cls
-    return {**classes, GUARD: LoopGuard, SAMPLING: NoneType}
+    variants = {name: cls for name, (cls, _) in VARIANTS.items()}
+    own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType}
+    return own | policies() | variants | own
 
 
 def class_of(name: str) -> Any:
@@ -77,8 +73,6 @@ def class_of(name: str) -> Any:
         SinkscopeError: There is no such method.
     """
     classes = method_classes()
-    if name not in classes and ":" not in name:
-        classes = {**classes, **policies()}  # one that was registered since
     if name in classes:
         return classes[name]
     if ":" not in name:

@@ -35,7 +35,7 @@ class BenchRecord(Keyed):
         tokens: Ids of the answer, up to and including the end of sequence if it occurred.
         text: The decoded answer.
         ended: Why it ended: by the end of sequence, or at the maximum of new tokens.
-        events: Actions of the method: step, position, kind and data. Step s follows s new tokens.
+        events: Actions of the method, as `Event` has them. Step s follows s new tokens.
         steps: Numbers for each new token by name, such as the probability of the model's top prediction.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -12,15 +11,13 @@ from pydantic import Field
 from sinkscope.bench.answer import Batch, answering_settings, conversation_ids
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRecord, BenchRun, open_run
+from sinkscope.bench.record import BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
-from sinkscope.files.progress import Progress, silent
+from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.files.shard import shard_of
-from sinkscope.files.store import Folder
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.loops.generate import Temperature
 from sinkscope.models.checks import check_length, tokenizer_of
@@ -31,7 +28,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
-VERSION = 5
+VERSION = 6
 """Version of the records; a change of what they hold is another setting."""
 
 
@@ -48,7 +45,6 @@ def run_bench(
     batch_size: Natural = 1,
     temperature: Temperature = 0.0,
     seed: Whole = 0,
-    shard: str | None = None,
     progress: Hidden = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
@@ -70,8 +66,6 @@ def run_bench(
         batch_size: Number of prompts that run together.
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed of the sampling. A folder may hold answers of several seeds, one command after another.
-        shard: I/N: answer only the I-th of N shares of the prompts. Give each share a folder of its own; `bench table`
-            joins them.
         progress: Called as `progress(what, done, total)`.
 
     Returns:
@@ -91,7 +85,7 @@ def run_bench(
     target.shards.check_alone("bench")
     tokenizer_of(target)  # a model without one is refused
     new = max_new_tokens or task.new_tokens(target)
-    prompts = shard_of(_prompts(task, target, edits, new), shard)
+    prompts = _prompts(task, target, edits, new)
     fingerprint = fingerprint_of(target)
     groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
     if task.together:
@@ -110,7 +104,10 @@ def run_bench(
         "chat": task.chat,
     }
     with open_run(out, settings, prompts) as folder:
-        _answer(task, target, batches, folder, progress or silent)
+        for done, batch in enumerate(batches, 1):
+            if not all(key in folder.records for key in batch.keys):
+                folder.append(task.answers(target, batch))
+            (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
@@ -154,9 +151,8 @@ def bench(
 def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], new: int) -> Sequence[Prompt]:
     """The prompts of a task, each with an id of its own, which fit the model and every method."""
     prompts = task.prompts(target)
-    repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
-    if repeated or not prompts:
-        raise SinkscopeError(f"prompts with the same id: {repeated[:3]}, of {len(prompts)}: give some, each its own id")
+    if not prompts or len({prompt.id for prompt in prompts}) < len(prompts):
+        raise SinkscopeError(f"there are {len(prompts)} prompts, some with the same id: give some, each its own id")
     for prompt in prompts:
         for turn in range(len(prompt.turns)):
             tokens = len(conversation_ids(target, prompt, turn, task.chat))
@@ -165,16 +161,3 @@ def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], n
                 if edit is not None:
                     edit.check_prompt(tokens)
     return prompts
-
-
-def _answer(
-    task: Task, target: Target, batches: Sequence[Batch], folder: Folder[BenchRecord], progress: Progress
-) -> None:
-    """Answer the batches of which a record is missing, and store their records as they arrive."""
-    total = sum(len(batch.keys) for batch in batches)
-    done = 0
-    for batch in batches:
-        if not all(key in folder.records for key in batch.keys):
-            folder.append(task.answers(target, batch))
-        done += len(batch.keys)
-        progress("answers", done, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -71,48 +71,47 @@ class BenchTable(Result):
         grids: list[Grid] = []
         for task in dict.fromkeys(group.task for group in self.groups):
             rows = [row for row in self.rows() if row["task"] == task]
-            percent = [*PERCENT]
-            if task_class(task).main in PERCENT:
+            main, percent = task_class(task).main, [*PERCENT]
+            if main in PERCENT:
                 percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
-            columns = strings(rows, percent)
-            order = dict.fromkeys(["set", "method", *[*columns][4:], *columns])  # of which the first are shown that fit
-            grids.append(Grid({name: columns[name] for name in order if name in columns}))
+            grids.append(Grid(strings(rows, percent), important=("set", "method", main, "low", "high")))
         return grids
 
-    def headline(self) -> Number | None:
-        """The number of the best method on the first set."""
-        best = ranked([group for group in self.groups if group.place == self.groups[0].place])
-        if not best:
-            return None
-        return self._number(best[0])
+    def places(self) -> list[list[BenchGroup]]:
+        """The groups of each task, set and model."""
+        places: dict[tuple[str, str, str], list[BenchGroup]] = {}
+        for group in self.groups:
+            places.setdefault(group.place, []).append(group)
+        return list(places.values())
 
     def conclusion(self) -> str:
-        """What the first task says of its best method, over all its sets of one model, with its cost."""
+        """What the first set says of its best method, with its cost."""
         if not self.groups:
             return "Nothing was answered."
-        first = self.groups[0]
-        return finding([group for group in self.groups if (group.task, group.model) == (first.task, first.model)])
+        return finding(self.places()[0])
+
+    def details(self) -> list[str]:
+        """What the other sets say."""
+        return [finding(groups) for groups in self.places()[1:]]
 
     def numbers(self) -> list[Number]:
-        """The score of each method."""
-        return [self._number(group) for group in self.groups]
-
-    def _number(self, group: BenchGroup) -> Number:
-        """The score of a method beside that of the control of the task."""
-        task = task_class(group.task)
-        number = Number(
-            group.key(task.main),
-            f"{group.title}, {group.method}: {task.unit}",
-            group.score,
-            share=task.main in PERCENT,
-            contrast=task.control,
-        )
-        if not math.isnan(group.low):  # of a single sample there is no error
-            number = replace(number, margin=(group.high - group.low) / 2)
-        control = control_of([other for other in self.groups if other.place == group.place])
-        if control is not None:
-            number = replace(number, control=control.score, contrast=control.method)
-        return number
+        """The score of each method beside that of the control, the best one of each set first."""
+        numbers: list[Number] = []
+        for groups in self.places():
+            control, best = control_of(groups), ranked(groups)[:1]
+            for group in sorted(groups, key=lambda group: group not in best):
+                task = task_class(group.task)
+                number = Number(
+                    f"{group.set}.{group.method}.{task.main}",
+                    f"{group.title}, {group.method}: {task.unit}",
+                    group.score,
+                    control=None if control is None else control.score,
+                    margin=None if math.isnan(group.low) else (group.high - group.low) / 2,
+                    share=task.main in PERCENT,
+                    contrast=task.control if control is None else control.method,
+                )
+                numbers.append(number)
+        return numbers
 
 
 @command(
@@ -165,8 +164,6 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
         device=first["device"],
         dtype=first["dtype"],
         attention=first["attention"],
-        bos=None,
-        seed=min((record.seed for run in runs for record in run), default=0),
     )
     return BenchTable(
         model=ModelInfo(**first["model"]),
@@ -182,15 +179,20 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
     values: list[float] = []
     by_part: dict[str, list[float]] = {}
     for record in records:
-        value = record.metrics.get(task.main)
-        if value is not None:
+        for value in known_numbers([record.metrics.get(task.main)]):
             values.append(value)
-            part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
-            by_part.setdefault(part, []).append(value)
-    by_part.pop("", None)
-    parts = {part: fmean(scores) for part, scores in by_part.items()}
+            part = {"turn": record.turn + 1, **record.settings}.get(by, "")
+            by_part.setdefault(str(part), []).append(value)
+    parts = {part: fmean(scores) for part, scores in by_part.items() if part}
+    metrics: Metrics = {}
+    for name in ("read", "cells", "time", "cached_peak", *task.columns):
+        metrics[name] = mean_known(record.metrics.get(name) for record in records)
+    if full and _seconds_per_token(full):
+        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
+    alarms = known_numbers(record.metrics.get("alarm") for record in records)
+    if alarms:
+        metrics["alarm"] = median(alarms)  # not every run has one
     score, low, high = _interval(task, values)
-    metrics = _metrics(task, records, full)
     return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
 
 
@@ -206,19 +208,6 @@ def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, 
     if len(values) > 1:
         half = 1.96 * stdev(values) / math.sqrt(len(values))
     return score, score - half, score + half
-
-
-def _metrics(task: type[Task], records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> Metrics:
-    """What the answers cost, and the task's further metrics."""
-    metrics: Metrics = {}
-    for name in ("read", "cells", "time", "cached_peak", *task.columns):
-        metrics[name] = mean_known(record.metrics.get(name) for record in records)
-    if full and _seconds_per_token(full):
-        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    alarms = known_numbers(record.metrics.get("alarm") for record in records)
-    if alarms:
-        metrics["alarm"] = median(alarms)  # not every run has one
-    return metrics
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

@@ -118,7 +118,7 @@ def check_cache(
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
         settings={"only": only, "tolerance": tolerance},
-        provenance=provenance(started=started, device="cpu", dtype="float32", attention="sdpa", bos=None, seed=0),
+        provenance=provenance(started=started, attention="sdpa"),
         cache=f"{factory.__module__}:{factory.__name__}",
         checks=tuple(rows),
     )

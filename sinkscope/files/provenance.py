@@ -46,10 +46,7 @@ class Provenance:
         device: Device name in torch's notation.
         dtype: Data type of the model.
         attention: Attention implementation that the model ran with.
-        bos: Whether sequences began with BOS. None if that has no meaning.
-        seed: Seed of every random choice.
         seconds: Time from start to result.
-        peak_memory_bytes: Largest memory of this process so far; on cuda, the largest memory allocated there.
         commit: Commit of the git checkout that holds this code, with a "+" if the code was changed since. None where
             there is no checkout, as for an installed package.
     """
@@ -59,25 +56,20 @@ class Provenance:
     device: str
     dtype: str
     attention: str
-    bos: bool | None
-    seed: int
     seconds: float
-    peak_memory_bytes: int | None
     commit: str | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
-UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0, None)
+UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", 0.0)
 
 
 def provenance(
     *,
     started: float,
-    device: object,
-    dtype: object,
-    attention: str,
-    bos: bool | None,
-    seed: int,
+    device: object = "cpu",
+    dtype: object = "float32",
+    attention: str = "none",
 ) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
@@ -85,9 +77,7 @@ def provenance(
         started: `time.perf_counter()` at the beginning of the measurement.
         device: Torch device, or its name.
         dtype: Torch dtype, or its name.
-        attention: Attention implementation that the model ran with.
-        bos: Whether sequences began with BOS.
-        seed: Seed of every random choice.
+        attention: Attention implementation that the model ran with; "none" without a model.
     """
     return Provenance(
         argv=tuple(map(pathless, sys.argv)),
@@ -95,10 +85,7 @@ def provenance(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,
-        bos=bos,
-        seed=seed,
         seconds=round(time.perf_counter() - started, 3),
-        peak_memory_bytes=peak_memory(str(device)),
         commit=commit_of(CHECKOUT),
     )
 
@@ -136,20 +123,6 @@ def versions() -> dict[str, str]:
         if name in sys.modules:
             versions[name] = metadata.version(name)
     return versions
-
-
-def peak_memory(device: str = "cpu") -> int | None:
-    """Largest memory so far in bytes: allocated on a cuda device, or resident in this process where Linux tells it."""
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    if status.is_file():  # unlike getrusage, not inherited from the process that started this one
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def documented_at(page: str, section: str = "") -> str:

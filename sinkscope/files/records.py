@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -56,7 +55,6 @@ Budget = Annotated[
     Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0"),
 ]
 T = TypeVar("T")
-_HALF = re.compile("[\ud800-\udfff]")
 _WORDS = {
     "Input should be ": "",
     "Unexpected keyword argument": "no field of this name",
@@ -177,24 +175,26 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> A
     """The error that states the first problem in one line: the place, the value there, and what was expected."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    cause = first.get("ctx", {}).get("error")  # raised by __post_init__
-    place = ": ".join(part for part in (name, _place(value, first)) if part)
-    if name.endswith(" "):  # an option, which is given once for each of several values
+    place = _place(value, first)
+    if name.endswith("="):
+        place = f"{name[:-1]}{place}="
+    elif name.endswith(" ") or not place:  # an option, which is given once for each of several values
         place = name
-    elif name.endswith("="):
-        place = f"{name[:-1]}{_place(value, first)}="
+    elif name:
+        place = f"{name}: {place}"
     if "missing" in first["type"]:
         return SinkscopeError(f"{place} is missing{then}")
+    cause = first.get("ctx", {}).get("error")  # raised by __post_init__
     if cause is not None:
         return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "))
     alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
     expected = " or ".join(dict.fromkeys(alternatives))
     for theirs, ours in _WORDS.items():
         expected = expected.replace(theirs, ours)
-    shown = f"{place} is {first['input']!r:.80},"
+    verb, end = " is ", ","
     if place.endswith(("=", " ")):
-        shown = f"{place}{first['input']!r:.80}:"
-    return SinkscopeError(f"{shown} expected {expected}{then}")
+        verb, end = "", ":"
+    return SinkscopeError(f"{place}{verb}{first['input']!r:.80}{end} expected {expected}{then}")
 
 
 def _place(value: Any, problem: Any) -> str:
@@ -241,9 +241,7 @@ def check(value: Any, type_: type[T], where: str, expected: str) -> T:
 
 
 def _from_json(reader: Any, value: Any, where: str, then: str) -> Any:
-    # Written as JSON again, because pydantic takes an array for a tuple there alone. It refuses half of a surrogate
-    # pair, which a token may hold, so that becomes the text of its escape.
-    text = _HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=repr))
+    text = json.dumps(value, default=repr)  # as JSON again, because pydantic takes an array for a tuple there alone
     try:
         return reader.validate_json(text, strict=True)
     except ValidationError as error:
@@ -335,10 +333,7 @@ def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
 
 def _loads(text: str, name: str, line: int, expected: str) -> Any:
     try:
-        value = parse_json(text)
+        return parse_json(text)
     except ValueError as error:
         line += getattr(error, "lineno", 1) - 1
         raise SinkscopeError(f"{name} line {line} is not JSON: give {expected}") from None
-    if "\\ud" in text or "\\uD" in text:  # half a surrogate pair, which tokenizers and files reject, becomes "?"
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    return value

@@ -113,21 +113,17 @@ class Folder(Generic[R]):
             if not isinstance(earlier, dict):
                 earlier = {}
             if earlier != self._settings and (self.records or earlier.keys() != self._settings.keys()):
-                self._refuse(earlier)
+                names: list[str] = []
+                for name in sorted({*earlier, *self._settings}):
+                    before, now = earlier.get(name), self._settings.get(name)
+                    if before != now:
+                        names.append(f"{name} was {json.dumps(before):.60}, now {json.dumps(now):.60}")
+                raise SinkscopeError(
+                    f"{self._option} {self.name} was begun with other settings ({', '.join(names)}): give the same "
+                    "settings, or another folder"
+                )
         if not self.records:  # nothing is lost if a run that could not begin is begun with other settings
             write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
-
-    def _refuse(self, earlier: dict[str, Any]) -> None:
-        """Refuse to continue a run that was begun with other settings, and say which differ."""
-        names: list[str] = []
-        for name in sorted({*earlier, *self._settings}):
-            before, now = earlier.get(name), self._settings.get(name)
-            if before != now:
-                names.append(f"{name} was {json.dumps(before):.60}, now {json.dumps(now):.60}")
-        raise SinkscopeError(
-            f"{self._option} {self.name} was begun with other settings ({', '.join(names)}): give the same "
-            "settings, or another folder"
-        )
 
     def append(self, records: Iterable[R]) -> None:
         """Store finished records. They are on disk when this returns.

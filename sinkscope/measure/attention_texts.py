@@ -30,7 +30,7 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
         return setup.ids[0].tolist()
     ids = read_row(setup.target, prompt, special=False)
     if isinstance(prompt, str) and setup.bos is not None:
-        return [*beginning(setup.tokenizer, setup.bos), *(i for i in ids if i != setup.bos)]
+        return [*beginning(setup.tokenizer, setup.bos), *ids]
     return ids
 
 
@@ -68,7 +68,7 @@ def texts_of(
         records = read_records(data, TextRecord, 'JSON lines, each with a "text"')
         texts = [record.text for record in records[:count]]
     if texts is not None:
-        rows = [_row(setup, text, f"text {number}", length or context) for number, text in enumerate(texts)]
+        rows = [_row(setup, text, length or context) for text in texts]
     else:
         size = length or min(ORDINARY_TOKENS, context)
         rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))
@@ -77,12 +77,12 @@ def texts_of(
     return rows
 
 
-def _row(setup: Setup, text: str | Sequence[int], name: str, most: int) -> Int[Tensor, " pos"]:
+def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:
     """The ids of a text, of which longer ones lose their middle, as in LongBench."""
     ids = prompt_ids(setup, text)
     if len(ids) > most:
         half = (most - (setup.bos is not None)) // 2
         ids = [*ids[: most - half], *ids[len(ids) - half :]]
     if len(ids) < SHORTEST_TEXT:
-        raise SinkscopeError(f"{name} has {len(ids)} tokens, at least {SHORTEST_TEXT} are needed: give a longer one")
+        raise SinkscopeError(f"a text has {len(ids)} tokens, at least {SHORTEST_TEXT} are needed: give a longer one")
     return torch.tensor(ids)

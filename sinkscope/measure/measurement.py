@@ -7,8 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
 from sinkscope.hooks.edit.decode import noted_decoding
@@ -17,9 +16,6 @@ from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.results.options import Parameter, parameters_of
 from sinkscope.results.result import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
@@ -47,7 +43,6 @@ class Measurement(Generic[P, R]):
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
-        self.__name__ = self.function.__name__
         _, *own = inspect.signature(self.function).parameters.values()
         self._own = [one.name for one in own]
         shared = dict(inspect.signature(Setup.open).parameters)
@@ -76,13 +71,9 @@ class Measurement(Generic[P, R]):
         """Open the model and measure. The arguments are those of the signature."""
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
-        edit = None
-        if self.edits:
-            edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
-        opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments}
-        if "texts" in self._own:  # texts to measure, and not a number of pieces of typical text
-            opening.pop("texts", None)
-        setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
+        edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
+        shared = {name: arguments[name] for name in SETUP_PARAMETERS if name in self._shared and name in arguments}
+        setup = replace(Setup.open(**shared, loading=self.loading), edit=edit)
         return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
 
     @float32_by_default()
@@ -110,20 +101,17 @@ class Measurement(Generic[P, R]):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
-            "text": None,
+            "text": arguments.get("text"),
             "texts": len(setup.ids),
             "revision": arguments.get("revision"),
             "seed": setup.seed,
         }
-        if arguments.get("text") is not None:
-            settings["text"] = Path(arguments["text"]).name
         for one in self.parameters:
             if not one.option.hidden and not one.option.writes:
                 settings[one.name] = own.get(one.name, one.default)
-        if self.edits:
-            for name in EDIT_PARAMETERS:
-                if arguments.get(name):
-                    settings[name] = str(arguments[name])
+        for name in EDIT_PARAMETERS:
+            if arguments.get(name):
+                settings[name] = str(arguments[name])
         settings |= setup.settings
         if decoding:
             settings["decoding"] = decoding
@@ -133,7 +121,7 @@ class Measurement(Generic[P, R]):
 def measurement(
     *,
     group: str,
-    figure: Callable[[Any], go.Figure] | None = None,
+    figure: Callable[[Any], Any] | None = None,
     words: str | None = None,
     help: str = "",
     loading: Loading = "stream",
@@ -157,12 +145,12 @@ def measurement(
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
+        said = words or function.__name__.replace("_", "-")
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
-            result_class.claim((words or function.__name__).replace("_", "-").replace(" ", "-"))
+            result_class.claim(said.replace(" ", "-"))
         if figure is not None:
             result_class.drawing = figure
-        said = (words or function.__name__).replace("_", "-")
         target = f"{function.__module__}:{function.__name__}"
         command = Command(said, target, group, help or f"See sinkscope {said} --help.", measures=True)
         return Measurement(function, command, loading, edits, check)

@@ -139,11 +139,6 @@ class Setup:
         """Number of query heads in a layer."""
         return self.target.n_heads
 
-    @property
-    def n_texts(self) -> int:
-        """Number of pieces of typical text."""
-        return len(self.ids)
-
     def edited(self) -> AbstractContextManager[Any]:
         """A `with` block in which the caller's interventions act."""
         return under(self.edit, self.target)
@@ -168,7 +163,5 @@ class Setup:
             started=self.started,
             device=self.target.device,
             dtype=self.target.dtype,
-            seed=self.seed,
-            bos=self.bos is not None,
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
         )

@@ -174,9 +174,9 @@ class Claim:
         return any(contrast.kind == "intact" and contrast.value < NEEDED for contrast in self.contrasts)
 
     @property
-    def lost(self) -> bool:
-        """Whether a sentence gives the share that is lost, and not what is left."""
-        return self.verdict == "needed" and self.outcome.unit == "intact" and not self.brings
+    def takes(self) -> bool:
+        """Whether an edit takes away a share of what the intact model has."""
+        return self.outcome.unit == "intact" and not self.brings
 
     def sentence(self, *, brief: bool = False) -> str:
         """What is shown of the subject, with the value and its control; a negative says what was searched.
@@ -191,36 +191,37 @@ class Claim:
         elif self.outcome.lost_of:
             of = f" of {self.outcome.lost_of}"
         value, chance = self.value, self.control.value
-        if self.lost:
+        lost = self.takes and self.verdict == "needed"
+        if lost:
             value, chance = 1 - value, 1 - chance
         share, control = percent_pair(value, chance)
-        if self.brings:
-            said += f" {self._brings(share, place)}"
-        else:
-            end = "is gone" if self.lost else "stays"
+        said = f"{said} {self._does(share, place)}"
+        if not self.brings:
+            end = "is gone" if lost else "stays"
             if self.raises:
                 end = "is there"
-            without = f"{removed(self.subject, self.edit)} {share}{of} {end}"
-            said = f"{DOUBTS.get(self.verdict, '')} {said} {self._does(place)}: {without}".strip()
+            said = (
+                f"{DOUBTS.get(self.verdict, '')} {said}: {removed(self.subject, self.edit)} {share}{of} {end}".strip()
+            )
         beside = f"{self.control.in_words(self.subject)}: {control}"
         if self.verdict == "not shown" and not brief:
             beside += f"; {self.search}"
         return f"{said[:1].upper()}{said[1:]} ({beside})."
 
-    def _does(self, place: str) -> str:
-        """What the subject does, if without it the effect is gone; or there."""
-        several = is_several(self.subject)
-        if self.raises:
-            return f"{'suppress' if several else 'suppresses'} {self.outcome.at(place)}"
-        if self.role.startswith("marks"):
-            return f"{'mark' if several else 'marks'} {place}"
-        return f"{'make' if several else 'makes'} {self.outcome.at(place)}"
-
-    def _brings(self, value: str, place: str) -> str:
-        """How much the subject brings."""
-        if self.outcome.gives:
-            return self.outcome.gives.replace("{}", value, 1).replace("{}", place)
-        return f"{'give' if is_several(self.subject) else 'gives'} {value} of {self.outcome.at(place)}"
+    def _does(self, share: str, place: str) -> str:
+        """What the subject does, if without it the effect is gone; or how much it brings, or what it reduces."""
+        if self.brings and self.outcome.gives:
+            return self.outcome.gives.replace("{}", share, 1).replace("{}", place)
+        verb, effect = "make", self.outcome.at(place)
+        if self.brings:
+            verb, effect = "give", f"{share} of {effect}"
+        elif self.raises:
+            verb = "reduce"
+        elif self.role.startswith("marks"):
+            verb, effect = "mark", place
+        if not is_several(self.subject):
+            verb += "s"
+        return f"{verb} {effect}"
 
     def shortest(self) -> str:
         """The whole sentence, or the brief one if that has more than 30 words."""

@@ -32,41 +32,46 @@ class ProgressBar:
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._ended = False
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb")
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
-        if self._bar is None and not self._ended and is_terminal(sys.stderr):
-            self._make(stage)
-        if self._bar is not None:
+        if self._live:
+            if self._bar is None:
+                self._make(stage)
             count = f"{done}/{total}" if total else ""
-            self._bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
+            bar: Any = self._bar
+            bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
 
     def _make(self, stage: str) -> None:
         from rich import progress as rich
         from rich.console import Console
 
-        words = rich.TextColumn("{task.description}", markup=False)
-        count = rich.TextColumn("{task.fields[count]}", markup=False)
-        times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
-        console = Console(stderr=True)
-        shown = (words, rich.BarColumn(), count, *times)
-        options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "refresh_per_second": 2}
-        self._bar = rich.Progress(*shown, console=console, transient=True, **options)
+        self._bar = rich.Progress(
+            rich.TextColumn("{task.description}", markup=False),
+            rich.BarColumn(),
+            rich.TextColumn("{task.fields[count]}", markup=False),
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            refresh_per_second=2,
+        )
         ProgressBar.shown = True
         self._task = self._bar.add_task(visible(stage), total=None, count="")
         self._bar.start()
 
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
-        self._ended = True
-        if self._bar is not None:
+        if self._live and self._bar is not None:
             self._bar.stop()
-            self._bar = None
             ProgressBar.shown = False
+        self._live = False
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -76,11 +81,6 @@ def end_bar(progress: Any) -> None:
     """End a progress bar before anything is printed; other progress has nothing on the screen."""
     if isinstance(progress, ProgressBar):
         progress.end()
-
-
-def is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal that knows more than letters."""
-    return stream.isatty() and os.environ.get("TERM") not in (None, "dumb")
 
 
 def terminal_width() -> int:
@@ -119,16 +119,6 @@ def drop(stream: Any) -> None:
     """Give up a stream that cannot be written: what is still in its buffer would fail again at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def emit(path: str, text: str) -> None:
-    """Write text to a file as `write_output` does, or to standard output for `-`."""
-    if path == "-":
-        sys.stdout.write(visible(text))
-    else:
-        from sinkscope.files.output import write_output
-
-        write_output(path, text)
 
 
 def print_result(result: Any, *, explain: bool = False) -> None:

@@ -12,11 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pydantic import Field
-
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
-from sinkscope.files.records import Wording, checked_value
+from sinkscope.files.records import checked_value
 
 
 @dataclass(frozen=True)
@@ -61,30 +59,34 @@ def command(*, words: str, group: str, help: str, options_of: Callable[..., Any]
     """
 
     def wrap(function: C) -> C:
-        made = checks_arguments(function)
+        every = {one.name: one for one in parameters_of(function)}
+        if options_of is not None:
+            every = {one.name: one for one in parameters_of(options_of)} | every
+        made = checks_arguments(function, every)
         target = f"{function.__module__}:{function.__name__}"
         vars(made)["command"] = Command(words, target, group, help, measures=False)
-        if options_of is not None:
-            own = {one.name: one for one in parameters_of(function)}
-            every = {one.name: one for one in parameters_of(options_of)} | own
-            vars(made)["all_parameters"] = tuple(every.values())
+        vars(made)["all_parameters"] = tuple(every.values())
         return made
 
     return wrap
 
 
-def checks_arguments(function: C) -> C:
+def checks_arguments(function: C, parameters: Mapping[str, Parameter] | None = None) -> C:
     """Make a function refuse arguments that its annotations exclude, before it does anything.
 
     The error is a SinkscopeError of one line with the name and the value.
+
+    Args:
+        function: The function.
+        parameters: What it takes, by name. None: as its signature says.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given: dict[str, Any] = {}
+        given = dict(kwargs)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-        for one in parameters_of(function):
+            given |= inspect.signature(function).bind(*args, **kwargs).arguments
+        for one in parameters_of(function) if parameters is None else parameters.values():
             if one.name in given:
                 one.check(given[one.name], in_python=True)
         return function(*args, **kwargs)
@@ -110,7 +112,6 @@ class Parameter:
         default: Its default; `inspect.Parameter.empty` if it has none.
         help: Its description, from the docstring.
         many: Whether it takes several values.
-        limits: What its annotation says of a value beside the type, such as `pydantic.Field(ge=2)`.
         hint: The whole annotation.
     """
 
@@ -120,7 +121,6 @@ class Parameter:
     default: Any
     help: str
     many: bool
-    limits: tuple[Any, ...] = ()
     hint: Any = Any
 
     @property
@@ -138,27 +138,15 @@ class Parameter:
             stem = stem.removesuffix("s")
         return "--" + stem.replace("_", "-")
 
-    @property
-    def help_with_default(self) -> str:
-        """Its description and its default, if that is not empty."""
-        if self.default is inspect.Parameter.empty or not self.default:
-            return self.help
-        shown = self.default
-        if isinstance(shown, list | tuple):
-            shown = ", ".join(map(str, shown))
-        return f"{self.help} Default: {shown}."
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
-        """The parameter as `tools.commands` wrote it."""
+        """The parameter as `tools.commands` wrote it, without the range of a number."""
         kind: Any = Any
         if isinstance(data["type"], list):
             kind = Literal[tuple(data["type"])]
         elif data["type"] in TYPES:
             kind = TYPES[data["type"]]
-        limits = dict(data.get("limits", {}))
-        wording = [Wording(limits.pop("words"))] if "words" in limits else []
-        hint = Annotated[(kind, Option(**data.get("option", {})), Field(**limits), *wording)]
+        hint: Any = Annotated[kind, Option(**data.get("option", {}))]
         if data.get("many"):
             hint = Sequence[hint]
         return parameter(data["name"], hint, data.get("default", inspect.Parameter.empty), help=data["help"])
@@ -198,7 +186,10 @@ def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     for name, one in inspect.signature(function).parameters.items():
         if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-            parameters.append(parameter(name, hints.get(name, Any), one.default, help=descriptions.get(name, "")))
+            text = descriptions.get(name, "")
+            if isinstance(one.default, int | float | str) and one.default and one.default is not True:
+                text += f" Default: {one.default}."
+            parameters.append(parameter(name, hints.get(name, Any), one.default, help=text))
     return tuple(parameters)
 
 
@@ -212,7 +203,6 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         help: Its description.
     """
     option, whole = Option(), hint
-    limits: list[Any] = []
     many = False
     while True:
         origin, parts = get_origin(hint), get_args(hint)
@@ -220,8 +210,6 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
             for part in parts[1:]:
                 if isinstance(part, Option):
                     option = part
-                else:
-                    limits.append(part)
             hint = parts[0]
         elif type(None) in parts:  # a union with None: the None is only the default
             others = tuple(part for part in parts if part is not type(None))
@@ -232,7 +220,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
             hint = parts[1]
         else:
-            return Parameter(name, hint, option, default, help, many, tuple(limits), whole)
+            return Parameter(name, hint, option, default, help, many, whole)
 
 
 def section(doc: str, title: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
@@ -15,11 +15,7 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import in_words, kind_of, removed
-from sinkscope.results.tables import MOST_ROWS, WIDTH, Grid, Table, glossary, strings
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
+from sinkscope.results.tables import MOST_ROWS, WIDEST, WIDTH, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
@@ -57,20 +53,12 @@ def number_of(claim: Claim) -> Number:
     value, control = claim.value, claim.control.value
     kind, names = claim.outcome.kind, in_words(claim.subject, 2)
     label = f"{kind} with {names} {claim.edit}".strip()
-    if claim.outcome.unit == "intact" and not claim.brings:
+    if claim.takes:
         value, control = 1 - value, 1 - control
         label = f"{kind} lost {removed(claim.subject, claim.edit, names)}"
     contrast = claim.control.in_words(claim.subject)
     key = f"{kind}.{kind_of(claim.subject)}"
     return Number(key, label, value, control, claim.margin, share=True, contrast=contrast)
-
-
-def numbers_of(claims: Sequence[Claim]) -> list[Number]:
-    """The numbers of claims; of those about the same outcome and kind of parts, the first."""
-    numbers: dict[str, Number] = {}
-    for number in map(number_of, claims):
-        numbers.setdefault(number.key, number)
-    return list(numbers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +116,10 @@ class Result(Envelope):
 
     def numbers(self) -> list[Number]:
         """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""
-        return numbers_of(self._claims)
+        numbers: dict[str, Number] = {}
+        for number in map(number_of, self._claims):  # of those about the same outcome and kind of parts, the first
+            numbers.setdefault(number.key, number)
+        return list(numbers.values())
 
     @property
     def _claims(self) -> Claims:
@@ -138,17 +129,13 @@ class Result(Envelope):
     def _instead(self) -> str | None:
         return getattr(self, "instead", None)
 
-    def headline(self) -> Number | None:
-        """The number that stands on a sink card beside the conclusion: the first one that differs from its control."""
-        for number in self.numbers():
-            if number.control not in (None, number.value):
-                return number
-        return None
-
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
-        model = self.model
-        lines = [f"Conclusion: {self.conclusion()}"]
+        return "\n".join([f"Conclusion: {self.conclusion()}", *self.lines()])
+
+    def lines(self) -> list[str]:
+        """The model, the details and warnings: what stands between tables and the conclusion."""
+        model, lines = self.model, list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
             lines.append(f"The model is {model.name} ({model.family}, {size}).")
@@ -158,7 +145,7 @@ class Result(Envelope):
                 f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
                 "--text."
             )
-        return "\n".join([*lines, *self.details()])
+        return [*lines, *self.details()]
 
     def closing(self) -> list[str]:
         """The lines with which the text ends; a subclass overrides it."""
@@ -191,7 +178,7 @@ class Result(Envelope):
             return []
         return [Grid(columns, important=self.columns)]
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> Any:
         """`rows` as a pandas data frame."""
         import pandas as pd
 
@@ -203,7 +190,7 @@ class Result(Envelope):
 
     # How it looks
 
-    def figure(self) -> go.Figure:
+    def figure(self) -> Any:
         """The result as a plotly figure.
 
         Raises:
@@ -224,32 +211,24 @@ class Result(Envelope):
             brief: Whether only the first rows and details are shown, and a line says so; else there is also the meaning
                 of the columns.
         """
-        details, closing = self.summary().split("\n")[1:], self.closing()
-        rows = MOST_ROWS
+        details, rows = self.lines(), MOST_ROWS
         if brief:
             rows = FEW_ROWS
             details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
         parts = [grid.text(width, rows) for grid in self.grids()]
         if not brief:
             parts += self.below(width)
-        return "\n\n".join([*parts, "\n".join([*details, *closing])])
+        return "\n\n".join([*parts, "\n".join([*details, *self.closing()])])
 
     def below(self, width: int | None) -> list[str]:
         """The meaning of the columns, one line each, and the page of the documentation."""
-        meaning = self._meaning()
-        size = max(map(len, meaning), default=0)
         lines: list[str] = []
-        for name, sentence in meaning.items():
-            line = f"{name:{size}}  {sentence}"
-            lines.append(line if width is None else fill(line, width, subsequent_indent=" " * (size + 2)))
-        if type(self).__module__.startswith("sinkscope."):
-            lines.append(f"More: {self.link()}")
-        return ["\n".join(lines)] if lines else []
+        for name, sentence in self._meaning().items():
+            lines.append(fill(f"{name}: {sentence}", width or WIDEST, subsequent_indent="  "))
+        return ["\n".join([*lines, f"More: {self.link()}"])]
 
     def _meaning(self) -> dict[str, str]:
-        names: list[str] = []
-        for grid in self.grids():
-            names += grid.columns
+        names = [name for grid in self.grids() for name in grid.columns]
         return glossary(type(self), names, self.glossary)
 
     @classmethod
@@ -269,9 +248,8 @@ class Result(Envelope):
 
     def to_html(self) -> str:
         """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
-        first, *details = self.summary().split("\n")
-        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(first)}</b></p>"]
-        parts += [f"<p>{html.escape(line)}</p>" for line in details]
+        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(f'Conclusion: {self.conclusion()}')}</b></p>"]
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.lines()]
         parts += map(Grid.html, self.grids())
         parts.append("<details><summary>What the columns mean</summary><dl>")
         for name, sentence in self._meaning().items():

@@ -18,8 +18,6 @@ BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", RED)
 BAND = "rgba(140,140,140,0.25)"
 PIXELS_PER_CHARACTER = 7.7
-ZERO_PIXELS = 4
-"""Height of a bar that is almost zero."""
 LINE_OF_TITLE = 18
 """Pixels."""
 
@@ -81,14 +79,5 @@ def figure_of(
         title={"text": text, "font": {"size": 15}, **place},
         legend=below | (legend if isinstance(legend, dict) else {"y": legend}),
     )
-    for bar in fig.select_traces({"type": "bar"}):
-        bar.marker.line = {"width": _edges(bar), "color": bar.marker.color}
     fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
     return fig.update_layout(**more)
-
-
-def _edges(bar: Any) -> list[int]:
-    """Pixels of the edge of each bar: a bar that is almost zero, such as a control, is a line that can be seen."""
-    values = bar.x if bar.orientation == "h" else bar.y
-    sizes = [abs(value or 0.0) for value in values]
-    return [ZERO_PIXELS * (size < max(sizes) / 100 or not size) for size in sizes]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import product
-from textwrap import fill, wrap
+from textwrap import fill
 from typing import Any, get_args, get_type_hints
 
 from sinkscope.files.plain import plain, visible
@@ -82,8 +82,7 @@ class Grid:
         table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
         for name, cells in shown.columns.items():
             side = "right" if _are_numbers(cells) else "left"
-            head = "\n".join(wrap(_words(name), _width(name, cells)))
-            table.add_column(head, justify=side, overflow="fold")
+            table.add_column(_words(name), justify=side, overflow="fold", max_width=_width(name, cells))
         for row in list(zip(*shown.columns.values(), strict=True))[:rows]:
             table.add_row(*row)
         options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
@@ -143,13 +142,6 @@ def cell(value: Any, *, percent: bool = False) -> str:
     return visible(str(value)).replace("\n", "\\n")
 
 
-def percent(value: float | None) -> str:
-    """A share in whole per cent; a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:.0%}".replace("-0%", "0%")
-
-
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:
     """Columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
 
@@ -157,23 +149,20 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
         rows: One mapping per row, with the same keys in all.
         percent: Columns shown in per cent.
     """
-    named = [_with_site_names(row) for row in rows]
-    columns: dict[str, list[str]] = {}
-    for name in named[0] if named else ():
-        values = [row.get(name) for row in named]
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        named = dict(row)
+        if "layer" in row and "neuron" in row:
+            named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
+        elif "layer" in row and isinstance(row.get("head"), int):
+            named["head"] = head_name(named.pop("layer"), row["head"])
+        for name, value in named.items():
+            columns.setdefault(name, []).append(value)
+    shown: dict[str, list[str]] = {}
+    for name, values in columns.items():
         if values.count(None) < len(values):
-            columns[name] = [cell(value, percent=name in percent) for value in values]
-    return columns
-
-
-def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its layer and neuron, or layer and head, merged into one name."""
-    named = dict(row)
-    if "layer" in row and "neuron" in row:
-        named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
-    elif isinstance(row.get("layer"), int) and isinstance(row.get("head"), int):
-        named["head"] = head_name(named.pop("layer"), row["head"])
-    return named
+            shown[name] = [cell(value, percent=name in percent) for value in values]
+    return shown
 
 
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
@@ -184,12 +173,12 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     import numpy as np  # slow to load, and few results hold arrays
 
     rows: Table = []
-    shape = [len(labels) for labels in axes.values()]
-    arrays = {name: np.reshape(values, shape) for name, values in arrays.items() if values is not None}
-    for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
+    places = list(product(*axes.values()))
+    columns = {name: plain(np.reshape(values, len(places))) for name, values in arrays.items() if values is not None}
+    for number, labels in enumerate(places):
         row = dict(zip(axes, labels, strict=True))
-        for name, values in arrays.items():
-            row[name] = plain(values[place])
+        for name, values in columns.items():
+            row[name] = values[number]
         rows.append(row)
     return rows
 

@@ -10,7 +10,6 @@ import pytest
 from repository import FIGURES
 from sample_results import sample_find_sinks
 
-from sinkscope.app.scan_table import ScanTable
 from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.catalog import kind_modules as kinds
 from sinkscope.results.result import Result
@@ -50,9 +49,6 @@ def _by_hand() -> Iterator[Result]:
         for name in ("full", "a:b")
     )
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
-    shown = {"sink": "the first token", "heads": 0.5, "heads_margin": 0.1, "problem": ""}
-    scans = tuple({"scan": f"a-{step}", **shown} for step in (1, 2))
-    yield ScanTable(model=sample.model, settings={}, provenance=sample.provenance, scans=scans)
 
 
 @cache
@@ -90,8 +86,8 @@ WITHOUT_DRAWING = {
     "check-cache",
     "loops",
     "reproduce",
+    "scan-table",
     "sink-card",
-    "sink-cards",
     "view",
 }  # tables, or a page of their own
 

@@ -32,7 +32,7 @@ def announce(bar, words, done, total):
     print(words, 'torch' in sys.modules)
     raise KeyboardInterrupt
 ProgressBar.__call__ = announce
-for words in ('--help', '--modle x', '--max-repeats 0', '--text none'):
+for words in ('--help', '--modle x', '--max-repeats x', '--text none'):
     print(main(['find-sinks', *words.split()]), 'torch' in sys.modules)
 """
     ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]

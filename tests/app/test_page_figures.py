@@ -6,6 +6,7 @@ import re
 
 import plotly.graph_objects as go
 import pytest
+from refusals import refused
 from repository import FIGURES
 
 from sinkscope.app.pages import DRAWN, Section, document, page, plot
@@ -25,7 +26,8 @@ def test_a_page_is_svg_and_small(name):
     assert "svg" in text and not GL.search(text)
 
 
-@pytest.mark.parametrize(("trace", "whole"), [(go.Scatter, False), (go.Scatter3d, True)])
-def test_only_a_figure_that_needs_it_brings_the_whole_of_plotly(trace, whole):
-    text = document("x", [Section("x", "", "", plot(go.Figure(trace(x=[1], y=[2]))))])
-    assert (len(text) > 4_000_000) == whole and text.count("Copyright 2012") == 1
+def test_a_figure_that_the_page_cannot_draw_is_refused():
+    text = document("x", [Section("x", "", "", plot(go.Figure(go.Scatter(x=[1], y=[2]))))])
+    assert len(text) < LARGEST and text.count("Copyright 2012") == 1
+    with refused("a page draws no scatter3d"):
+        plot(go.Figure(go.Scatter3d(x=[1], y=[2])))

@@ -43,7 +43,7 @@ def test_all_results_are_there_in_the_order_of_their_files(whole, seen):
     for result in (Result.load(whole.parent / "sinks.json"), atlas(WORSE)):
         assert visible(result.summary()) in seen.text
     assert seen.text.count("find-sinks") == 2  # contents and headings
-    for number in ("905", "0.125", "peak_memory_bytes"):  # of a table, of a user's result, of the provenance
+    for number in ("905", "0.125", "transformers"):  # of a table, of a user's result, of the provenance
         assert number in seen.text
     assert "Left out" not in seen.text
 

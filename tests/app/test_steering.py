@@ -46,7 +46,6 @@ def test_generated_text(tmp_path, monkeypatch, typed):
     words = ["generate", "--model", str(model), "--prompt-file", "p.txt", "--max-new-tokens", "8"]
     out, err = typed(words)
     assert visible(out) == out and PLAIN in out and visible(err) == err
-    assert typed([*words, "--raw"]).out.replace(STEERING, PLAIN) == out and STEERING != PLAIN
 
 
 def test_tables_figures_and_pages(tmp_path, monkeypatch, typed):

@@ -86,8 +86,6 @@ def _cases(words: str) -> list[Case]:
             cases += [(*line, f"{option.opts[0]}=x")] * option.is_flag
         else:
             cases += [(*words.split(), value) for value in _values(option)]
-    if "json" in options:
-        cases += [(*line, "--json", "new/same", "--html", "./new/same"), (*line, "--json", "-", "--csv", "-")]
     return cases
 
 

@@ -11,15 +11,12 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from repository import FIGURES
 
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
-from sinkscope.app.view.writing import generation_of
 from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
-from sinkscope.sinks.circuit.circuit import Circuit
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -28,9 +25,8 @@ CAPTIONS = ".pair figcaption"
 
 @pytest.fixture(scope="module")
 def view(bundled):
-    """The model in the package on a short text, with its circuit and a generation."""
-    bundled.sink.circuit = Circuit.load(FIGURES / "circuit.json")
-    return replace(bundled.view(TEXT), generation=generation_of(bundled.sink.setup, 12))
+    """The model in the package on a short text."""
+    return bundled.view(TEXT)
 
 
 @pytest.fixture
@@ -60,9 +56,7 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
 def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
         chrome = opened(**how)
-        for tab in ("generation", "text"):
-            chrome.click(f"#tab-{tab}")
-            assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
+        assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), how
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
@@ -80,8 +74,6 @@ def test_the_page_in_a_browser(view, opened):
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
-    chrome.click("#tab-generation")
-    assert len(chrome.texts(".written")) == 2
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
 
 
@@ -101,7 +93,7 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     layer, head = text.heads[-1]
     chrome.click(f"#head-{layer}-{head}")
     chrome.reopen()  # the link opens the same view again, and the pointer reads a cell
-    chrome.wait(LOADED)
+    chrome.wait("document.querySelector('#headline')?.textContent.includes('look elsewhere')")
     said = chrome.text("#headline")
     assert f"{gone} of the {readers.sum()} heads" in said and f"({random.name}: {control})" in said
     after, beside = (json.dumps(one.following[0][0]) for one in (zeroed, random))
@@ -198,9 +190,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
         time.sleep(0.01)
     chrome.errors.clear()
     chrome.open(addresses[0])
-    first = chrome.run("(() => { const at = location.hash; return new URLSearchParams(at.slice(1)).get('head'); })()")
     chrome.wait("document.querySelector('.part')")  # the circuit has come
-    assert first is None or first.split(".")[0] in ("L2", "L3", "L4")  # a head that reads the sink
     assert headed(chrome.text("#rows-title"))[0] in (2, 3, 4)
     intact = chrome.text("#sentence")
 
@@ -219,8 +209,6 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
-    chrome.click("#tab-generation")  # it fills itself
-    chrome.wait("document.querySelectorAll('.written').length === 2")
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []

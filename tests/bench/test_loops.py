@@ -20,8 +20,7 @@ FRESH = [*range(4, 50), *range(4, 44)]
 
 def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> dict[str, Any]:
     target = target_of(*tiny())
-    ids = tiny()[1](words(8))["input_ids"]
-    answer = Answer(len(ids), tokens, "", ended, (), [], 9.0, None, 1.0, {"top1": (0.5,) * len(tokens)})
+    answer = Answer(tokens, "", ended, {}, steps={"top1": (0.5,) * len(tokens)})
     answer = Answer(**{**vars(answer), **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
     return Loops().score(target, batch, Turn(words(8)), answer)

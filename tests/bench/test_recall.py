@@ -98,7 +98,7 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
 
 
 def test_how_far_a_chain_was_followed():
-    answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], 1.0, None, 0.0)
+    answer = Answer([], "bell glass lotte pipe", "cap", {})
     turn = Turn("?", ("bell glass lotte carpet rope .",))
     target, batch = target_of(*tiny()), Batch("f", "recall", (), (), 9)
     whole = replace(answer, text="bell glass lotte carpet rope", ended="eos")

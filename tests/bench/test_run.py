@@ -67,7 +67,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     whole = untimed(run(["full", "h2o:16"], given))
 
     def stop(_what, done, _total):
-        if done >= 4:
+        if done >= 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -81,13 +81,11 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
 
 
-def test_the_answers_of_all_shares_are_those_of_the_whole_run(tmp_path):
+def test_the_tables_of_two_jobs_are_that_of_the_whole_run(tmp_path):
     whole = run(["full", "random:16"], temperature=1.0)
-    first = run(["full", "random:16"], temperature=1.0, shard="1/2", out=tmp_path / "1")
-    second = run(["full", "random:16"], temperature=1.0, shard="2/2", out=tmp_path / "2")
-    assert (len(first), len(second)) == (2 * 2 * 2, 2 * 1 * 2)
-    joined = {record.key: record for record in untimed([*first, *second])}
-    assert joined == {record.key: record for record in untimed(whole)}
+    first = run(["full"], temperature=1.0, out=tmp_path / "1")
+    second = run(["random:16"], temperature=1.0, out=tmp_path / "2")
+    assert untimed([*first, *second]) == untimed(whole)
     groups = bench_table([tmp_path / "1", tmp_path / "2"]).groups
     for share, before in zip(groups, tabulate_records([whole]).groups, strict=True):
         assert (share.method, share.score, share.answers) == (before.method, before.score, before.answers)
@@ -100,7 +98,7 @@ def test_the_answers_of_all_shares_are_those_of_the_whole_run(tmp_path):
         ({"max_new_tokens": 5000}, "prompt 'd0' has"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1"),
         ({"temperature": -1.0}, "temperature=-1.0: expected a number from 0"),
-        ({"given": task((*dialogues(1), *dialogues(1)))}, "prompts with the same id: ['d0'], of 2"),
+        ({"given": task((*dialogues(1), *dialogues(1)))}, "there are 2 prompts, some with the same id"),
         (
             {"given": task((Prompt("x", (Turn("a"), Turn("b")), "s"),))},
             "prompt 'x': turn 1 has no answer for the turns after it",

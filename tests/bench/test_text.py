@@ -21,11 +21,11 @@ from sinkscope.files.store import lines
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
 
-def compared(folder: Path, methods: list[str], *, answers: bool = True, **options) -> dict[Any, BenchRecord]:
-    """Records by method and prompt, along given answers or along those of the full cache."""
+def compared(folder: Path, methods: list[str], **options) -> dict[Any, BenchRecord]:
+    """Records by method and prompt."""
     rows: list[dict[str, Any]] = []
     for name, (prompt, answer) in LENGTHS.items():
-        rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)] if answers else []})
+        rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)]})
     file = folder / "prompts.jsonl"
     file.write_text(lines(rows))
     model, tokenizer = tiny()
@@ -62,29 +62,12 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
         assert record.metrics["cells"] == (None if cells == 1 else pytest.approx(cells, abs=1e-4))
 
 
-def test_without_answers_methods_follow_what_full_attention_writes(tmp_path: Path):
-    found = compared(tmp_path, ["full", "h2o:16"], answers=False, max_new_tokens=4, batch_size=3)
-    model, tokenizer = tiny()
-    for name in LENGTHS:
-        ids = tokenizer(words(LENGTHS[name][0]), return_tensors="pt")["input_ids"]
-        written = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
-        full, h2o = found["full", name], found["h2o:16", name]
-        assert list(full.tokens) == list(h2o.tokens) == written
-        assert max(full.steps["kl"]) < 1e-6 and full.metrics["agree"] == 1.0 and max(h2o.steps["kl"]) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"prompt": "is it", "answers": [""]}], "some prompts have no answer, or one without tokens"),
-        ([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is"}], "give a text to all prompts or to none"),
-    ],
-)
-def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, Any]], message: str):
+@pytest.mark.parametrize("last", [{"prompt": "is", "answers": [""]}, {"prompt": "is"}])
+def test_prompts_without_an_answer_are_refused(tmp_path: Path, last: dict[str, Any]):
     file = tmp_path / "p.jsonl"
-    file.write_text(lines(rows))
+    file.write_text(lines([{"prompt": "is it", "answers": ["a"]}, last]))
     model, tokenizer = tiny()
-    with refused(message):
+    with refused("prompt '1' has no answer to compare along: give a text"):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)
 
 
@@ -98,6 +81,7 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
     ],
 )
 def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float):
-    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, 10.0, cells, 1.0, {"kl": (1.0, 2.0, 3.0, 4.0)})
+    costs = {"prompt_tokens": 10, "cells": cells}
+    answer = Answer([1, 2, 3, 4], "", "cap", costs, read, steps={"kl": (1.0, 2.0, 3.0, 4.0)})
     metrics = metrics_of(answer)
     assert metrics == {"kl": expected, "first": 1.0}

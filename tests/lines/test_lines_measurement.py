@@ -128,7 +128,7 @@ def test_bad_input_is_one_line(argv, words, refusal):
 def test_short_texts_and_other_models_are_refused():
     model, tokenizer = tiny_model("llama")
     cases = [
-        ({"texts": ["ab"]}, r"text 0 has \d tokens, at least 16"),
+        ({"texts": ["ab"]}, r"a text has \d tokens, at least 16"),
         ({"texts": []}, "there are 0 texts: give more"),
     ]
     for options, message in cases:

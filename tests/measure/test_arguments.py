@@ -48,7 +48,7 @@ def wrong_values(one: Parameter) -> Iterator[Any]:
     elif "Literal" in shown and " | str" not in shown:
         yield "smell"
     elif one.type in (int, float):
-        yield from (math.nan, math.inf, True, "3", 10**400, -(10**9) if one.limits else "x")
+        yield from (math.nan, math.inf, True, "3", 10**400, "x")
     elif one.type is str:
         yield from (3, math.nan)
 

@@ -124,7 +124,9 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
         assert not bool((piece & ~meant).any())
         both = int((meant & there).sum())
         assert place.precision == pytest.approx(both / int(meant.sum())) and place.precision >= 0.9
-    assert not bool((covered & ~there).any()) and int((there & ~covered).sum()) == (0 if left is None else len(left.cases))
+    assert not bool((covered & ~there).any()) and int((there & ~covered).sum()) == (
+        0 if left is None else len(left.cases)
+    )
 
 
 def test_rules_mean_the_same_positions_in_texts_of_any_length():

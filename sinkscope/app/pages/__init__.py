@@ -14,6 +14,7 @@ from string import Template
 from typing import Any
 
 from sinkscope import __version__
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.output import PathName, write_output
 from sinkscope.files.plain import visible
@@ -26,8 +27,7 @@ _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGN
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\u(061c|200[ef]|202[a-e]|206[6-9]|00[01][0-9a-f]|007f|00[89][0-9a-f])")
 """Characters in JSON that `visible` writes out."""
 DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
-"""What the part of plotly.js in this folder draws. A page with a figure of another kind holds the whole of it."""
-OTHER_PLOT = "plot other"
+"""What the part of plotly.js in this folder draws."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ def document(
     skipped: Mapping[str, str] | None = None,
     *,
     kind: str = "report",
-    first: str = "",
 ) -> str:
     """Make the whole page: contents, sections, files that were left out, and plotly.js once.
 
@@ -115,7 +114,6 @@ def document(
         about: A few words below the heading.
         skipped: The reason for each file that was left out, by its name.
         kind: What an earlier page must say so that this one may replace it.
-        first: HTML above the contents, fully escaped.
     """
     body: list[str] = []
     links: list[str] = []
@@ -136,11 +134,8 @@ def document(
         contents = f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>'
     html = "\n".join(body)
     plotly, figures = "", ""
-    if 'class="plot' in first + html:
-        library = _file("plotly-cartesian.min.js")
-        if f'class="{OTHER_PLOT}"' in first + html:
-            library = import_module("plotly.offline").get_plotlyjs()
-        plotly = f"<script>{library}</script>"
+    if 'class="plot' in html:
+        plotly = f"<script>{_file('plotly-cartesian.min.js')}</script>"
         figures = f"<script>{_file('figures.js')}</script>"
     template = Template(_file("page.html"))
     return template.substitute(
@@ -148,7 +143,6 @@ def document(
         title=text(heading),
         heading=text(heading),
         about=" · ".join(word for word in words if word),
-        first=first,
         contents=contents,
         plotly=plotly,
         body=html,
@@ -173,6 +167,9 @@ def plot(figure: Any, file: str = "") -> str:
         figure: What is drawn; its lines and points become SVG, which every browser shows.
         file: What tells it from the same figure of another file.
     """
+    for one in figure.data:
+        if one.type not in DRAWN:
+            raise SinkscopeError(f"a page draws no {one.type}: give a figure of {', '.join(sorted(DRAWN))}")
     drawing = _ESCAPED.sub(r"\1\\\\u\2", visible(_TAG.sub("&lt;", figure.to_json())))
     drawing = drawing.replace('"type":"scattergl"', '"type":"scatter"')
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
@@ -181,7 +178,4 @@ def plot(figure: Any, file: str = "") -> str:
     safe.update_layout(width=None)  # it takes the width of the page
     config = {"displaylogo": False}
     html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
-    kind = "plot"
-    if not {one.type for one in safe.data} <= DRAWN:
-        kind = OTHER_PLOT
-    return f'<div class="{kind}">{html}</div>'
+    return f'<div class="plot">{html}</div>'

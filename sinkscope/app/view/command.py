@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +11,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
 from sinkscope.files.output import read_text
-from sinkscope.files.records import Whole
+from sinkscope.measure import Setup
 from sinkscope.results.console import end_bar
 from sinkscope.results.options import Hidden, Option, command
 
@@ -22,21 +20,15 @@ from sinkscope.results.options import Hidden, Option, command
     words="view",
     group="Look",
     help="Explore a model on a text in the browser.",
+    options_of=Setup.open,
 )
 def view_model(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
-    generation: bool = True,
     port: Annotated[int, Field(ge=0, le=65535)] = 0,
-    show: Annotated[bool, Option(name="--open")] = True,
-    revision: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    bos: bool | None = None,
-    seed: Whole = 0,
-    progress: Hidden = None,
     to_files: Hidden = True,
+    **settings: Any,
 ) -> ModelView | None:
     """Explore a model on a text: norms, attention, sink neurons, heads, the circuit, and what edits change.
 
@@ -45,17 +37,10 @@ def view_model(
 
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
-        text: The text; - is standard input. By default a story, and a repeated word if repeating makes a sink.
-        generation: Include what the model writes with and without the guard.
+        text: The text; - is standard input. By default a story.
         port: Port of the live page. By default a free one.
-        show: Open the live page in a browser, if the command runs in a terminal.
-        revision: Branch, tag or commit on the hub.
-        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
-        dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bos: Whether the text begins with BOS. By default it does if the tokenizer has a BOS token.
-        seed: Seed of the random controls.
-        progress: Called as `progress(what, done, total)`.
         to_files: Whether the result is wanted; else the live page is served.
+        settings: As for `sinkscope.measure.Setup.open`.
 
     Example:
         sinkscope view
@@ -66,18 +51,14 @@ def view_model(
     given: str | None = None
     if text is not None:
         given = read_text(str(text))
-    explorer = Explorer.open(
-        model, revision=revision, device=device, dtype=dtype, bos=bos, seed=seed, progress=progress
-    )
+    explorer = Explorer.open(model, **settings)
     if to_files:
-        return explorer.whole_view(given, generation=generation)
+        return explorer.view(given)
     explorer.text = given
 
     def ready(address: str) -> None:
         print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
-        if show and sys.stdout.isatty():
-            webbrowser.open(address)
 
-    end_bar(progress)
+    end_bar(settings.get("progress"))
     serve(explorer, port, ready)
     return None

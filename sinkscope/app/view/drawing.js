@@ -92,8 +92,8 @@ function shades(values, rows, columns, high) {
   return paths;
 }
 
-/** A drawing of values from 0 to `high`, row by row, with axes; `lines` are rows that a line marks. */
-function heatmap({ id, label, values, rows, columns, high, across, down, lines = [], firstRow = 0, firstColumn = 0 }) {
+/** A drawing of values from 0 to `high`, row by row, with axes. */
+function heatmap({ id, label, values, rows, columns, high, across, down }) {
   const cell = PLOT.width / columns;
   const height = rows * cell;
   const bottom = PLOT.top + height;
@@ -102,15 +102,14 @@ function heatmap({ id, label, values, rows, columns, high, across, down, lines =
   shades(values, rows, columns, high).forEach((path, shade) => {
     if (path) cells.append(drawn("path", { d: path, "fill-opacity": shade / SHADES }));
   });
-  for (const line of lines) cells.append(drawn("rect", { class: "line", x: 0, y: line, width: columns, height: 1 }));
   drawing.append(drawn("rect", { class: "frame", x: PLOT.left, y: PLOT.top, width: PLOT.width, height }), cells);
   for (const tick of ticks(columns)) {
     const x = PLOT.left + (tick + 0.5) * cell;
-    drawing.append(drawn("line", { x1: x, x2: x, y1: bottom, y2: bottom + 4 }), drawn("text", { x, y: bottom + 15, "text-anchor": "middle" }, String(tick + firstColumn)));
+    drawing.append(drawn("line", { x1: x, x2: x, y1: bottom, y2: bottom + 4 }), drawn("text", { x, y: bottom + 15, "text-anchor": "middle" }, String(tick)));
   }
   for (const tick of ticks(rows)) {
     const y = PLOT.top + (tick + 0.5) * cell;
-    drawing.append(drawn("line", { x1: PLOT.left - 4, x2: PLOT.left, y1: y, y2: y }), drawn("text", { x: PLOT.left - 7, y: y + 4, "text-anchor": "end" }, String(tick + firstRow)));
+    drawing.append(drawn("line", { x1: PLOT.left - 4, x2: PLOT.left, y1: y, y2: y }), drawn("text", { x: PLOT.left - 7, y: y + 4, "text-anchor": "end" }, String(tick)));
   }
   const middle = PLOT.top + height / 2;
   drawing.append(drawn("text", { x: PLOT.left + PLOT.width / 2, y: bottom + 31, "text-anchor": "middle" }, across),

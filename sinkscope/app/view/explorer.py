@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.readings import Reading, heads_that_fit, norms_at, read_text, spikes_of
 from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
-from sinkscope.app.view.texts import default_texts, ids_of
-from sinkscope.app.view.writing import generation_of
+from sinkscope.app.view.texts import STORY, ids_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
 from sinkscope.results.notation import word_form
@@ -29,12 +28,8 @@ class Request(BaseModel, extra="forbid"):
     """What a page asks for; see `Explorer.answer`."""
 
     text: str | None = None
-    at_once: bool = False
-    place: int = Field(0, ge=0)
     switch: str | None = None
     off: tuple[str, ...] = ()
-    circuit: bool = False
-    generation: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,75 +49,58 @@ class OpenText:
 
 @dataclass
 class Explorer:
-    """An open model, and the texts that are shown.
+    """An open model, and the text that is shown.
 
     Attributes:
         sink: The model and what is known of its sink.
-        text: The text that is shown where a request names none. None: the default texts.
-        latest: The texts that were read last, and the request for them.
+        text: The text that is shown where a request names none. None: a story.
+        latest: The text that was read last, after the request for it.
         lock: Held by whoever runs the model.
     """
 
     sink: ModelSink
     text: str | None = None
-    latest: tuple[Any, list[OpenText]] = (None, [])
+    latest: tuple[Any, OpenText] | None = None
     lock: Any = field(default_factory=threading.RLock)
 
     @classmethod
     def open(cls, model: object = None, **options: Any) -> Explorer:
-        """Open a model as `Setup.open` does, whole, and find the layer that makes its sink."""
+        """Open a model as `Setup.open` does, whole, and measure its sink."""
         return cls(ModelSink.open(model, **options))
 
-    def texts(self, text: str | None = None, variants: int = 1) -> list[OpenText]:
-        """A text, or the default texts, as the intact model reads them; there is room for so many variants of each."""
-        asked = (text, variants, self.sink.sinks is None)
-        if self.latest[0] != asked:
-            texts = default_texts(self.sink) if text is None else {"text": ids_of(self.sink.setup, text)}
-            read: list[OpenText] = []
-            for name, ids in texts.items():
-                tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
-                intact = read_text(self.sink, ids)
-                heads = heads_that_fit(intact, ROOM // (len(texts) * variants))
-                read.append(OpenText(ids, intact, ViewedText(name, tokens, heads, (), spikes_of(self.sink, intact))))
-            self.latest = (asked, read)
+    def read(self, text: str | None = None, variants: int = 1) -> OpenText:
+        """A text, or a story, as the intact model reads it; there is room for so many variants."""
+        if self.latest is None or self.latest[0] != (text, variants):
+            ids = ids_of(self.sink.setup, text or STORY)
+            tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
+            intact = read_text(self.sink, ids)
+            heads = heads_that_fit(intact, ROOM // variants)
+            shown = ViewedText("text" if text else "a story", tokens, heads, (), spikes_of(self.sink, intact))
+            self.latest = ((text, variants), OpenText(ids, intact, shown))
         return self.latest[1]
 
     def view(self, text: str | None = None) -> ModelView:
-        """The model on a text, or on the default texts, intact and under its switches."""
-        self.sink.measure_sinks()
+        """The model on a text, or on a story, intact and under its switches: all that a page shows alone."""
         switches = [None, *switches_of(self.sink)]
-        return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
+        return self.result(self.viewed(self.read(text, len(switches)), switches))
 
-    def result(self, texts: Sequence[ViewedText] = ()) -> ModelView:
-        """These texts, and what is known of the sink."""
-        edges: tuple[dict[str, Any], ...] | None = None
-        sentence = ""
-        if self.sink.circuit is not None:
-            edges = tuple([*self.sink.circuit.rows(), *self.sink.circuit.readers()])
-            sentence = self.sink.circuit.conclusion()
-        setup = self.sink.setup
+    def result(self, text: ViewedText) -> ModelView:
+        """This text, and what is known of the sink."""
+        sink, setup = self.sink, self.sink.setup
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
             provenance=setup.provenance(),
-            layer=self.sink.layer,
-            typical_norm=_rounded(np.array(self.sink.scan.typical_norm)),
-            neurons=tuple(map(str, self.sink.neurons)),
-            marks=tuple(map(str, self.sink.marks)),
-            switches=tuple(switch.name for switch in switches_of(self.sink)),
+            layer=sink.layer,
+            typical_norm=_rounded(np.array(sink.scan.typical_norm)),
+            neurons=tuple(map(str, sink.neurons)),
+            marks=tuple(map(str, sink.marks)),
+            switches=tuple(switch.name for switch in switches_of(sink)),
             control=RANDOM,
-            texts=tuple(texts),
-            circuit=edges,
-            circuit_sentence=sentence,
+            texts=(text,),
+            circuit=tuple([*sink.circuit.rows(), *sink.circuit.readers()]),
+            circuit_sentence=sink.circuit.conclusion(),
         )
-
-    def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
-        """The view with the circuit and, if wanted, a generation: everything that a page without a server shows."""
-        self.sink.measure_circuit()
-        result = self.view(text)
-        if generation:
-            result = replace(result, generation=generation_of(self.sink.setup))
-        return result
 
     def viewed(self, text: OpenText, switches: Sequence[Switch | None]) -> ViewedText:
         """A text under these switches; None is the intact model."""
@@ -177,35 +155,20 @@ class Explorer:
 
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
-                measured; `at_once` leaves out what needs the sink neurons. `switch` (a name) or `off` (names of neurons
-                and heads) asks for this variant of the text with the number `place`; true `circuit` or `generation` for
-                these.
+                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text.
         """
         try:
             asked = checked_value(Request, request, "the request")
             with self.lock:
-                return self.answer_to(asked).to_dict()
+                text = self.read(asked.text or self.text)
+                switch: Switch | None = None
+                if asked.switch is not None:
+                    switch = switch_named(self.sink, asked.switch)
+                elif asked.off:
+                    switch = switch_without(self.sink, asked.off)
+                return self.result(self.viewed(text, [switch])).to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
-
-    def answer_to(self, asked: Request) -> ModelView:
-        """See `answer`."""
-        if not asked.at_once:
-            self.sink.measure_sinks()
-        if asked.circuit:
-            self.sink.measure_circuit()
-            return self.result()
-        if asked.generation:
-            return replace(self.result(), generation=generation_of(self.sink.setup))
-        texts = self.texts(asked.text or self.text)
-        switch: Switch | None = None
-        if asked.switch is not None:
-            switch = switch_named(self.sink, asked.switch)
-        elif asked.off:
-            switch = switch_without(self.sink, asked.off)
-        if switch is not None:
-            texts = texts[asked.place : asked.place + 1]
-        return self.result([self.viewed(one, [switch]) for one in texts])
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:

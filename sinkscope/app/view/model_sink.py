@@ -16,39 +16,28 @@ from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.removal.components import Neurons
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSink:
     """An open model and what is known of its sink.
 
     Attributes:
         setup: The model and typical text.
         scan: Norms on typical text, without dimensions that are massive on all tokens.
-        sinks: Where its sink is made. None until `measure_sinks` was called.
-        circuit: The circuit of the sink. None until `measure_circuit` was called.
+        sinks: Where its sink is made.
+        circuit: The circuit of the sink.
     """
 
     setup: Setup
     scan: LayerScan
-    sinks: FindSinks | None = None
-    circuit: Circuit | None = None
+    sinks: FindSinks
+    circuit: Circuit
 
     @classmethod
     def open(cls, model: object = None, **options: Any) -> ModelSink:
-        """Open a model as `Setup.open` does, whole, and find the layer that makes its sink."""
+        """Open a model as `Setup.open` does, whole, and measure its sink."""
         setup = Setup.open(model, **options, loading="whole")
         setup.target.shards.check_alone("view")
-        return cls(setup, scan_layers(setup.target, setup.ids, whole=True))
-
-    def measure_sinks(self) -> FindSinks:
-        """Find the sink neurons, once."""
-        if self.sinks is None:
-            self.sinks = find_sinks.on(self.setup)
-        return self.sinks
-
-    def measure_circuit(self) -> None:
-        """Trace the circuit of the sink, once."""
-        if self.circuit is None:
-            self.circuit = circuit.on(self.setup)
+        return cls(setup, scan_layers(setup.target, setup.ids, whole=True), find_sinks.on(setup), circuit.on(setup))
 
     @property
     def layer(self) -> int:
@@ -60,15 +49,12 @@ class ModelSink:
     @property
     def neurons(self) -> Neurons:
         """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
-        if self.sinks is None:
-            return ()
         return tuple(neuron.address for neuron in self.sinks.minimal or self.sinks.causal)
 
     @property
     def marks(self) -> list[Head]:
         """The heads that mark the first token, and those that mark a repetition."""
         marks: dict[Head, None] = {}
-        for role in (MARKS, COPIES):
-            for claim in self.circuit.of(role) if self.circuit is not None else ():
-                marks |= {part: None for part in claim.subject if isinstance(part, Head)}
+        for claim in (*self.circuit.of(MARKS), *self.circuit.of(COPIES)):
+            marks |= {part: None for part in claim.subject if isinstance(part, Head)}
         return list(marks)

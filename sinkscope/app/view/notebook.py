@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,73 +9,47 @@ from typing import Any
 from sinkscope.app.pages import save_html
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import module, source
-from sinkscope.app.view.result import ModelView
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.options import checks_arguments
 
 
-@dataclass(eq=False)
-class View:
-    """A model on a text. As the last line of a notebook's cell, it shows itself.
-
-    Attributes:
-        explorer: The open model.
-        result: What is shown at first.
-    """
-
-    explorer: Explorer = field(repr=False)
-    result: ModelView
-
-    @cached_property
-    def widget(self) -> Any:
-        """The widget. In it, another text can be typed, and neurons and heads can be switched off.
-
-        Raises:
-            SinkscopeError: anywidget is missing.
-        """
-        if find_spec("anywidget") is None:
-            raise SinkscopeError('a widget needs anywidget: pip install -e ".[view]" in the clone, or call save_html')
-        import anywidget
-        import traitlets
-
-        class ViewWidget(anywidget.AnyWidget):
-            _esm = module()
-            _css = source("view.css")
-            view = traitlets.Dict().tag(sync=True)
-
-        widget = ViewWidget(view=self.result.to_dict())
-
-        def receive(_: Any, message: dict[str, Any], _buffers: Any) -> None:
-            widget.send({"number": message["number"], "answer": self.explorer.answer(message["request"])})
-
-        widget.on_msg(receive)
-        return widget
-
-    def save_html(self, path: str | Path) -> Path:
-        """Write the page that stands alone.
-
-        Raises:
-            SinkscopeError: The file cannot be written, or holds something else.
-        """
-        return save_html(self.result, path)
-
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        return self.widget._repr_mimebundle_(**options)
-
-
 @checks_arguments
-def view(model: object = None, text: str | None = None, *, generation: bool = False, **options: Any) -> View:
+def view(model: object = None, text: str | None = None, **options: Any) -> Any:
     """Explore a model on a text in a notebook: tokens, heads, the circuit, and what edits change.
+
+    As the last line of a cell, the widget shows itself. In it, another text can be typed, and neurons and heads can be
+    switched off. Its `result` is what it shows at first, and `save_html(path)` writes a page that stands alone.
 
     Args:
         model: As for `sinkscope.measure.Setup.open`: a name or a live model. By default the model in the package.
-        text: The text. By default a story, and a repeated word if repeating makes a sink.
-        generation: Include what the model writes with and without the guard.
+        text: The text. By default a story.
         options: Options of `sinkscope.measure.Setup.open`, such as `tokenizer`, `device`, `bos` and `seed`.
 
     Raises:
-        SinkscopeError: The model cannot be opened, or the text is empty or too long.
+        SinkscopeError: anywidget is missing, the model cannot be opened, or the text is empty or too long.
     """
+    if find_spec("anywidget") is None:
+        raise SinkscopeError('a widget needs anywidget: pip install -e ".[view]" in the clone, or run sinkscope view')
+    import anywidget
+    import traitlets
+
     explorer = Explorer.open(model, **options)
     explorer.text = text
-    return View(explorer, explorer.whole_view(text, generation=generation))
+    shown = explorer.view(text)
+
+    class ViewWidget(anywidget.AnyWidget):
+        _esm = module()
+        _css = source("view.css")
+        view = traitlets.Dict().tag(sync=True)
+        result = shown
+
+        def save_html(self, path: str | Path) -> Path:
+            return save_html(shown, path)
+
+    widget = ViewWidget(view=shown.to_dict())
+
+    def receive(_: Any, message: dict[str, Any], _buffers: Any) -> None:
+        widget.send({"number": message["number"], "answer": explorer.answer(message["request"])})
+
+    widget.on_msg(receive)
+    return widget

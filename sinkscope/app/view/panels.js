@@ -1,4 +1,4 @@
-// Parts of a view that change little: the circuit, what the model writes, the tour.
+// Parts of a view that change little: the circuit and the tour.
 
 const LAST_TOUR = "sinkscope view: the tour was shown";
 
@@ -38,11 +38,6 @@ function circuitSteps({ circuit, layer }) {
 
 /** Draw the circuit of a view into its panel; a line leads from each step to the next. */
 function drawCircuit(view, panel) {
-  if (!view.data.circuit) {
-    const words = view.ask ? "The circuit is being traced. This takes a few seconds." : "The circuit was not measured.";
-    panel.replaceChildren(element("p", { class: "soft" }, words));
-    return;
-  }
   const children = [];
   circuitSteps(view.data).forEach(([title, parts], number) => {
     if (number) children.push(element("div", { class: "arrow", "aria-hidden": "true" }, "↓"));
@@ -57,37 +52,6 @@ function circuitPart(view, { name, words }) {
   const chosen = headName(view.head) === name ? " chosen" : "";
   const lines = words.filter(Boolean).map((line) => element("small", {}, line));
   return element("button", { class: `part${chosen}`, type: "button", id: `part-${name}`, onclick: () => view.pickPart(name) }, name, ...lines);
-}
-
-/** What the model wrote with and without the guard, above barcodes of one head. */
-async function generationSides(made) {
-  const sides = [];
-  for (const side of made.sides) {
-    const text = element("div", { class: "written", tabindex: 0, role: "region", "aria-label": side.name });
-    side.tokens.forEach((token, step) => {
-      if (side.alarms.includes(step)) text.append(element("mark", {}, "⚠ copies taken back"));
-      text.append(token);
-    });
-    const alarms = side.alarms.length ? `Orange: here the guard took copies back (step ${side.alarms.join(", ")}).` : "";
-    const values = await unpacked(side.picture);
-    const sorted = Float32Array.from(values).sort();
-    const [rows, columns] = side.picture.shape;
-    const barcode = heatmap({
-      id: `barcode-${sides.length}`, label: `Barcode of ${side.head} ${side.name}`, values, rows, columns, firstRow: side.first_step, firstColumn: side.first_position,
-      high: Math.max(0.05, sorted[Math.floor(0.99 * sorted.length)]), across: "position", down: "step",
-      lines: side.alarms.map((step) => step - side.first_step).filter((row) => row >= 0 && row < rows),
-    });
-    sides.push(element("section", {}, element("h2", {}, side.name), text,
-      element("p", { class: "soft" }, `Barcode of ${side.head}: what it attends to, step by step. ${alarms}`), barcode));
-  }
-  return [element("p", { class: "sentence" }, made.sentence),
-    element("p", { class: "soft" }, "The prompt: ", element("code", {}, made.prompt)), element("div", { class: "sides" }, ...sides)];
-}
-
-/** How far down a written text its first alarm is, with a line before it; 0 without an alarm. */
-function alarmIn(text) {
-  const alarm = text.querySelector("mark");
-  return alarm ? alarm.offsetTop - text.offsetTop - 40 : 0;
 }
 
 /** Whether the tour was shown in this browser; from then on it was. */

@@ -57,44 +57,6 @@ class ViewedText:
     spikes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Writing:
-    """What a model writes after a prompt.
-
-    Attributes:
-        name: "without the guard" or "with the guard".
-        tokens: The generated tokens.
-        alarms: Numbers of the tokens before which the guard took tokens back.
-        head: The head in the picture.
-        first_step: Step of the first row of the picture.
-        first_position: Position of its first column.
-        picture: Attention of the head at some steps to some positions.
-    """
-
-    name: str
-    tokens: tuple[str, ...]
-    alarms: tuple[int, ...]
-    head: str
-    first_step: int
-    first_position: int
-    picture: Packed
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A continuation with and without the guard.
-
-    Attributes:
-        prompt: The prompt.
-        sentence: What the guard changed.
-        sides: Without the guard, and with it.
-    """
-
-    prompt: str
-    sentence: str
-    sides: tuple[Writing, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelView(Result):
     """A model on texts that can be explored with the mouse or the keys.
@@ -107,9 +69,8 @@ class ModelView(Result):
         switches: The edits that can be switched on.
         control: Name of the switch that is the control of the sink neurons, if there is one.
         texts: The texts.
-        circuit: Rows of the claims of `Circuit`, and of what each head keeps. None if it was not measured.
+        circuit: Rows of the claims of `Circuit`, and of what each head keeps.
         circuit_sentence: The conclusion about the circuit.
-        generation: A continuation with and without the guard. None if it was not made.
     """
 
     kind = "view"
@@ -122,9 +83,8 @@ class ModelView(Result):
     switches: tuple[str, ...]
     control: str = ""
     texts: tuple[ViewedText, ...]
-    circuit: tuple[dict[str, Any], ...] | None = None
+    circuit: tuple[dict[str, Any], ...] = ()
     circuit_sentence: str = ""
-    generation: Generation | None = None
 
     def own_page(self) -> str:
         """The page in which it can be explored."""

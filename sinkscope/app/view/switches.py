@@ -42,7 +42,7 @@ class Switch:
 def switches_of(sink: ModelSink) -> list[Switch]:
     """The edits that this model has."""
     switches: list[Switch] = []
-    if sink.sinks is not None and sink.neurons:
+    if sink.neurons:
         zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [])
         switches.append(zeroed)
         if sink.sinks.spike is not None and sink.sinks.spike.place.is_first:

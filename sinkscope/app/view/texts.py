@@ -1,48 +1,18 @@
-"""The texts of a view: those that a model shows by default, and one that is typed."""
+"""The text of a view: a story, or one that is given."""
 
 from __future__ import annotations
 
-from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.text import beginning
-from sinkscope.sinks.tokens import prefixes
 
 MOST_TOKENS = 512
-TYPICAL_TOKENS = 64  # of the text that is shown by default, if the tokenizer does not know the story's words
 STORY = (
     "Once upon a time, there was a little bird who lived in a tall tree. Every day she sang a song for her friends. "
     'One day, a big cat came to the tree and said, "Can you sing for me, too?" The little bird was scared, but she'
 )
-LOOPING_STORY = "One day, the bird sang the same song again and again:"
-AFTER_SINK = 16  # further repetitions that are shown after the one that makes a sink
-
-
-def default_texts(sink: ModelSink) -> dict[str, list[int]]:
-    """A story and, if repeating a word makes a sink, the word that needs fewest repetitions."""
-    texts = {"a story": story_ids(sink.setup, STORY)}
-    sinks: list[tuple[int, int, str]] = []
-    if sink.sinks is not None:
-        for word in sink.sinks.repeats.tokens:
-            if word.repeats is not None and word.repeats > 1:
-                sinks.append((word.repeats, word.id, word.token))
-    if sinks:
-        repeats, number, token = min(sinks)
-        count = repeats + AFTER_SINK
-        ids = [*prefixes(sink.setup, [number]), *[number] * count]
-        if len(ids) <= min(MOST_TOKENS, sink.setup.target.max_positions or MOST_TOKENS):
-            texts[f"{token!r} {count} times"] = ids
-    return texts
-
-
-def story_ids(setup: Setup, story: str) -> list[int]:
-    """The tokens of a story, after BOS if there is one; of typical text if the tokenizer does not know all words."""
-    ids = setup.tokenizer(story, add_special_tokens=False, verbose=False)["input_ids"]
-    if not ids or setup.tokenizer.unk_token_id in ids or len(ids) > (setup.target.max_positions or MOST_TOKENS) // 2:
-        return setup.ids[0, :TYPICAL_TOKENS].tolist()
-    return ids_of(setup, story)
 
 
 def ids_of(setup: Setup, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-// A view of a model: tokens, heads, circuit, switches, generation. Used by a page, a live page and a notebook.
+// A view of a model: tokens, heads, circuit, switches. Used by a page, a live page and a notebook.
 
 const READS = 0.3; // share of its attention that a head gives to what it reads, as the sink rate has it
 
@@ -11,7 +11,6 @@ class View {
     this.beside = null;
     this.variant = "intact";
     this.running = 0;
-    this.tab = "text";
     this.colour = "norm";
     this.token = 0;
     this.query = null;
@@ -19,7 +18,6 @@ class View {
     this.off = new Set();
     this.typed = [];
     this.draft = "";
-    this.generation = null;
     this.turn = Promise.resolve();
     this.linked = root.id === "view"; // a page of its own, whose address says what it shows
     this.opened = new URLSearchParams(this.linked ? location.hash.slice(1) : "");
@@ -48,13 +46,12 @@ class View {
     history.replaceState(null, "", `#${state}`);
   }
 
-  /** Show a view, as `ModelView.to_dict()` has it; what the address says holds if this is the whole view. */
-  async show(answer, whole) {
+  /** Show a view, as `ModelView.to_dict()` has it, and of it what the address says. */
+  async show(answer) {
     this.model = answer.model;
     this.data = answer.result;
-    this.data.texts.forEach((text, place) => (text.asked = { text: null, place }));
-    this.generation = this.data.generation || this.generation;
-    if (whole) await this.follow();
+    this.data.texts.forEach((text) => (text.asked = { text: null }));
+    await this.follow();
     const last = this.data.texts.length - 1;
     this.text = Math.min(this.text, last);
     if (this.beside !== null && (this.beside > last || this.beside === this.text)) this.beside = null;
@@ -172,19 +169,15 @@ class View {
       this.sentence,
       this.switches(),
       ...(this.ask ? [this.status] : []),
-      this.tabs(),
       this.textPanel(),
-      element("div", { role: "tabpanel", id: "panel-generation", "aria-labelledby": "tab-generation" }),
     );
     this.redraw();
     this.showRunning();
-    this.selectTab(this.tab);
     const before = active && this.root.querySelector(`[id="${active}"]`);
     if (before) before.focus();
   }
 
   startTour() {
-    this.selectTab("text");
     tour(this);
   }
 
@@ -254,55 +247,12 @@ class View {
     return group;
   }
 
-  tabs() {
-    const list = element("div", { role: "tablist", "aria-label": "What is shown" });
-    for (const [name, words] of [["text", "Text"], ["generation", "Generation"]]) {
-      const select = () => this.selectTab(name);
-      list.append(element("button", { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: select }, words));
-    }
-    list.addEventListener("keydown", (event) => {
-      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
-      this.selectTab(this.tab === "text" ? "generation" : "text");
-      this.root.querySelector(`#tab-${this.tab}`).focus();
-    });
-    return list;
-  }
-
-  selectTab(name) {
-    this.tab = name;
-    for (const one of ["text", "generation"]) {
-      const tab = this.root.querySelector(`#tab-${one}`);
-      tab.setAttribute("aria-selected", one === name);
-      tab.tabIndex = one === name ? 0 : -1;
-      this.root.querySelector(`#panel-${one}`).hidden = one !== name;
-    }
-    if (name === "generation") this.drawGeneration();
-  }
-
-  /** Draw what the model writes; Python is asked for it when this is first shown. */
-  async drawGeneration() {
-    const panel = this.root.querySelector("#panel-generation");
-    if (this.generation) {
-      panel.replaceChildren(...(await generationSides(this.generation)));
-      panel.querySelectorAll(".written").forEach((text) => (text.scrollTop = alarmIn(text)));
-      return;
-    }
-    const words = this.ask ? "The model continues a story, with and without the guard." : "This page was made without a generation.";
-    panel.replaceChildren(element("p", {}, words));
-    if (!this.ask || this.writing) return;
-    this.writing = true;
-    const answer = await this.request({ generation: true });
-    this.writing = false;
-    if (answer) this.generation = answer.result.generation;
-    if (answer && this.tab === "generation") this.drawGeneration();
-  }
-
   textPanel() {
     const [strips, heads, rows] = [new Strips(this), new Heads(this), new Rows(this)];
     this.parts = [strips, heads, rows];
     this.circuit = element("div", { class: "circuit" });
     const circuit = element("section", {}, element("h2", {}, "Circuit"), this.circuit);
-    return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
+    return element("div", {},
       this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit));
   }
 
@@ -432,7 +382,7 @@ class View {
     const [text] = answer.result.texts;
     const name = typed.length > 24 ? `${typed.slice(0, 24)}…` : typed;
     this.typed.push(typed);
-    return this.data.texts.push(Object.assign(text, { name, asked: { text: typed, place: 0 } })) - 1;
+    return this.data.texts.push(Object.assign(text, { name, asked: { text: typed } })) - 1;
   }
 
   async toggle(name) {
@@ -440,14 +390,6 @@ class View {
     this.off = new Set(before);
     if (!this.off.delete(name)) this.off.add(name);
     if (!(await this.choose(this.off.size ? this.ownName : "intact"))) this.off = before;
-    this.build();
-  }
-
-  async traceCircuit() {
-    const answer = await this.request({ circuit: true });
-    if (!answer) return;
-    const { circuit, circuit_sentence, marks, switches } = answer.result;
-    Object.assign(this.data, { circuit, circuit_sentence, marks, switches });
     this.build();
   }
 
@@ -477,7 +419,7 @@ class View {
 export async function mount(root, answer, ask = null) {
   root.classList.add("sinkscope-view");
   const view = new View(root, ask);
-  await view.show(answer, root.id !== "view" || !ask);
+  await view.show(answer);
   return view;
 }
 
@@ -500,13 +442,9 @@ async function live(root) {
       return { error: "The server does not answer. Start sinkscope view again." };
     }
   };
-  const first = await ask({ at_once: true });
+  const first = await ask({});
   if (first.error) return root.replaceChildren(element("p", { class: "error" }, first.error));
-  const view = await mount(root, first, ask);
-  const whole = await view.request({});
-  if (whole) await view.show(whole, true);
-  if (!view.data.circuit) await view.traceCircuit();
-  return view;
+  return mount(root, first, ask);
 }
 
 /** A widget in a notebook: Python answers messages. */

@@ -54,10 +54,7 @@ class Loops(Task):
     main = "loop"
     low_is_good = True
     unit = "answers that loop"
-    columns = (
-        *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
-        *("interventions", "alarm", "chance"),
-    )
+    columns = ("loop_paper", "tail_loop", "eos", "ttr", "cr", "length", "interventions", "alarm", "chance")
     budget = 1024
 
     source: str = "small"

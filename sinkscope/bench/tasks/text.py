@@ -1,7 +1,7 @@
 """Fidelity on text: how close a method stays to full attention along the same tokens.
 
-Every method reads the same prompt and is then fed the same continuation token by token, whatever it would have
-generated itself: the text's own, or the greedy answer of full attention for prompts without answers.
+Every method reads the same prompt and is then fed the text's own continuation token by token, whatever it would have
+generated itself.
 
 - kl: sum of p (log p - log q) over the vocabulary, in nats; p of full attention, q of the method, at every token. The
   first one depends on the prompt alone: it is 0 if a method does not change prompts.
@@ -38,8 +38,7 @@ class TextFidelity(Task):
         count: Number of consecutive pieces of the typical text.
         prompt: Tokens of each prompt; fewer if the context or the text is shorter.
         answer: Tokens that follow and are compared.
-        source: File of prompts to read instead of the typical text; prompts without answers are compared along the
-            greedy answer of full attention.
+        source: File of prompts with answers to read instead of the typical text.
     """
 
     name = "text"
@@ -88,8 +87,15 @@ class TextFidelity(Task):
             full.append(logits)
             return {}
 
-        written = answer_rows(target, rows, batch.new, Full(), measure=keep, along=_given_answers(target, batch))
-        along = [answer.tokens for answer in written]
+        along: list[list[int]] = []  # the text after each prompt
+        for prompt in batch.prompts:
+            ids: list[int] = []
+            for text in prompt.turns[0].answers[:1]:
+                ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if not ids:
+                raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
+            along.append(to_end(list(ids[: batch.new]), end_ids(target)))
+        answer_rows(target, rows, batch.new, Full(), measure=keep, along=along)
         records: list[BenchRecord] = []
         for method in batch.methods:
             edit = method.make() or Full()
@@ -105,28 +111,15 @@ def metrics_of(answer: Answer) -> Metrics:
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
     unless the prompt itself was read along lines.
     """
-    lossy = [step for step, read in enumerate(answer.read, 1) if read < answer.prompt_tokens + step]
+    prompt = answer.costs["prompt_tokens"] or 0
+    lossy = [step for step, read in enumerate(answer.read, 1) if read < prompt + step]
     begin = 0
-    if lossy and answer.cells is None:
+    if lossy and answer.costs["cells"] is None:
         begin = lossy[0]
     metrics: Metrics = {"first": answer.steps["kl"][0]}
     for name, values in answer.steps.items():
         metrics[name] = fmean(values[begin:])
     return metrics
-
-
-def _given_answers(target: Target, batch: Batch) -> list[list[int]]:
-    """Ids of the correct answers; empty if no prompt has one."""
-    given: list[list[int]] = []
-    for prompt in batch.prompts:
-        for text in prompt.turns[0].answers[:1]:
-            ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            given.append(to_end(list(ids[: batch.new]), end_ids(target)))
-    if given and (len(given) < len(batch.prompts) or not all(given)):
-        raise SinkscopeError(
-            "some prompts have no answer, or one without tokens: give a text to all prompts or to none"
-        )
-    return given
 
 
 def comparison(full: Sequence[Logits]) -> Measure:

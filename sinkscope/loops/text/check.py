@@ -76,7 +76,7 @@ def _result(watch: Watch, name: str, started: float) -> LoopCheck:
         records=tuple(watch.checked),
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
         settings=vars(watch.settings),
-        provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
+        provenance=provenance(started=started),
     )
 
 
