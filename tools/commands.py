@@ -27,7 +27,7 @@ GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 ORDER = (
     *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "separate", "reproduce"),
     *("repeat", "attack", "loops", "barcode", "why", "lines", "bench", "bench table", "check-cache"),
-    *("scan", "scan table", "view", "models", "generate", "report"),
+    *("scan", "demo", "scan table", "view", "models", "generate", "report"),
 )
 """The commands of each heading, in their order; others come after them."""
 

@@ -29,7 +29,7 @@ ABOUT = """Find the attention sink of a language model, verify it by ablation, a
 
 \b
 Examples:
-  sinkscope scan --quick
+  sinkscope demo
   sinkscope scan MODEL
 Documentation: {page}"""
 WIDEST_HELP = 120

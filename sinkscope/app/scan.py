@@ -1,4 +1,4 @@
-"""`scan` runs the most important measurements on one open model and writes its sink card."""
+"""`scan` runs the most important measurements on one open model and writes its sink card; `demo` is a tour of it."""
 
 from __future__ import annotations
 
@@ -269,3 +269,27 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+@command(
+    words="demo",
+    group="Look",
+    help="Take a two-minute tour of the bundled model.",
+)
+def demo(
+    *,
+    out: Annotated[Path, Option(metavar="FOLDER", writes="Card")] = Path("sinkscope-demo"),
+    progress: Hidden = None,
+    written: Hidden = None,
+) -> SinkCard:
+    """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
+
+    Args:
+        out: Folder of the results and the page.
+        progress: Called as `progress(what, done, total)`.
+        written: Called as `written("Card", path)` when the page is there.
+
+    Example:
+        sinkscope demo
+    """
+    return scan(out=out, quick=True, progress=progress, written=written)

@@ -17,7 +17,7 @@ from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
-from sinkscope.app.scan import scan
+from sinkscope.app.scan import demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
@@ -41,6 +41,15 @@ def neuron() -> str:
 def folder(alone, model) -> Path:
     """The folder of its scan, which is only read."""
     return alone / model.name
+
+
+def test_the_demo_is_a_quick_scan_of_the_bundled_model(tmp_path, monkeypatch):
+    few_parts(monkeypatch, ("find_sinks",))
+    monkeypatch.chdir(tmp_path)
+    card = demo()
+    assert card.quick and card.model.name == "bundled"
+    assert read_card("sinkscope-demo").to_dict() == card.to_dict()
+    assert Path("sinkscope-demo/card.html").is_file()
 
 
 def test_every_part_and_the_card_are_in_the_folder(folder, neuron):

@@ -60,7 +60,7 @@ def test_the_list_of_commands_is_there_at_once():
     done = python(code)
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
-    assert max(map(len, lines)) <= 80 and "    sinkscope scan --quick" in lines
+    assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
     groups = dict.fromkeys(f"{command.group}:" for command in commands().values())
     assert [line for line in lines if re.fullmatch(r"[A-Z]\w+:", line)] == ["Options:", *groups]
     for words in commands():

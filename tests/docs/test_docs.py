@@ -227,7 +227,7 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
             done = shell(["bash", "-c", command])
             missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"
-    assert {"llama", "scan-bundled", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
+    assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
 
 
 _IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
