@@ -57,6 +57,8 @@ def record(
         device=device,
         dtype=dtype,
         attention="sdpa",
+        bos=True,
+        seed=settings.get("seed", 0),
     )
     starter = ["python"]
     if world_size() > 1:

@@ -52,7 +52,7 @@ def sample_find_sinks(**changes) -> FindSinks:
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"seed": 0, "text": None},
-        provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", 1.5),
+        provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
         sinks=(Sink(FIRST, 32, (HEADS,)),),
         other_spikes=Place(((0, 9), (3, 12)), None, 0.02, 1.0, 0.1, (".",)),

@@ -164,6 +164,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
         device=first["device"],
         dtype=first["dtype"],
         attention=first["attention"],
+        seed=min((record.seed for run in runs for record in run), default=0),
     )
     return BenchTable(
         model=ModelInfo(**first["model"]),

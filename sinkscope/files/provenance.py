@@ -46,6 +46,8 @@ class Provenance:
         device: Device name in torch's notation.
         dtype: Data type of the model.
         attention: Attention implementation that the model ran with.
+        bos: Whether sequences began with BOS. None if that has no meaning.
+        seed: Seed of every random choice.
         seconds: Time from start to result.
         commit: Commit of the git checkout that holds this code, with a "+" if the code was changed since. None where
             there is no checkout, as for an installed package.
@@ -56,12 +58,14 @@ class Provenance:
     device: str
     dtype: str
     attention: str
+    bos: bool | None
+    seed: int
     seconds: float
     commit: str | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
-UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", 0.0)
+UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0)
 
 
 def provenance(
@@ -70,6 +74,8 @@ def provenance(
     device: object = "cpu",
     dtype: object = "float32",
     attention: str = "none",
+    bos: bool | None = None,
+    seed: int = 0,
 ) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
@@ -78,6 +84,8 @@ def provenance(
         device: Torch device, or its name.
         dtype: Torch dtype, or its name.
         attention: Attention implementation that the model ran with; "none" without a model.
+        bos: Whether sequences began with BOS.
+        seed: Seed of every random choice.
     """
     return Provenance(
         argv=tuple(map(pathless, sys.argv)),
@@ -85,6 +93,8 @@ def provenance(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,
+        bos=bos,
+        seed=seed,
         seconds=round(time.perf_counter() - started, 3),
         commit=commit_of(CHECKOUT),
     )

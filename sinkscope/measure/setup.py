@@ -164,4 +164,6 @@ class Setup:
             device=self.target.device,
             dtype=self.target.dtype,
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
+            bos=self.bos is not None,
+            seed=self.seed,
         )

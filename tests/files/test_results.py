@@ -73,7 +73,7 @@ samples = st.builds(  # what is not named here is drawn by its annotation
 
 
 def example(**changes) -> Sample:
-    origin = Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", 1.5)
+    origin = Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5)
     sample = Sample(
         model=ModelInfo("tiny", "llama", 4, 64, 128, "abc"),
         settings={"top_k": 8},
@@ -110,7 +110,7 @@ def test_envelope_is_the_contract():
     assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
     assert (data["schema"], data["kind"]) == (1, "test-sample")
     assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
-    assert list(data["provenance"]) == (["argv", "versions", "device", "dtype", "attention", "seconds", "commit"])
+    assert list(data["provenance"]) == (["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "commit"])
     assert data["result"]["parts"][1] == {"layer": 2, "expert": None, "share": 0.25, "causal": None, "label": "two"}
 
 
@@ -219,9 +219,11 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         attention="sdpa",
+        bos=True,
+        seed=3,
     )
     assert made.argv == ("sinkscope", "find-sinks", "--model", "model", "--text=t.txt")
-    assert (made.device, made.dtype) == ("cpu", "bfloat16")
+    assert (made.device, made.dtype, made.bos, made.seed) == ("cpu", "bfloat16", True, 3)
     assert 2 <= made.seconds < 3
     result = Bare(model=example().model, settings={"text": tmp_path / "t.txt"}, provenance=made, value=1)
     text = result.to_json()

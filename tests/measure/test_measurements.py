@@ -77,6 +77,7 @@ def test_json_comes_back_equal(command, measured, tmp_path):
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     assert result.model.name == "bundled" and result.provenance.seconds > 0
     assert {"bos", "text", "seed", "revision"} <= set(result.settings)
+    assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
 
 
 @EVERY
