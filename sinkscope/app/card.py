@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from math import hypot
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
+from sinkscope.files.plain import visible
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
 CARD = "card.json"
+TOPICS = {
+    "find_sinks": "Sink",
+    "circuit": "Circuit",
+    "repeat": "Repetition",
+    "lines": "Lines",
+    "loops": "Loops",
+    "policies": "Cache",
+    "precision": "Precision",
+}
+"""What the parts on the first screen are about."""
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 RULE = (
     "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
@@ -101,6 +113,12 @@ class SinkCard(Result):
         lines = [f"{part.command}: {part.conclusion}" for part in self.parts]
         return [*lines, f"{finished} of {len(self.parts)} parts took {seconds:.0f} s{quick}."]
 
+    def first_screen(self) -> str:
+        """A tile for each topic (number, control, conclusion) as escaped HTML; in a comparison, what changed first."""
+        tiles = "".join(_tile(part) for part in self.parts if part.name in TOPICS)
+        changed = f"<p><b>{_html(self.conclusion())}</b></p>" if self.against else ""
+        return f'{changed}<div class="tiles">{tiles}</div>'
+
     def rows(self) -> Table:
         """One row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
@@ -142,6 +160,20 @@ class SinkCard(Result):
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
         return replace(self, against=other.model.name, changes=tuple(changes))
+
+
+def _html(words: str) -> str:
+    return escape(visible(words))
+
+
+def _tile(part: CardPart) -> str:
+    """The topic of a part, its first number that has a control, in per cent if it is a share, and its conclusion."""
+    tile = f"<h3>{TOPICS[part.name]}</h3>"
+    for number in [one for one in part.numbers if one.control is not None][:1]:
+        value, control = (_html(cell(one, percent=number.share)) for one in (number.value, number.control))
+        beside = f"<small>({_html(number.contrast)}: {control})</small>"
+        tile += f"<p><b>{value}</b> {_html(number.label)} {beside}</p>"
+    return f"<article>{tile}<p>{_html(part.conclusion)}</p></article>"
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

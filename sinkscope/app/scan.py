@@ -197,7 +197,7 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
-    """The card's page: what every part says, all numbers, and where the sink is made; then each other part, closed."""
+    """The card's page: tiles, what every part says, all numbers, where the sink is made; then other parts, closed."""
     sections = [result_section(card)]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
@@ -205,7 +205,7 @@ def _page(card: SinkCard, outcomes: Outcomes) -> str:
             if part.name != "find_sinks":
                 section = folded(section, outcome.conclusion())
             sections.append(section)
-    return document(f"Sink card of {card.model.name}", sections, kind=card.kind)
+    return document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
 
 
 def _settings(setup: Setup, quick: bool) -> dict[str, Any]:

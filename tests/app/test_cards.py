@@ -68,6 +68,10 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
         assert part.conclusion in page.replace("&#x27;", "'")
         assert part.command in page
     assert page.count('class="plot"') == len(PARTS)
+    tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
+    assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
+    one = numbers[f"attention lost without {neuron}"]
+    assert f"<b>{one.value:.1%}</b> {one.label} <small>({one.contrast}: {one.control:.1%})</small>" in tiles[0]
     assert card.provenance.seconds == pytest.approx(sum(part.seconds or 0 for part in card.parts), abs=0.01)
 
 
@@ -202,6 +206,7 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
         ("b", "kept"): ("70.0%", "70.0%", False),
     }
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
+    assert card.first_screen().startswith("<p><b>Compared with ") and "(10.0% before, 30.0% now)" in card.first_screen()
 
 
 def test_a_fact_that_changed_is_named(folder, neuron):

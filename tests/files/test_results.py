@@ -110,7 +110,9 @@ def test_envelope_is_the_contract():
     assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
     assert (data["schema"], data["kind"]) == (1, "test-sample")
     assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
-    assert list(data["provenance"]) == (["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "commit"])
+    assert list(data["provenance"]) == (
+        ["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "commit"]
+    )
     assert data["result"]["parts"][1] == {"layer": 2, "expert": None, "share": 0.25, "causal": None, "label": "two"}
 
 

@@ -105,6 +105,7 @@ def document(
     skipped: Mapping[str, str] | None = None,
     *,
     kind: str = "report",
+    first: str = "",
 ) -> str:
     """Make the whole page: contents, sections, files that were left out, and plotly.js once.
 
@@ -114,6 +115,7 @@ def document(
         about: A few words below the heading.
         skipped: The reason for each file that was left out, by its name.
         kind: What an earlier page must say so that this one may replace it.
+        first: HTML above the contents, fully escaped.
     """
     body: list[str] = []
     links: list[str] = []
@@ -143,6 +145,7 @@ def document(
         title=text(heading),
         heading=text(heading),
         about=" · ".join(word for word in words if word),
+        first=first,
         contents=contents,
         plotly=plotly,
         body=html,
