@@ -15,6 +15,7 @@ import pytest
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
+from sinkscope.app.view.writing import writings
 from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
 
@@ -25,8 +26,8 @@ CAPTIONS = ".pair figcaption"
 
 @pytest.fixture(scope="module")
 def view(bundled):
-    """The model in the package on a short text."""
-    return bundled.view(TEXT)
+    """The model in the package on a short text, and what it writes."""
+    return replace(bundled.view(TEXT), generation=writings(bundled.sink.setup))
 
 
 @pytest.fixture
@@ -56,7 +57,9 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
 def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
         chrome = opened(**how)
-        assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), how
+        for tab in ("generation", "text"):
+            chrome.click(f"#tab-{tab}")
+            assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
@@ -74,6 +77,9 @@ def test_the_page_in_a_browser(view, opened):
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
+    chrome.click("#tab-generation")
+    plain, guarded = chrome.texts(".written")
+    assert "copies taken back" in guarded and "copies taken back" not in plain
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
 
 
@@ -209,6 +215,8 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
+    chrome.click("#tab-generation")  # it fills itself
+    chrome.wait("document.querySelectorAll('.written').length === 2")
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []

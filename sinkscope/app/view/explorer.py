@@ -17,6 +17,7 @@ from sinkscope.app.view.readings import Reading, heads_that_fit, norms_at, read_
 from sinkscope.app.view.result import ModelView, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import STORY, ids_of
+from sinkscope.app.view.writing import writings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
 from sinkscope.results.notation import word_form
@@ -30,6 +31,7 @@ class Request(BaseModel, extra="forbid"):
     text: str | None = None
     switch: str | None = None
     off: tuple[str, ...] = ()
+    generation: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class Explorer:
 
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
-                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text.
+                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text;
+                true `generation` also for what the model writes.
         """
         try:
             asked = checked_value(Request, request, "the request")
@@ -166,7 +169,10 @@ class Explorer:
                     switch = switch_named(self.sink, asked.switch)
                 elif asked.off:
                     switch = switch_without(self.sink, asked.off)
-                return self.result(self.viewed(text, [switch])).to_dict()
+                result = self.result(self.viewed(text, [switch]))
+                if asked.generation:
+                    result = replace(result, generation=writings(self.sink.setup))
+                return result.to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
 

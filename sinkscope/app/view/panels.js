@@ -1,4 +1,4 @@
-// Parts of a view that change little: the circuit and the tour.
+// Parts of a view that change little: the circuit, what the model writes, the tour.
 
 const LAST_TOUR = "sinkscope view: the tour was shown";
 
@@ -52,6 +52,16 @@ function circuitPart(view, { name, words }) {
   const chosen = headName(view.head) === name ? " chosen" : "";
   const lines = words.filter(Boolean).map((line) => element("small", {}, line));
   return element("button", { class: `part${chosen}`, type: "button", id: `part-${name}`, onclick: () => view.pickPart(name) }, name, ...lines);
+}
+
+/** What the model wrote without the guard and with it, with a mark where the guard took copies back. */
+function writtenSides(sides) {
+  const shown = sides.map(({ name, pieces, summary }) => {
+    const text = element("p", { class: "written" }, pieces[0]);
+    for (const piece of pieces.slice(1)) text.append(element("mark", {}, "copies taken back"), piece);
+    return element("section", {}, element("h2", {}, `The model ${name}`), text, element("p", { class: "soft" }, summary));
+  });
+  return [element("p", {}, "The model continues: ", element("q", {}, sides[0].prompt)), element("div", { class: "sides" }, ...shown)];
 }
 
 /** Whether the tour was shown in this browser; from then on it was. */

@@ -57,6 +57,23 @@ class ViewedText:
     spikes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Writing:
+    """What a model writes after a prompt.
+
+    Attributes:
+        name: "without the guard" or "with the guard".
+        prompt: The prompt.
+        pieces: The text; between two pieces, the guard took copies back.
+        summary: What the guard did.
+    """
+
+    name: str
+    prompt: str
+    pieces: tuple[str, ...]
+    summary: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelView(Result):
     """A model on texts that can be explored with the mouse or the keys.
@@ -71,6 +88,7 @@ class ModelView(Result):
         texts: The texts.
         circuit: Rows of the claims of `Circuit`, and of what each head keeps.
         circuit_sentence: The conclusion about the circuit.
+        generation: What the model writes without the guard and with it; empty if it was not asked.
     """
 
     kind = "view"
@@ -85,6 +103,7 @@ class ModelView(Result):
     texts: tuple[ViewedText, ...]
     circuit: tuple[dict[str, Any], ...] = ()
     circuit_sentence: str = ""
+    generation: tuple[Writing, ...] = ()
 
     def own_page(self) -> str:
         """The page in which it can be explored."""

@@ -1,4 +1,4 @@
-// A view of a model: tokens, heads, circuit, switches. Used by a page, a live page and a notebook.
+// A view of a model: tokens, heads, circuit, switches, generation. Used by a page, a live page and a notebook.
 
 const READS = 0.3; // share of its attention that a head gives to what it reads, as the sink rate has it
 
@@ -11,6 +11,7 @@ class View {
     this.beside = null;
     this.variant = "intact";
     this.running = 0;
+    this.tab = "text";
     this.colour = "norm";
     this.token = 0;
     this.query = null;
@@ -169,15 +170,19 @@ class View {
       this.sentence,
       this.switches(),
       ...(this.ask ? [this.status] : []),
+      this.tabs(),
       this.textPanel(),
+      element("div", { role: "tabpanel", id: "panel-generation", "aria-labelledby": "tab-generation" }),
     );
     this.redraw();
     this.showRunning();
+    this.selectTab(this.tab);
     const before = active && this.root.querySelector(`[id="${active}"]`);
     if (before) before.focus();
   }
 
   startTour() {
+    this.selectTab("text");
     tour(this);
   }
 
@@ -247,12 +252,52 @@ class View {
     return group;
   }
 
+  tabs() {
+    const list = element("div", { role: "tablist", "aria-label": "What is shown" });
+    for (const [name, words] of [["text", "Text"], ["generation", "Generation"]]) {
+      list.append(element("button", { role: "tab", type: "button", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: () => this.selectTab(name) }, words));
+    }
+    list.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
+      this.selectTab(this.tab === "text" ? "generation" : "text");
+      this.root.querySelector(`#tab-${this.tab}`).focus();
+    });
+    return list;
+  }
+
+  selectTab(name) {
+    this.tab = name;
+    for (const one of ["text", "generation"]) {
+      const tab = this.root.querySelector(`#tab-${one}`);
+      tab.setAttribute("aria-selected", one === name);
+      tab.tabIndex = one === name ? 0 : -1;
+      this.root.querySelector(`#panel-${one}`).hidden = one !== name;
+    }
+    if (name === "generation") this.drawGeneration();
+  }
+
+  /** Draw what the model writes; Python is asked for it when this is first shown. */
+  async drawGeneration() {
+    const panel = this.root.querySelector("#panel-generation");
+    if (this.data.generation.length) {
+      panel.replaceChildren(...writtenSides(this.data.generation));
+      return;
+    }
+    panel.replaceChildren(element("p", {}, this.ask ? "The model continues a story, without the guard and with it." : "This page was made without a generation."));
+    if (!this.ask || this.writing) return;
+    this.writing = true;
+    const answer = await this.request({ generation: true });
+    this.writing = false;
+    if (answer) this.data.generation = answer.result.generation;
+    if (answer && this.tab === "generation") this.drawGeneration();
+  }
+
   textPanel() {
     const [strips, heads, rows] = [new Strips(this), new Heads(this), new Rows(this)];
     this.parts = [strips, heads, rows];
     this.circuit = element("div", { class: "circuit" });
     const circuit = element("section", {}, element("h2", {}, "Circuit"), this.circuit);
-    return element("div", {},
+    return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
       this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit));
   }
 
