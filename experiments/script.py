@@ -38,7 +38,7 @@ def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
         main(**vars(words))
     except SinkscopeError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(2) from None
 
 
 def _names(one: Parameter, positional: bool) -> list[str]:

@@ -69,6 +69,7 @@ class Precision(Result):
         "place": "what stays exact",
         "left": "what stays of the divergence that rounding causes",
         "control": "the least that stays with as many random ones exact, over 3 draws",
+        "contrast": "that control",
     }
 
     costs: dict[str, float]
