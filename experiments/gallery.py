@@ -101,7 +101,7 @@ def _command(data: Row) -> str:
         words[0] = "sinkscope"
     kept: list[str] = []
     for i, word in enumerate(words):
-        if word not in (*_OUTPUTS, "--force") and not (i and words[i - 1] in _OUTPUTS):
+        if word not in _OUTPUTS and not (i and words[i - 1] in _OUTPUTS):
             kept.append(word)
     return shlex.join(kept)
 
