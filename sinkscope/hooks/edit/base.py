@@ -157,7 +157,7 @@ class Run:
     def summary(self) -> str:
         """What the interventions did, in one line."""
         sentences = [part.summary(self) for part in self.parts]
-        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
+        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing was logged."
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
