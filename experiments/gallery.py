@@ -32,7 +32,7 @@ the package, unless the command names another. Files and folders in a command ar
 site, a click on a picture opens it as an interactive figure. In a clone, `sinkscope report figures` makes one page of
 all results ([report](report.md)), and `python -m experiments.gallery` makes this page.
 """
-_OUTPUTS = ("--json", "--html", "--out", "--resume")
+_OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
 
 def entry(picture: Path) -> str:

@@ -94,7 +94,17 @@ class Tokens:
         return self.which
 
 
-Part = Neuron | Head | Component | Tokens
+@dataclass(frozen=True)
+class Lines:
+    """The heaviest lines of this kind in the attention of every head."""
+
+    kind: Literal["vertical", "slash"]
+
+    def __str__(self) -> str:
+        return f"the heaviest {self.kind} lines"
+
+
+Part = Neuron | Head | Component | Tokens | Lines
 Parts = tuple[Part, ...]
 
 
@@ -121,7 +131,7 @@ def removed(parts: Parts, edit: str = "", names: str = "") -> str:
         names: What they are called. Empty: it, or them.
     """
     it = names or ("them" if is_several(parts) else "it")
-    if not edit and all(isinstance(part, Neuron) or part == VALUE for part in parts):
+    if not edit and all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
         return f"without {it}"
     return f"with {it} {edit or 'replaced'}"
 

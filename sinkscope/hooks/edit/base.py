@@ -33,7 +33,7 @@ class Event:
         position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
         head: Query head; None if it does not belong to one.
-        kind: "patched", "ablated", "added", "rounded", "guard", "prefill".
+        kind: "patched", "ablated", "guard", "prefill".
         data: Details that depend on the kind, e.g. the neuron with its old and new value.
     """
 
@@ -157,7 +157,7 @@ class Run:
     def summary(self) -> str:
         """What the interventions did, in one line."""
         sentences = [part.summary(self) for part in self.parts]
-        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
+        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing was logged."
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""

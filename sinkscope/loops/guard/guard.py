@@ -36,10 +36,10 @@ ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
-    or three if some tokens differ. Where the caller can take tokens back (`sinkscope.loops.generate`, `Conversation`,
-    the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its
-    cache. For a while, a token that would prolong a repetition is then less likely, the less the longer the repetition.
+    The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and three copies. Where the
+    caller can take tokens back (`sinkscope.loops.generate`, `Conversation`, the command line), the output is cut after
+    the first copy; a plain `model.generate` only loses the copies from its cache. For a while, a token that would
+    prolong a repetition is then less likely, the less the longer the repetition.
     `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched. A call with several tokens is a new turn, where monitors start again. Each row is

@@ -69,7 +69,7 @@ class Precision(Result):
         "place": "what stays exact",
         "left": "what stays of the divergence that rounding causes",
         "control": "the least that stays with as many random ones exact, over 3 draws",
-        "contrast": "what the control is",
+        "contrast": "that control",
     }
 
     costs: dict[str, float]
