@@ -12,14 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sinkscope.hooks.trace.run import trace
 from sinkscope.models.grouped_heads import output_factors, per_query_head
 from sinkscope.models.target import Target
 from sinkscope.results.claims import NEEDED, NOTHING, Claim, Claims, Contrast, Outcome, Search
+from sinkscope.results.notation import count_of
 from sinkscope.results.parts import VALUE, Head
 from sinkscope.sinks.find.layer_scan import ordinary_position
 from sinkscope.sinks.find.left import INTACT, claim_of
 from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import Heads
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
@@ -55,10 +58,10 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
     """What each head that attends to a place writes by the value there, and a claim about the heads of each kind.
 
     Args:
-        target: The model. There is nothing if no module of it reads its heads side by side, or if it is a bridge.
+        target: The model. There is nothing if no module of it reads its heads side by side.
         survey: Where the sinks are. Learned sink logits have no value and are left out.
     """
-    if target.adapter.o is None or target.kind == "bridge":
+    if target.adapter.o is None:
         return (), ()
     values: list[HeadValue] = []
     claims: list[Claim] = []
@@ -72,15 +75,19 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
         texts = there.any(1).nonzero().flatten()[:TEXTS]
         beside = ordinary_position(survey.received.norms[max(heads)[0], texts], barred[texts])
         wheres = [there[texts], torch.nn.functional.one_hot(beside, ids.shape[1]).bool()]
-        read = _changes(target, ids[texts], wheres, ~barred[texts], heads)
+        read = _read(target, ids[texts], wheres, ~barred[texts], heads)
         groups: dict[str, list[int]] = {}
         for number, head in enumerate(heads):
-            values.append(HeadValue(Head(*head), place.words, *read[..., number].mean(1).tolist()))
+            change, _, control = read[..., number].mean(1).tolist()
+            values.append(HeadValue(Head(*head), place.words, change, control))
             groups.setdefault(values[-1].kind, []).append(number)
-        for numbers in groups.values():
-            change, control = read[..., numbers].clamp(max=1)
+        for kind, numbers in groups.items():
+            change, typical, control = read[..., numbers].clamp(max=1)
             other = Contrast("other", 1 - float(control.mean()), 1, "zeroed elsewhere")
-            effect = f"the output of {len(numbers)} of {len(heads)} heads that attend to {{}}"
+            if kind == "nop":  # these heads do not attend elsewhere, where zeroing would change nothing either
+                other = Contrast("other", 1 - float(typical.mean()), 1, "a typical value there")
+            some = f"{len(numbers)} of " if len(numbers) < len(heads) else ""
+            effect = f"the output of {some}{count_of(len(heads), 'head')} that attend to {{}}"
             attending = tuple(Head(*heads[number]) for number in numbers)
             outcome, search = Outcome("output", heads=attending, effect=effect), Search("heads", len(heads))
             left = 1 - change.mean(1)
@@ -88,13 +95,13 @@ def values_of(target: Target, survey: Survey) -> tuple[tuple[HeadValue, ...], Cl
     return tuple(values), tuple(claims)
 
 
-def _changes(target: Target, ids: Tensor, wheres: list[Tensor], typical: Tensor, heads: Heads) -> Tensor:
-    """The change of `HeadValue` by the value at some positions, by kind of positions, text and head.
+def _read(target: Target, ids: TokenRows, wheres: list[Tensor], typical: Tensor, heads: Heads) -> Tensor:
+    """The change of `HeadValue`, that by typical values in the same place, and the control, by text and head.
 
     Args:
         target: The model.
         ids: The texts.
-        wheres: The positions, each `[text pos]`.
+        wheres: The positions of the place and of the control, each `[text pos]`.
         typical: All ordinary positions.
         heads: The heads.
     """
@@ -103,23 +110,29 @@ def _changes(target: Target, ids: Tensor, wheres: list[Tensor], typical: Tensor,
         ways[layer] = output_factors(target, layer)
     found: dict[int, Tensor] = {}
 
-    def take(call: Attention, rows: Tensor) -> None:
-        value = target.shards.gather(call.value, target.n_kv_heads, 1)
+    def take(layer: int, value: Tensor, rows: Tensor) -> None:
+        value = target.shards.gather(value, target.n_kv_heads, 1)
         rows = target.shards.gather(rows, target.n_heads, 1).cpu()
-        written = per_query_head(value, target.n_heads).float().cpu() @ ways[call.layer]
-        found[call.layer] = torch.stack([_change(rows, written, where, typical) for where in wheres])
+        written = per_query_head(value, target.n_heads).float().cpu() @ ways[layer]
+        place, control = (_changes(rows, written, where, typical) for where in wheres)
+        found[layer] = torch.cat([place, control[:1]])
 
     def see(call: Attention) -> None:
         if call.layer in ways:
-            call.show(lambda _, rows: take(call, rows), by_mask=True, chunk=ids.shape[1])
+            call.show(lambda _, rows: take(call.layer, call.value, rows), by_mask=True, chunk=ids.shape[1])
 
-    with listening(target, see):
-        target.forward(ids, upto=max(ways))
+    if target.kind == "bridge":  # its values have a place of their own, and the tap does not see them
+        for layer in ways:
+            value, rows = trace(target, ids, [f"blocks.{layer}.attn.hook_{name}" for name in ("v", "pattern")]).values()
+            take(layer, value.transpose(1, 2), rows)
+    else:
+        with listening(target, see):
+            target.forward(ids, upto=max(ways))
     return torch.stack([found[layer][..., head] for layer, head in heads], 2)
 
 
-def _change(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Tensor:
-    """The change of `HeadValue` by the value at some positions, by text and head.
+def _changes(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Tensor:
+    """The change of `HeadValue` by the value at some positions, and that by typical values there, by text and head.
 
     The typical values are those of all `typical` positions of the text, one after another. Their mean alone would be
     too small a value, because the values of different tokens cancel.
@@ -141,5 +154,6 @@ def _change(rows: Tensor, written: Tensor, where: Tensor, typical: Tensor) -> Te
         return (output.square() * later).sum((2, 3))
 
     own, rest = to_place @ written, (rows - to_place) @ written
-    total = square(rest + attention * mean) + square(attention * around)
-    return (square(own) / total).sqrt().nan_to_num()
+    spread = square(attention * around)  # of typical values around their mean
+    total = square(rest + attention * mean) + spread
+    return torch.stack([square(own) / total, (square(attention * mean) + spread) / total]).sqrt().nan_to_num()
