@@ -128,6 +128,10 @@ class Claim:
     margin: float | None = None
     edit: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.subject or self.draws < 1 or len(self.contrasts) < 2:
+            raise ValueError("a claim needs a subject, at least one draw, and two contrasts")
+
     @property
     def verdict(self) -> Verdict:
         """What the values show, from the value with its margin against every contrast."""

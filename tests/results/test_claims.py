@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from conclusion_kit import contradictions
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +75,10 @@ def test_opposite_verdicts_about_the_same_are_contradictions():
 def test_a_share_and_its_control_are_told_apart_unless_they_are_the_same(share, control):
     texts = percent_pair(share, control)
     assert texts[0] != texts[1] or abs(share - control) < 2e-3
+
+
+@pytest.mark.parametrize("change", [{"subject": ()}, {"contrasts": (Contrast("intact", 1.0),)}, {"draws": 0}])
+def test_a_claim_needs_a_subject_draws_and_two_contrasts(change):
+    whole = vars(claim(0.1, 1.0, 0.9))
+    with pytest.raises(ValueError, match="needs a subject"):
+        Claim(**{**whole, **change})
