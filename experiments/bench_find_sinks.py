@@ -7,7 +7,7 @@ Rows:
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
   keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs:
-  typical text, the copies and their two contrasts, and 22 short rows under edits.
+  typical text, the copies, a row of other tokens with one copy at its end, and 22 short rows under edits.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
@@ -146,7 +146,7 @@ def plain_arm(folder: str) -> Row:
 
         forward(4, 64, last)  # typical text
         forward(1, REPEATS + 1, layer)  # repetitions
-        forward(2, REPEATS + 1, layer)  # their contrasts: one copy at the position of the last, and other tokens
+        forward(1, 3 * REPEATS // 4 + 1, layer)  # the contrasts: other tokens, and one copy behind them
         forward(22, 32, last)  # the ablated text, 20 random sets, and all candidates
         return {"layers_read": last + 1}
 
