@@ -33,7 +33,7 @@ class Event:
         position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
         head: Query head; None if it does not belong to one.
-        kind: "patched", "ablated", "added", "rounded", "guard", "prefill".
+        kind: "patched", "ablated", "guard", "prefill".
         data: Details that depend on the kind, e.g. the neuron with its old and new value.
     """
 
