@@ -39,6 +39,7 @@ from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
+NO_HEAD = "No head marks the first token"
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 
 
@@ -249,8 +250,8 @@ def with_heads(
     random = others.argsort(-1).argsort(-1) < size[..., None]
     compared = ((size > 0) & (2 * size <= len(heads)))[:, 0]  # with as many others
     if not bool(compared.any()):
-        left = float(without[:, 0].mean())
-        return replace(found, instead=f"No head marks the first token: without all, {left:.0%} of the mark stays.")
+        why = "Most heads mark the first token, so not as many others are left to compare" if size.any() else NO_HEAD
+        return replace(found, instead=f"{why}: without all, {float(without[:, 0].mean()):.0%} of the mark stays.")
     left = kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
     control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
     marking = tuple(compress(heads, serves[compared].any(0).tolist()))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from intervention_kit import count_hooks
 from organisms import Organism, organism
+from organisms.decoders import decoder
 from raw_kit import blocks
 from refusals import refused
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
@@ -80,6 +81,25 @@ def test_padding_and_other_rows_make_no_difference():
             alone = torch.cat([o.model(row[None]).logits for row in ids])
             batch = o.model(padded, attention_mask=mask).logits[:, 4:]
         assert divergence(alone.log_softmax(-1), batch.log_softmax(-1)).max() < 2e-5
+
+
+def test_without_positions_no_token_stays_exact():
+    """None is every token for other edits; here it names none that stays exact, and the run says that it acted."""
+    model, ids = model_of("llama").model, ids_of("llama")
+    with torch.no_grad(), Quantize(kv=4).on(model):
+        want = model(ids).logits
+    with torch.no_grad(), Quantize(kv=4, positions=None).on(model) as run:
+        assert torch.equal(model(ids).logits, want)
+    assert run.summary() == "Quantize acted in 1 call."
+
+
+def test_layers_without_an_mlp_are_rounded():
+    """Of the four layers, two have no MLP, and layer 1 is a mixture."""
+    model, ids = decoder("nemotron_h"), torch.tensor([[1, 5, 6, 7]])
+    with torch.no_grad():
+        plain = model(ids).logits
+        with Quantize(activations=4, layers=[1]).on(model):
+            assert (model(ids).logits - plain).abs().max() > 1e-3
 
 
 # --- with others, and what it says -----------------------------------------------------------------------------------

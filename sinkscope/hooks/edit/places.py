@@ -18,6 +18,7 @@ from sinkscope.hooks.edit.positions import Call, Memory
 from sinkscope.hooks.edit.sites import NeuronGroup
 from sinkscope.models.hooks import Hook, beside, on_hidden, on_input
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of
 
 Edit = Callable[[Tensor], Tensor | None]
 """Gives new values `[... d]` for those that pass a place, or None to leave them."""
@@ -118,6 +119,12 @@ class PlacedEdit(Intervention):
     @abstractmethod
     def edited(self, values: Values) -> Float[Tensor, "batch pos *d"]:
         """The values that replace `values.old`."""
+
+    def summary(self, run: Run) -> str:
+        """What was done; an edit that logs no events counts calls."""
+        if self.KIND or not run.passes:
+            return super().summary(run)
+        return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."
 
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the modules beside which the values pass."""

@@ -54,7 +54,7 @@ class Quantize(PlacedEdit):
         scale: "token": each token has a scale of its own. "tensor": the tokens of a row share the scale of the largest
             value of the row so far, which a sink token may set for all.
         positions: Tokens that stay exact and set no scale, counted from each row's first real token: "first", a number,
-            several numbers, or a slice, such as `slice(0, 4)`.
+            several numbers, or a slice, such as `slice(0, 4)`. None: none.
         places: The same for single rows: pairs of a row of the batch and a position.
         neurons: Neurons whose values, as inputs of the down projection, stay exact and set no scale: (layer, neuron) or
             "L1.N338".
@@ -78,7 +78,8 @@ class Quantize(PlacedEdit):
     layers: Sequence[Whole] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "positions", checked_positions(self.positions))
+        positions = checked_positions(self.positions)
+        object.__setattr__(self, "positions", () if positions is None else positions)
         object.__setattr__(self, "neurons", tuple(map(site_of, listed("neurons", self.neurons))))
         for name, kind in (("places", tuple[tuple[Whole, Whole], ...]), ("layers", tuple[Whole, ...])):
             object.__setattr__(self, name, checked_value(kind, getattr(self, name), name))
@@ -100,7 +101,7 @@ class Quantize(PlacedEdit):
                 continue
             if self.activations is not None:
                 _refuse_experts(target, layer)
-                down = target.sub(layer, "down")
+                down = target.sub(layer, "down") if target.has_part(layer, "down") else None
                 for module in block.modules():
                     if isinstance(module, nn.Linear | Conv1D):
                         is_down = module is getattr(down, "original_component", down)  # also below a bridge's wrapper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -11,7 +10,6 @@ import plotly.express as px
 import plotly.graph_objects as go
 from pydantic import Field
 
-from sinkscope.errors import SinkscopeWarning
 from sinkscope.measure import Option, Result, Setup, Whole, measurement
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Head
@@ -113,9 +111,7 @@ def attack(
         return ClusterAttack(clusters=clusters, instead=why)
     result = ClusterAttack(clusters=clusters, claims=claims)
     if sequences:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SinkscopeWarning)  # that Listing 1 spreads the sink is measured here
-            tries = Attack(setup, made.scan, attack_patches(setup))
-            attempts, claim = attempts_of(tries, clusters, lengths, sequences)
+        tries = Attack(setup, made.scan, attack_patches(setup))
+        attempts, claim = attempts_of(tries, clusters, lengths, sequences)
         result = replace(result, attempts=attempts, claims=(claim, *claims))
     return result

@@ -203,10 +203,9 @@ def patch_make(
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
-    The neurons are the smallest causal set of `find_sinks`, and others that repetition trips. With them patched, the
-    norm of repeated words must not stand out after any later layer, and the perplexity of held-out text must not rise;
-    the same is measured with random neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
-    hand.)
+    The neurons are the smallest causal set of `find_sinks`. With them patched, the norm of repeated words must not
+    stand out after any later layer, and the perplexity of held-out text must not rise; the same is measured with random
+    neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.

@@ -17,7 +17,7 @@ from sinkscope.sinks.repetition.result import Repeat, What
 from sinkscope.sinks.repetition.sweep import sweep_of
 
 EVERY_TOKEN = ["all"]
-OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all"}
+OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all", "resume": "--tokens all"}
 """What an option belongs to."""
 
 
@@ -30,7 +30,7 @@ def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) ->
     what = "--tokens all" if list(tokens or ()) == EVERY_TOKEN else f"--read {read}"
     for name, own in OWN.items():
         if options[name] and what != own:
-            raise SinkscopeError(f"--{name} belongs to {own}: leave it out, or ask for that")
+            raise SinkscopeError(f"--{name} belongs to {own}, and not to {what}: leave it out, or ask for that")
     if what == "--tokens all" and (read != "norm" or options["prefix"]):
         raise SinkscopeError("--tokens all belongs to --read norm without --prefix: leave it out, or ask for that")
 
