@@ -14,7 +14,7 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
-from sinkscope.files.output import check_output, check_writable, read_text, write_output
+from sinkscope.files.output import check_output, check_writable, is_device, read_text, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
@@ -191,13 +191,21 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
+        targets: list[Path] = []
         for one in OUTPUTS:
             path = files.get(one.name)
-            if path is not None and (path != "-" or "-" not in one.metavar):
-                check_output(path, self.kinds)
+            if path == "-":
+                targets.append(Path(path))
+                if "-" not in one.metavar:
+                    raise SinkscopeError(f"--{one.name} -: a page is not printed; give the name of a file")
+            elif path is not None:
+                targets.append(check_output(path, self.kinds))
         for one in self.parameters.values():
             if one.option.writes and one.name in arguments:
-                check_writable(str(arguments[one.name]), folder=True)
+                targets.append(check_writable(str(arguments[one.name]), folder=True))
+        for target in targets:
+            if targets.count(target) > 1 and not is_device(target):
+                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
     def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""

@@ -69,6 +69,8 @@ def check_loops(
     monitor = MonitorSettings.variant(variant, **data)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if proxy is not None:
+        if file is not None or follow:
+            raise SinkscopeError("FILE and --follow have no effect with --proxy: leave them out")
         return _proxy(proxy, monitor, host, port)
     name = "standard input" if file in (None, "-") else Path(file).name
     if follow:

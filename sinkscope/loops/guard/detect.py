@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
@@ -143,7 +143,7 @@ class LoopReporter(LogitsProcessor):
 
     Args:
         eos_token_id: Id or ids that end a row, as in `model.generation_config.eos_token_id`. A different padding id may
-            be included.
+            be included; -1 if nothing ends a row.
         settings: Settings of the monitor. By default it finds three copies of anything.
         stop: Whether a row that loops is ended: the first id of `eos_token_id` is then its next token. Otherwise
             no logit changes.
@@ -160,9 +160,11 @@ class LoopReporter(LogitsProcessor):
     """
 
     def __init__(
-        self, eos_token_id: int | Sequence[int], settings: MonitorSettings | None = None, *, stop: bool = False
+        self, eos_token_id: int | Sequence[int] | None, settings: MonitorSettings | None = None, *, stop: bool = False
     ) -> None:
-        self._ends: list[int] = torch.tensor(eos_token_id).reshape(-1).tolist()
+        self._ends: list[int] = [] if eos_token_id is None else torch.tensor(eos_token_id).reshape(-1).tolist()
+        if not self._ends:
+            raise SinkscopeError("no eos_token_id: give the id that ends a row, or -1 if none does")
         self._monitor = monitors(settings or MonitorSettings())
         self._stop = stop
         self._rows: list[WatchedRow] = []

@@ -23,6 +23,7 @@ from sinkscope.results.notation import count_of
 Verdict = Literal["loops", "looped", "suspicious", "clean"]
 SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
+KEPT_VERDICTS = 64  # of a stream that is followed
 SHOWN_TOKENS = 60  # of a loop without an exact period
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
 _EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
@@ -177,7 +178,7 @@ class Watch:
 
     Attributes:
         open: Outputs that have not ended, by name.
-        checked: Verdicts on those that have.
+        checked: Verdicts on those that have; of a stream, whose end may never come, the latest.
         skipped: Number of lines that could not be read, and of an end that broke off.
 
     Args:
@@ -219,6 +220,8 @@ class Watch:
         try:
             for piece in _pieces(source, form, name, skip, strict):
                 yield from self.take(piece)
+                if not strict:
+                    del self.checked[:-KEPT_VERDICTS]
         except UnicodeDecodeError:
             skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
         except OSError as error:
@@ -252,7 +255,12 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         data = start or source.read1(1 << 16)
         while data:
-            text = decoder.decode(data)
+            try:
+                text = decoder.decode(data)
+            except UnicodeDecodeError as error:
+                if error.start:  # text before bytes that are no UTF-8 counts
+                    yield Piece(name, text=error.object[: error.start].decode())
+                raise
             if text:
                 yield Piece(name, text=text)
             data = source.read1(1 << 16)
