@@ -28,7 +28,6 @@ class Usage:
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
         mean_read: For each row, number of tokens that a decoding step attended to, its own included, averaged over
             steps, layers and kv heads. Empty if nobody asked for it (`Session.count_reads`), or there was no step.
-        in_parts: Whether a step worked on a copy of chosen tokens.
     """
 
     calls: int
@@ -38,7 +37,6 @@ class Usage:
     physical_bytes: int
     read_tokens: int
     mean_read: list[float]
-    in_parts: bool = False
 
 
 class HeldInCall(NamedTuple):
@@ -66,7 +64,6 @@ class Meter:
 
     def __init__(self) -> None:
         self.calls: list[HeldInCall] = []
-        self._in_parts = False
         self._slot_bytes: list[int] = []
         self._heads = 1  # kv heads of a layer that are here
 
@@ -90,7 +87,6 @@ class Meter:
             if kv.aside is not None:  # the layer is a copy of a part, which is only allocated
                 here = _held(kv.aside, first) + kv.seen - kv.aside.seen
                 allocated += allocated_slots(kv.aside) * slot_bytes
-                self._in_parts = True
             held = held + here
         rows = first.keys.shape[0]
         self.calls.append(HeldInCall(rows, first.seen, held, read, counts_read, rows * allocated))
@@ -120,7 +116,6 @@ class Meter:
             physical_bytes=max(call.bytes for call in calls) * processes,
             read_tokens=max(call.seen for call in calls),
             mean_read=read[steps].mean(0).tolist() if any(steps) else [],
-            in_parts=self._in_parts,
         )
 
 

@@ -16,7 +16,6 @@ from sinkscope.results.tables import long_table as long_table
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", RED)
-BAND = "rgba(140,140,140,0.25)"
 PIXELS_PER_CHARACTER = 7.7
 LINE_OF_TITLE = 18
 """Pixels."""

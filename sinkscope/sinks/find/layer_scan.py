@@ -104,7 +104,7 @@ class LayerScan:
         if self.beside is not None:
             return self.beside.shared_dims
         whole = torch.stack([layer.norms for layer in self.layers])
-        if bool(stands_out(self.middle(whole), typical_quantiles(whole)[1]).any()):
+        if bool(stands_out(self.middle(whole), typical_norms(whole)).any()):
             return []
         massive = []
         for layer in self.layers:
@@ -130,7 +130,7 @@ class LayerScan:
     @cached_property
     def typical_norm(self) -> list[float]:
         """Median norm of later positions after each layer."""
-        return typical_quantiles(self.typical.norms[: len(self.layers)])[1].tolist()
+        return typical_norms(self.typical.norms[: len(self.layers)]).tolist()
 
     @cached_property
     def ratios(self) -> Float[Tensor, " layer"]:
@@ -244,9 +244,9 @@ class LayerScan:
         return replace(scan, beside=self.typical)
 
 
-def typical_quantiles(norms: Norms) -> Float[Tensor, "quantile layer"]:
-    """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
-    return norms[:, :, 1:].flatten(1).quantile(torch.tensor([0.05, 0.5, 0.95]), 1)
+def typical_norms(norms: Norms) -> Float[Tensor, " layer"]:
+    """The median norm at later positions after each layer."""
+    return norms[:, :, 1:].flatten(1).quantile(0.5, 1)
 
 
 def _sample(values: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "place d_model"]:

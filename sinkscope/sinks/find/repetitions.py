@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -157,14 +156,15 @@ def repetition_spike(
     rows = repeated([before], [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
-    reading: dict[str, Any] = {
-        "at": torch.tensor([copies]),
-        "source": torch.tensor([0]),
-        "upto": layer,
-        "without": scan.shared_dims,
-    }
-    edits = [neurons, *drawn] if neurons else []
-    trial = Trial(rows, edits, entering=entered.before(token.id, copies + 1), **reading)
+    trial = Trial(
+        rows,
+        [neurons, *drawn] if neurons else [],
+        at=torch.tensor([copies]),
+        source=torch.tensor([0]),
+        upto=layer,
+        without=scan.shared_dims,
+        entering=entered.before(token.id, copies + 1),
+    )
     (read,) = side_by_side(scan.target, [trial])
     edited = read.norms[..., layer]
     intact = edited[0]

@@ -88,7 +88,8 @@ def _needs(effect: PositionEffect, makers: Parts) -> list[Parts]:
     needs: list[Parts] = [()] * len(effect.heads)
     few = effect.in_texts(COMPONENT_TEXTS)
     if makers:
-        lost = few.lost([makers, *one_by_one(makers)]) >= NEEDED
+        members = one_by_one(makers) if len(makers) > 1 else []
+        lost = few.lost([makers, *members]) >= NEEDED
         for head in lost[0].nonzero().flatten().tolist():
             alone = lost[1:, head].nonzero().flatten().tolist()
             needs[head] = (makers[alone[0]],) if len(alone) == 1 else makers

@@ -95,17 +95,3 @@ def attention_from(
             target.forward(rows)
         received.append(total)
     return torch.cat(received)
-
-
-def attention_to_first(target: Target, rows: TokenRows, size: int) -> Float[Tensor, " layer"]:
-    """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks.
-
-    Args:
-        target: The model.
-        rows: The sequences.
-        size: Sequences per pass.
-    """
-    half = rows.shape[1] // 2
-    first = torch.zeros(*rows.shape, 1)
-    first[:, 0] = 1
-    return attention_from(target, rows, first, half, size)[:, 0].double().mean(0) / (rows.shape[1] - half)
