@@ -18,8 +18,9 @@ from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, sh
 from sinkscope.tap.stock import stock_attention, stock_name
 from sinkscope.tap.view import View
 
-CHUNK = 256
-"""Queries whose rows are built at a time, if a handler does not say another number."""
+_CHUNK = 256  # queries whose rows are built at a time at most, if a handler does not say another number
+_CELLS = {"cpu": 2**21}  # of these rows: where they take more, each chunk is memory that is new, which takes time
+_CELLS_ELSEWHERE = 2**26
 _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
 Output = tuple[Tensor, Tensor | None]
@@ -29,16 +30,11 @@ RowsFunction = Callable[[int, Tensor], None]
 
 
 class _RowRange(NamedTuple):
-    """Which rows a listener asked for: from which query on, how many at a time, by mask or by view."""
+    """Which rows a listener asked for: from which query on, how many at a time if it says so, by mask or by view."""
 
     first: int
-    chunk: int
+    chunk: int | None
     by_mask: bool
-
-    def parts(self, queries: int) -> list[slice]:
-        """The chunks of a call with this many queries."""
-        starts = range(self.first, queries, self.chunk)
-        return [slice(start, min(start + self.chunk, queries)) for start in starts]
 
 
 @dataclass(eq=False)
@@ -155,14 +151,14 @@ class Attention:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
         return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks, bias=self.bias)
 
-    def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
+    def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
         """Show rows to `fn`, one chunk of queries at a time.
 
         Args:
             fn: Called with the index of the first query, and rows.
             by_mask: Compute rows under the mask; otherwise by `view`. If tokens were evicted, always by `view`.
             first: Index of the first query to show.
-            chunk: Number of queries at a time.
+            chunk: Number of queries at a time; None for what is fast.
         """
         if self.is_repeated:  # these rows were shown just before
             return
@@ -195,7 +191,7 @@ class Attention:
             return self.stock(self.mask)
         output, weights = self._attended()
         for rows_range, listeners in self._listeners.items():
-            for part in rows_range.parts(self.queries):
+            for part in self._parts(rows_range):
                 _tell(listeners, part.start, self._rows(part, rows_range.by_mask))
         return output, weights
 
@@ -216,14 +212,24 @@ class Attention:
         if not self._needs_eager:
             return self._by(sdpa_attention(), self.query, self.mask)[0], None
         from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.by_mask]
-        whole = next(iter(from_first), _RowRange(0, CHUNK, True))
+        whole = next(iter(from_first), _RowRange(0, None, True))
         listeners = self._listeners.pop(whole, [])
         outputs = list[Tensor]()
-        for part in whole.parts(self.queries):
+        for part in self._parts(whole):
             rows = self._rows(part, True)
             _tell(listeners, part.start, rows)
             outputs.append(self._weighted(rows))
         return torch.cat(outputs, 1), None
+
+    def _parts(self, rows: _RowRange) -> list[slice]:
+        """The queries whose rows are built at a time."""
+        chunk = rows.chunk
+        if chunk is None:
+            batch, heads = self.query.shape[:2]
+            cells = _CELLS.get(self.query.device.type, _CELLS_ELSEWHERE)
+            chunk = min(_CHUNK, max(16, cells // (batch * heads * self.key.shape[2])))
+        starts = range(rows.first, self.queries, chunk)
+        return [slice(start, min(start + chunk, self.queries)) for start in starts]
 
     def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
         return own(self.module, query, self.key, self.value, mask, **self.settings)
