@@ -7,7 +7,7 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,9 +27,9 @@ from sinkscope.kv.owners import own_model
 from sinkscope.kv.policy_checks import unseen_queries, warn_of_idle
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
-from sinkscope.models.call_cache import by_name, with_cache
-from sinkscope.models.following import following
-from sinkscope.models.hooks import Args, Kwargs
+from sinkscope.models.call_cache import with_cache
+from sinkscope.models.following import Following
+from sinkscope.models.hooks import Kwargs
 from sinkscope.tap.internals import following_generate
 from sinkscope.tap.tap import tapped
 
@@ -66,7 +66,6 @@ class Session:
         self.generation = Generation(self._before_decode)
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.push(self._warn_of_idle_policy)
-        run.stack.enter_context(following([target.base], self._follow))
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue
@@ -161,18 +160,15 @@ class Session:
 
     # What the model calls ---------------------------------------------------------------------------------------
 
-    def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Generator[tuple[Args, Kwargs]]:
-        """Follow a forward call, in the order in which all come to act; yields its arguments for the model to run.
+    def follow(self, call: Call, module: nn.Module, kwargs: Kwargs) -> Following:
+        """Follow a forward call, in the order in which all come to act; its arguments are given by name.
 
         The cache is taken over; policies and guards act on it (`before_decode`); the model runs, in every layer of
         which `CacheLayer.update` appends the new tokens and the tap shows the attention to `AttentionWatch.see`, which
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
-        now, call, watching = self.now, self.run.call, self.watching
-        if call is None:
-            return
-        kwargs = by_name(module, args, kwargs)
+        now, watching = self.now, self.watching
         check_attention(self.target, self._config)
         cache = used_cache(kwargs, self.target, is_watched=bool(watching.watchers))
         layers = list[CacheLayer]()
@@ -195,13 +191,14 @@ class Session:
             COLUMNS.set(call.tokens)
             with watching.handler(call, layers, self._configs):
                 try:
-                    yield (), kwargs
+                    output = yield (), kwargs
                 finally:  # layers that ran before an interruption hold the new tokens already
                     watching.show_joined()
             if layers and now.state is not None:
                 for act in self._after_call:
                     act(Moment(cache, layers, call, now.state, prefill_ended=False))
                 now.state.meter.note(layers, self._counts_reads and not now.state.prefilling)
+            return output
         finally:
             vars(now).clear()
             COLUMNS.set(None)

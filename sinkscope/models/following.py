@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import nn
 
 from sinkscope.models.hooks import Args, Kwargs
 
-Follow = Callable[[nn.Module, Args, Kwargs], Generator[tuple[Args, Kwargs]]]
-"""Called with a module and the arguments of its call; yields once, the arguments with which the module is to run."""
+Following = Generator[tuple[Args, Kwargs], Any]
+"""Yields once: gives the arguments with which a module is to run, and takes its output."""
+Follow = Callable[[nn.Module, Args, Kwargs], Following]
+"""Called with a module and the arguments of its call."""
 
 
 @contextmanager
@@ -39,8 +41,10 @@ def following(modules: Iterable[nn.Module], follow: Follow) -> Iterator[None]:
         return given
 
     def end(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        if output is not None and "generator" in vars(now):
-            next(now.generator, None)
+        generator = vars(now).get("generator")
+        if output is not None and generator is not None:
+            with suppress(StopIteration):
+                generator.send(output)
         leave()
 
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ that it does to them is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.following import following
+from sinkscope.models.following import Following, following
 from sinkscope.models.hooks import Args, Kwargs, hidden_of
 from sinkscope.tap.own_attention import OwnAttention
 
@@ -138,7 +138,7 @@ def reading(
     """
     layers = {module: layer for layer, module in modules.items()}
 
-    def follow(module: nn.Module, args: Args, kwargs: Kwargs) -> Generator[tuple[Args, Kwargs]]:
+    def follow(module: nn.Module, args: Args, kwargs: Kwargs) -> Following:
         sees, unmasks = wanted()
         if not sees or _READS.get():  # a model may be tapped several times
             return

@@ -16,7 +16,8 @@ from torch import nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import Call, Tracker
 from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
-from sinkscope.models.hooks import Hook
+from sinkscope.models.following import Following, following
+from sinkscope.models.hooks import Args, Hook, Kwargs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
@@ -134,10 +135,6 @@ class Run:
             )
         return getattr(self._local, "call", None)
 
-    @call.setter
-    def call(self, call: Call | None) -> None:
-        self._local.call = call
-
     @property
     def events(self) -> list[Event]:
         """Events so far, in order. Reading them waits for the device once.
@@ -183,10 +180,10 @@ class Run:
         """Follow the forward calls of the model: `call` is set while one runs."""
         if self.target.kind == "bridge":
             self.hook(*bridge_hooks(self.target.hf))
-        self.hook((self.target.base, "pre", self._begin), (self.target.base, "always", self._end))
+        self.stack.enter_context(following([self.target.base], self._follow))
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call = None
+    def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Following:
+        """Follow a forward call: `call` is set while it runs, and a session acts on its cache."""
         if not _acts(self):
             return
         given = by_name(module, args, kwargs)
@@ -198,15 +195,17 @@ class Run:
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        self.call = call
-
-    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        call = self.call
-        vars(self._local).clear()
-        if call is not None and output is not None:
-            self.passes += 1
-            if call.past == 0:  # else the cache was given, and is bound
-                self.tracker.bind(call.sequence, cache_in(output))
+        self._local.call = call
+        try:
+            if self.session is None:
+                output = yield args, kwargs
+            else:
+                output = yield from self.session.follow(call, module, given)
+        finally:
+            vars(self._local).clear()
+        self.passes += 1
+        if call.past == 0:  # else the cache was given, and is bound
+            self.tracker.bind(call.sequence, cache_in(output))
 
 
 def _no_packed_rows(target: Target) -> UnsupportedError:
