@@ -71,7 +71,7 @@ class LayerMoment:
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
         length = self.moment.call.before.to(self.kv.keys.device)
-        return length.repeat(len(self.kv.pos) // len(length))  # more than once where layers are joined
+        return length.repeat(self.kv.pos.shape[0] // length.shape[0])  # more than once where layers are joined
 
 
 @dataclass(frozen=True, kw_only=True)

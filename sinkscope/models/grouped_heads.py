@@ -68,14 +68,14 @@ def in_groups(
     """
     # Without einops, because this runs in every layer for every generated token, where it costs a tenth:
     # "batch (kv_head group) query width -> batch kv_head (group query) width"
-    return by_head.reshape(len(by_head), kv_heads, -1, by_head.shape[-1])
+    return by_head.reshape(by_head.shape[0], kv_heads, -1, by_head.shape[-1])
 
 
 def beside_keys(
     by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
 ) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
     """As `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
-    return by_head.reshape(len(by_head) * kv_heads, -1, by_head.shape[-1])  # in one step, as each costs time
+    return by_head.reshape(by_head.shape[0] * kv_heads, -1, by_head.shape[-1])  # in one step, as each costs time
 
 
 def by_query_head(
