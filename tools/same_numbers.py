@@ -43,7 +43,6 @@ COMMANDS = {
     "repeat-ablate": "repeat --ablate --max-repeats 256 {all}",
     "repeat-attention": "repeat --read attention --max-repeats 256 {all}",
     "repeat-distance": "repeat --read distance --max-repeats 256 {model} {json}",
-    "repeat-distance-all-layers": "repeat --read distance --all-layers --max-repeats 32 {model} {json}",
     "repeat-probability": "repeat --read probability --max-repeats 256 {all}",
     "repeat-all": "repeat --tokens all --sample 64 --max-repeats 256 {all}",
     "circuit": "circuit --max-repeats 256 {all}",
@@ -68,7 +67,6 @@ ONCE = {  # these measure no model, or the recall model of the package
     "bench-recall": "bench --task recall --out recall --methods full,streaming:0.25,h2o:0.25,loopserve:0.25",
     "bench-recall-table": "bench table recall {json}",
     "loops": "loops {inputs}/outputs.jsonl {json}",
-    "models": "models {json}",
 }
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 Only = Annotated[str, typer.Option(help="Only the results whose names begin so: a command, such as patch.")]
