@@ -35,3 +35,24 @@ def test_embeddings_in_place_of_ids_and_no_mask():
         stock = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
         with (Full() | Observe(ignore)).on(model):
             close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, stock)
+
+
+def test_the_rows_of_a_long_prompt_come_in_parts():
+    """Each query once, in the order of the text, as many at a time as the number of keys allows."""
+    model = model_of("llama", max_position_embeddings=3000)
+    ids, mask = prompts([3000])
+    heads = model.config.num_attention_heads
+    parts: list[tuple[int, int, torch.Tensor]] = []
+
+    def keep(rows: AttentionRows):
+        parts.append((rows.first, rows.probs.shape[2], rows.probs.sum(2)))
+
+    with torch.no_grad(), Observe(keep, layers=[0]).on(model):
+        model(input_ids=ids, attention_mask=mask)
+    sizes = [size for _, size, _ in parts]
+    assert [first for first, _, _ in parts] == [sum(sizes[:n]) for n in range(len(parts))] and sum(sizes) == 3000
+    assert max(sizes) < 256 and max(sizes) * heads * 3000 <= 2**21
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        stock = model(input_ids=ids, attention_mask=mask, output_attentions=True).attentions[0]
+    close(sum(received for _, _, received in parts), stock.sum(2))
