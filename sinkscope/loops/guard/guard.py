@@ -117,10 +117,9 @@ class LoopGuard(Intervention):
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
-        settings: dict[str, Any] = {"relapse": self.window}
-        if self.variant == "repeats":
-            settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
-        settings |= self.monitor
+        settings = dict(self.monitor)
+        if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
+            settings.setdefault("cooldown", 8)
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
@@ -242,6 +241,8 @@ class Guarding:
             alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
         if alarms:
             self._cut(moment, rows, alarms)
+        if not self.guard.penalty:
+            return
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
                 row.steering.steer(logits[number], row.ids, rows.ends)
@@ -343,11 +344,9 @@ class Guarding:
         retention = self.guard.retention(row.prompt, self.session.anchors)
         ids, length = row.ids, row.length
         begin, period = _repetition(row, retention)
-        level = row.monitor.last.level
-        if self.guard.penalty:
-            if row.steering is None:
-                row.steering = Steering(self.guard.penalty, words=self.words)
-            level = row.steering.act(ids, taken_back, now, self.guard.window)
+        if row.steering is None:
+            row.steering = Steering(self.guard.penalty, words=self.words)
+        level = row.steering.act(ids, taken_back, now, self.guard.window)
         end = length
         if taken_back:
             begin = length - taken_back

@@ -142,7 +142,7 @@ class Stream:
             self._detected = step.step
         if step.step > self._quiet_until:
             yield Alarm(name, step.step, tail, self._copy(tail, step.step))
-        self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+        self._quiet_until = step.step + self.monitor.settings.window  # a loop that goes on is reported once
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
