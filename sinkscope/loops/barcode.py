@@ -223,7 +223,6 @@ def barcode(
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
     max_new_tokens: Natural | None = None,
     heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
-    control: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
 
@@ -238,7 +237,6 @@ def barcode(
         ids: A complete sequence to measure instead of generating one.
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
         heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
-        control: Ids of the ordinary text to compare with. By default typical text.
 
     Example:
         sinkscope barcode --html barcode.html
@@ -256,7 +254,8 @@ def barcode(
     late = (begin + length - 1) // 2  # numbers of heads are means from here on
     rows = min(length - prompt_tokens, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
     recorded: list[dict[int, HeadTracks]] = []
-    for text in (own_ids, _control(setup, control, length)):
+    ordinary: list[int] = text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
+    for text in (own_ids, ordinary):
         setup.progress("texts", len(recorded), 2)
         suffix = max(SUFFIX, 3 * shift)
         tracks = {layer: HeadTracks(setup.n_heads, length, rows, shift, suffix) for layer in wanted}
@@ -312,15 +311,6 @@ def _shown(tracks: dict[int, HeadTracks], heads: list[Head]) -> Float[np.ndarray
     """The pictures of some heads, in thousandths."""
     pictures = torch.stack([torch.cat(tracks[layer].pictures, 1)[head] for layer, head in heads])
     return np.round(pictures.double().numpy(), 3)
-
-
-def _control(setup: Setup, control: Sequence[int] | None, length: int) -> list[int]:
-    if control is None:
-        return text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
-    ids = read_row(setup.target, control)
-    if len(ids) < length:
-        raise SinkscopeError(f"a control of {len(ids)} ids: expected {length}, as many as the sequence has")
-    return ids[:length]
 
 
 def _most_changed(gain: Float[np.ndarray, "layer head"], layers: list[int]) -> list[Head]:
