@@ -21,7 +21,7 @@ from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
+from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import Words, words_of
@@ -138,10 +138,9 @@ class LoopGuard(Intervention):
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         anchors = max(self.first_tokens(budget), min(first, budget - 1))
         if budget <= anchors:
-            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {count_of(prompt, 'token')})"
             raise SinkscopeError(
                 f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
-                f"{anchors + 1}; raise the budget or keep fewer anchors{share}"
+                f"{anchors + 1}; raise the budget or keep fewer anchors"
             )
         return Retention(budget, anchors, self.window if self.recent_window else None)
 
@@ -217,7 +216,7 @@ class Guarding:
     @cached_property
     def words(self) -> Words | None:
         """Where words begin; not known to the paper's guard, and without a tokenizer."""
-        if not self.guard.penalty and not self.guard.rewind:
+        if not self.guard.penalty:
             return None
         return words_of(self.run.target.available_tokenizer)
 
@@ -269,7 +268,7 @@ class Guarding:
         for row_ids, row_index in zip(ids, moment.call.index.to(ids.device), strict=True):
             prompt_ids.append(row_ids[row_index >= 0].tolist())
         if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
-            prompt_ids = [row.prompt_ids + new for row, new in zip(earlier.rows, prompt_ids, strict=True)]
+            prompt_ids = [[*row.prompt_ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
         return self._new_rows(moment, past + ids.shape[1], prompt_ids)
 
     def _spare_states(self, moment: Moment) -> None:
@@ -286,15 +285,13 @@ class Guarding:
 
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
-        if isinstance(self.guard.budget, float):
-            self.guard.retention(min(prompt))  # an error comes now rather than at the first loop
         settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
         ends: set[int] = set()
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
         monitor = monitors(self.settings, self.run.target.available_tokenizer)
-        rows = [GuardedRow(monitor, length, row_ids) for length, row_ids in zip(prompt, prompt_ids, strict=True)]
+        rows = [WatchedRow(monitor, length, row_ids) for length, row_ids in zip(prompt, prompt_ids, strict=True)]
         return GuardedRows(rows, seen, ends)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
@@ -338,7 +335,7 @@ class Guarding:
         rewinder.read = columns[:, :used] >= 0
 
     def _respond(
-        self, row: GuardedRow, cached: list[int], taken_back: int, now: int
+        self, row: WatchedRow, cached: list[int], taken_back: int, now: int
     ) -> tuple[dict[str, Any], list[int]]:
         """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
         retention = self.guard.retention(row.prompt, self.session.anchors)
@@ -367,7 +364,7 @@ class Guarding:
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
 
-    def _count_to_take_back(self, row: GuardedRow, number: int) -> int:
+    def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
         rewinder, tail = self.rewinder, row.monitor.last.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
@@ -382,7 +379,7 @@ class Guarding:
         return count
 
 
-def _repetition(row: GuardedRow, retention: Retention) -> tuple[int, int | None]:
+def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]:
     """Position from which on a row repeats itself, and the period; its length and None if it does not.
 
     Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
