@@ -401,7 +401,6 @@ def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]
 
 def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    layers = [kv for kv in layers if not kv.edited][:1] or layers  # one that holds everything, if there is one
     by_layer = [kv.pos[row].unique().tolist() for kv in layers]
     return sorted(set().union(*by_layer) - {-1})
 

@@ -121,10 +121,10 @@ def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
     present = [field for field in FIELDS if field in data]
     if not present:
         raise ValueError(f"expected one of the fields choices, {', '.join(FIELDS)}")
-    filled = [field for field in present if data[field] not in (None, "", [])]
-    if not filled:
-        return [Piece(f"line {place}", last=True)]
-    return pieces_of_output(data[filled[0]], f"line {place}")
+    for field in present:
+        if data[field] not in (None, "", []):
+            return pieces_of_output(data[field], f"line {place}")
+    return [Piece(f"line {place}", last=True)]
 
 
 def pieces_of_output(value: Any, name: str) -> list[Piece]:

@@ -141,19 +141,14 @@ class Stream:
         if self._detected is None:
             self._detected = step.step
         if step.step > self._quiet_until:
-            yield Alarm(name, step.step, tail, self._copy(tail, step.step))
+            yield Alarm(name, step.step, tail, self._copy(tail))
         self._quiet_until = step.step + self.monitor.settings.window  # a loop that goes on is reported once
 
-    def _copy(self, tail: Tail | None, step: int) -> str:
+    def _copy(self, tail: Tail | None) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        length, turned = SHOWN_TOKENS, 0
-        if tail is not None:
-            length = tail.period
-            turned = step - tail.start  # it begins where the first copy began
-        copy = deque([*self._recent][-length:])
-        copy.rotate(turned)
+        length = SHOWN_TOKENS if tail is None else tail.period
         gap = "" if self.monitor.is_plain is None else " "
-        return shown(gap.join(copy).strip(" "))
+        return shown(gap.join([*self._recent][-length:]).strip(" "))
 
     def checked(self, name: str) -> CheckedOutput:
         """The verdict on the output of this name, which has ended."""
