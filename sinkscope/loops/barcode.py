@@ -154,7 +154,7 @@ class Barcode(Result):
 
     def details(self) -> list[str]:
         """Where the loop begins, and which heads lock."""
-        lines = [f"{self.prompt_tokens} prompt tokens and {self.steps} generated tokens; {self.score.size} heads."]
+        lines: list[str] = []
         if self.onset is not None:
             lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
         if self.locked:

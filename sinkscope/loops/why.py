@@ -64,7 +64,6 @@ class Why(Result):
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        tokens: Length of the whole text.
         period: Period of the loop in tokens. None if the text ends in no loop.
         onset: Position of the loop's first token.
         cuts: Positions at which causes were taken away.
@@ -78,7 +77,6 @@ class Why(Result):
     table_of = "tried"
 
     prompt_tokens: int
-    tokens: int
     period: int | None = None
     onset: int | None = None
     cuts: tuple[int, ...] = ()
@@ -90,7 +88,7 @@ class Why(Result):
     def conclusion(self) -> str:
         """What keeps the loop going, beside the control; or that this is undecided."""
         if self.period is None:
-            return f"The {self.tokens - self.prompt_tokens} tokens after the prompt end in no loop."
+            return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
         loop = f"the loop of period {self.period}"
         if self.goes_on < NEEDED:
             return f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text."
@@ -269,7 +267,7 @@ def why(
         start = prompt_ids(setup, prompt)
         ids, prompt_tokens = [*start, *read_row(target, answer, special=False)], len(start)
     loop = end_loop(ids)
-    text = Why(prompt_tokens=prompt_tokens, tokens=len(ids), ids=tuple(ids))
+    text = Why(prompt_tokens=prompt_tokens, ids=tuple(ids))
     if loop is None:
         return text
     case = Case(setup, ids, prompt_tokens, loop)

@@ -159,15 +159,12 @@ class LoopGuard(Intervention):
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache(first=self.kept_first)
-        settings = self.settings
-        if settings.rule == "never":
-            return
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
-        guarding = Guarding(self, settings, run, session, key)
+        guarding = Guarding(self, self.settings, run, session, key)
         session.after_call(guarding.note)
         run.hook((run.target.hf, "post", guarding.decide))
 

@@ -106,14 +106,13 @@ def check(
     items: Any = id_list(outputs)
     if not isinstance(items, str | list | tuple) or not items:
         raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
-    named: list[tuple[str, Any]] = [("text", items)]
-    if not isinstance(items, str) and not isinstance(items[0], int):
-        named = [(str(place), item) for place, item in enumerate(items, 1)]
-    for each, output in named:
+    if isinstance(items, str) or isinstance(items[0], int):
+        items = [items]
+    for place, output in enumerate(items, 1):
         try:
-            pieces = pieces_of_output(output, each)
+            pieces = pieces_of_output(output, str(place))
         except ValueError as error:
-            raise SinkscopeError(f"output {each} cannot be checked: {error}") from None
+            raise SinkscopeError(f"output {place} cannot be checked: {error}") from None
         for piece in pieces:
             list(watch.take(piece))
     return _result(watch, name, started)

@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError
 
@@ -25,11 +25,7 @@ LOOP_TOKENS = 24  # minimum tokens of a loop at the end of a text
 MAX_NEW, THETA_LEN = 2500, 2480  # section 4.3
 
 
-class _Array(Protocol):
-    def tolist(self) -> list[int]: ...
-
-
-Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
+Ids = Sequence[int] | Any  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
 
 
 def id_list(ids: Any) -> Sequence[int]:
@@ -206,7 +202,6 @@ def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
         ids: Generated tokens.
         max_new: Maximum number of new tokens, of which a loop has 2,480 in 2,500; None ignores the length.
     """
-    ids = id_list(ids)
     shortest = 0
     if max_new is not None:
         shortest = max_new * THETA_LEN // MAX_NEW
@@ -215,4 +210,4 @@ def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
 
 def ends_in_loop(ids: Ids) -> bool:
     """The loop rule without the length, on the last 256 tokens, so that early and late stops are judged alike."""
-    return is_loop(id_list(ids)[-WINDOW:], None)
+    return is_loop(ids[-WINDOW:], None)

@@ -68,7 +68,6 @@ class CheckedOutput:
         wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
         onset: Position of the first token of the repetition, counted from 0.
-        repeats: Number of copies in that stretch.
         detected: Number of tokens at which the repetition was found; None if there is none.
     """
 
@@ -78,7 +77,6 @@ class CheckedOutput:
     wasted: int | None = None
     period: int | None = None
     onset: int | None = None
-    repeats: float | None = None
     detected: int | None = None
 
     def repetition(self) -> str:
@@ -165,7 +163,7 @@ class Stream:
         if tail is None:
             return CheckedOutput(name, verdict, tokens, onset=self._detected, detected=self._detected)
         wasted = max(0, self._last_copy - tail.start - tail.period)
-        return CheckedOutput(name, verdict, tokens, wasted, tail.period, tail.start, tail.repeats, self._detected)
+        return CheckedOutput(name, verdict, tokens, wasted, tail.period, tail.start, self._detected)
 
 
 class Watch:
