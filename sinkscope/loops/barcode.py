@@ -118,16 +118,6 @@ class Barcode(Result):
         return self.score - self.control_score
 
     @property
-    def first_step(self) -> int:
-        """Step of the first row of the picture; at step 0 the prompt's last token is read."""
-        return self.steps - self.attention.shape[1]
-
-    @property
-    def first_position(self) -> int:
-        """Position of the first column of the picture."""
-        return len(self.ids) - 1 - self.attention.shape[2]
-
-    @property
     def locked(self) -> list[Head]:
         """The locked heads, largest gain first; none where the text is in no loop."""
         if self.onset is None:
@@ -186,16 +176,15 @@ def draw(result: Barcode) -> go.Figure:
     specs: list[list[Any]] = [[{"colspan": 2}, None], *[[{}, {}]] * len(result.shown)]
     spaces: dict[str, Any] = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
     fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **spaces)
-    colors = {"zmin": -1, "zmax": 1, "zmid": 0, "colorscale": "RdBu", "showscale": False}
-    fig.add_heatmap(z=result.gain, y=result.layers, **colors, row=1, col=1)
+    fig.add_heatmap(z=result.gain, y=result.layers, zmin=-1, zmax=1, colorscale="RdBu", showscale=False, row=1, col=1)
     fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
     top = max(0.05, float(np.quantile(result.attention, 0.99)))
     for row in range(len(result.shown)):
         for col, picture in enumerate((result.attention, result.control_attention), 1):
             fig.add_heatmap(
                 z=np.sqrt(picture[row], dtype=np.float32),
-                x0=result.first_position,
-                y0=result.first_step,
+                x0=len(result.ids) - 1 - picture.shape[2],
+                y0=result.steps - picture.shape[1],  # at step 0 the prompt's last token is read
                 zmin=0,
                 zmax=top**0.5,
                 colorscale="Greys",

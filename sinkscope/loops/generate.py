@@ -161,19 +161,11 @@ def _with_run(generated: Generated, run: Run | None, row: int, start: int) -> Ge
 @torch.no_grad()
 def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], run: Run | None) -> list[list[int]]:
     """The new tokens of each row, up to and with the end of sequence."""
-    ends, pad = ends_and_pad(target)
+    ends = end_ids(target)
+    pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
     output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
-
-
-def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
-    """Ids that end what a model writes, and the id that fills rows up."""
-    ends = frozenset(end_ids(target))
-    pad = tokenizer_of(target).pad_token_id
-    if pad is None:
-        return ends, min(ends, default=0)
-    return ends, int(pad)
 
 
 def padded(

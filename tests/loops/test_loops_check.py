@@ -190,7 +190,11 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the " * 500)))
     piped = json.loads(typed("loops - --json -", 3).out)
-    assert piped["kind"] == "loops" and piped["result"]["records"][0]["verdict"] == "loops" and piped["model"]["name"] == "standard input"
+    assert (
+        piped["kind"] == "loops"
+        and piped["result"]["records"][0]["verdict"] == "loops"
+        and piped["model"]["name"] == "standard input"
+    )
 
 
 def test_no_torch_is_loaded(tmp_path):

@@ -189,7 +189,6 @@ class Guarding:
         run: The run.
         session: Its session.
         key: Key of the guard in the run.
-        warned: Whether it was said that layers keep a state.
         here: The moment after the layers of the latest call of a thread, until the logits have come.
     """
 
@@ -198,7 +197,6 @@ class Guarding:
     run: Run
     session: Session
     key: int
-    warned: bool = False
     here: threading.local = field(default_factory=threading.local)
 
     def note(self, moment: Moment) -> None:
@@ -272,13 +270,11 @@ class Guarding:
         """Take nothing back where layers keep a state, such as those of linear attention."""
         if self.rewinder is not None:
             self.rewinder.allowance = None
-        if not self.warned:
-            self.warned = True
-            states = len(moment.cache.layers) - len(moment.layers)
-            warn(
-                f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
-                "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
-            )
+        states = len(moment.cache.layers) - len(moment.layers)
+        warn(
+            f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+            "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
+        )
 
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()

@@ -67,8 +67,7 @@ class StreamWatch:
         if self.alarm is not None:
             about["token"] = self.alarm.token
             if self.alarm.tail is not None:
-                period, start, repeats = self.alarm.tail
-                about.update(period=period, repeats=round(repeats, 1), start=start + 1)
+                about["period"] = self.alarm.tail.period
         places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
         return self._ending.made(about, places)
 

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal, NamedTuple
 
 from sinkscope.files.plain import visible
-from sinkscope.loops.text.signals import id_list, is_token_id
+from sinkscope.loops.text.signals import id_list
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
@@ -140,7 +140,8 @@ def pieces_of_output(value: Any, name: str) -> list[Piece]:
         raise ValueError(f"expected a string, or a list of tokens, and found {shown(repr(value))}")
     outputs: list[Piece] = []
     for token in tokens:
-        if not isinstance(token, str) and not is_token_id(token):
+        is_id = type(token) is int and 0 <= token < 1 << 32  # a bool is no token
+        if not is_id and not isinstance(token, str):
             raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
         outputs.append(Piece(name, token, str(token)))
     return [*outputs, Piece(name, last=True)]

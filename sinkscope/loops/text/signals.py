@@ -81,7 +81,7 @@ class WindowNovelty:
         self._reach = window - n  # an n-gram fits window - n times before the last one
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> step at which it ended last, the oldest first
         self._step = 0
-        self._new = LastItems(span)  # of each of the last tokens: whether its n-gram was new
+        self._new: deque[bool] = deque(maxlen=span)  # of each of the last tokens: whether its n-gram was new
 
     def add(self, token: int) -> float:
         """Add a token and return the share including it."""
@@ -92,8 +92,8 @@ class WindowNovelty:
         self._ends[gram] = self._step
         if len(self._ends) > self._reach:
             del self._ends[next(iter(self._ends))]
-        self._new.add(end is None or self._step - end > self._reach)
-        return self._new.counts.get(True, 0) / len(self._new.items)
+        self._new.append(end is None or self._step - end > self._reach)
+        return sum(self._new) / len(self._new)
 
 
 def end_loop(ids: Sequence[int]) -> Tail | None:
@@ -125,13 +125,9 @@ def compression_ratio(ids: Ids) -> float:
     try:
         packed = array("I", ids).tobytes()
     except (OverflowError, TypeError):
-        raise SinkscopeError("token ids: expected whole numbers from 0 to 2**32 - 1") from None
+        wrong = [token for token in ids if token not in range(1 << 32)]
+        raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
     return len(zlib.compress(packed, 9)) / len(packed)
-
-
-def is_token_id(value: object) -> bool:
-    """Whether a value is a whole number from 0 to 2**32 - 1."""
-    return type(value) is int and 0 <= value < 1 << 32  # a bool is no token
 
 
 def checked_id(token: Any) -> int:
