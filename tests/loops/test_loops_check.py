@@ -70,21 +70,8 @@ def test_a_text_in_any_pieces_has_the_same_words(pieces):
 
 
 def test_words_are_split_as_documented():
-    assert split("It's 12,5\n  done_x! 我不ok") == [
-        "It",
-        "'",
-        "s",
-        "12",
-        ",",
-        "5",
-        "\n",
-        "done_x",
-        "!",
-        "我",
-        "不",
-        "ok",
-    ]
-    assert split("ha" * 9) == ["hahahahahaha", "hahaha"]
+    assert split("It's 12,5\n  done_x! 我不ok") == "It|'|s|12|,|5|\n|done_x|!|我|不|ok".split("|")
+    assert split("ha" * 9 + " " * 40) == ["hahahahahaha", "hahaha", " ", " "]
 
 
 CHAT = {"role": "assistant", "content": f"{prose(60)} {'one more cup of tea, ' * 40}", "reasoning": "Well."}
@@ -159,8 +146,6 @@ FOLLOW = ["--follow"]
         (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),
         (FOLLOW, "-", 'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
         (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
-        (FOLLOW, "-", '{"error": "overloaded"}\n', "the server reports an error, overloaded"),
-        (FOLLOW, "-", 'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, monkeypatch, refusal):

@@ -127,8 +127,7 @@ def _objects(server: str, data: bytes) -> list[Any]:
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_an_honest_answer_arrives_byte_for_byte(server, plain):
-    for size in (997, 100_000):
-        assert ask(plain, server, HONEST, size=size) == _sent(server, HONEST)
+    assert ask(plain, server, HONEST, size=997) == _sent(server, HONEST)
 
 
 @pytest.mark.parametrize("server", SERVERS)
