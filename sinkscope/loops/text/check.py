@@ -77,7 +77,12 @@ def _result(watch: Watch, name: str, started: float) -> LoopCheck:
     )
 
 
-def check(outputs: str | Sequence[Any] | Ids, *, settings: MonitorSettings | None = None) -> LoopCheck:
+def check(
+    outputs: str | Sequence[Any] | Ids,
+    *,
+    settings: MonitorSettings | None = None,
+    name: str = "input",
+) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
     A record loops or looped if the monitor triggers in it. By default this happens as soon as there are 3 exact copies
@@ -89,6 +94,7 @@ def check(outputs: str | Sequence[Any] | Ids, *, settings: MonitorSettings | Non
     Args:
         outputs: A text, token ids, or several of either.
         settings: Settings of the monitor.
+        name: Name of the input in the result.
 
     Returns:
         A `LoopCheck`.
@@ -109,7 +115,7 @@ def check(outputs: str | Sequence[Any] | Ids, *, settings: MonitorSettings | Non
             raise SinkscopeError(f"output {place} cannot be checked: {error}") from None
         for piece in pieces:
             list(watch.take(piece))
-    return _result(watch, "input", started)
+    return _result(watch, name, started)
 
 
 def check_file(
