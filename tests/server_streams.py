@@ -35,5 +35,5 @@ SERVERS = {
 }
 
 
-def events(sent: list[dict[str, Any]], end: str = "\n") -> str:
-    return f": hello{end}{end}" + "".join(f"data: {json.dumps(c)}{end}{end}" for c in sent) + f"data: [DONE]{end}{end}"
+def events(sent: list[dict[str, Any]]) -> str:
+    return "".join([": hello\n\n", *(f"data: {json.dumps(chunk)}\n\n" for chunk in sent), "data: [DONE]\n\n"])

@@ -9,7 +9,7 @@ vocabularies: words as ids below 151,936, and the tokens of the model in the pac
 model is confident (0.97) in a loop, except at a replaced token and the next one; in prose at every other token; and in
 honest texts at every token, which is the worst case.
 
-One field is changed at a time. Settings that act only after an intervention (cooldown, relapse) cannot be swept here.
+One field is changed at a time. A setting that acts only after an intervention (cooldown) cannot be swept here.
 """
 
 from __future__ import annotations

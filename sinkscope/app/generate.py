@@ -11,7 +11,6 @@ from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.loops.generate import generate
-from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
 from sinkscope.results.console import end_bar, note
@@ -35,7 +34,6 @@ def print_generated(
     patch: Annotated[str | None, Option(metavar="FILE")] = None,
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
-    rewind: bool = True,
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
@@ -53,8 +51,7 @@ def print_generated(
         bos: Whether the prompt begins with BOS. By default the tokenizer decides.
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
-        guard: Break repetition loops with LoopGuard.
-        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete.
+        guard: Break repetition loops with LoopGuard, and remove them from the text, which is shown once it is complete.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
@@ -67,8 +64,7 @@ def print_generated(
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
     if prompt is None:
         prompt = prompt_file
-    rewinds = guard and rewind
-    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard)
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent
     progress("writing", 0, 0)

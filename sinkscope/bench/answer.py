@@ -21,11 +21,11 @@ from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, under
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
-from sinkscope.loops.generate import ends_and_pad, padded
+from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
 from sinkscope.measure.setup import model_info
-from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 
@@ -177,7 +177,8 @@ def answer_rows(
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
-    ends, pad = ends_and_pad(target)
+    ends = end_ids(target)
+    pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
     options: dict[str, Any] = {"logits_processor": [] if sampler is None else [sampler]}
     if along:

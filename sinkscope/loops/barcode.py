@@ -118,16 +118,6 @@ class Barcode(Result):
         return self.score - self.control_score
 
     @property
-    def first_step(self) -> int:
-        """Step of the first row of the picture; at step 0 the prompt's last token is read."""
-        return self.steps - self.attention.shape[1]
-
-    @property
-    def first_position(self) -> int:
-        """Position of the first column of the picture."""
-        return len(self.ids) - 1 - self.attention.shape[2]
-
-    @property
     def locked(self) -> list[Head]:
         """The locked heads, largest gain first; none where the text is in no loop."""
         if self.onset is None:
@@ -154,7 +144,7 @@ class Barcode(Result):
 
     def details(self) -> list[str]:
         """Where the loop begins, and which heads lock."""
-        lines = [f"{self.prompt_tokens} prompt tokens and {self.steps} generated tokens; {self.score.size} heads."]
+        lines: list[str] = []
         if self.onset is not None:
             lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
         if self.locked:
@@ -186,16 +176,15 @@ def draw(result: Barcode) -> go.Figure:
     specs: list[list[Any]] = [[{"colspan": 2}, None], *[[{}, {}]] * len(result.shown)]
     spaces: dict[str, Any] = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
     fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **spaces)
-    colors = {"zmin": -1, "zmax": 1, "zmid": 0, "colorscale": "RdBu", "showscale": False}
-    fig.add_heatmap(z=result.gain, y=result.layers, **colors, row=1, col=1)
+    fig.add_heatmap(z=result.gain, y=result.layers, zmin=-1, zmax=1, colorscale="RdBu", showscale=False, row=1, col=1)
     fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
     top = max(0.05, float(np.quantile(result.attention, 0.99)))
     for row in range(len(result.shown)):
         for col, picture in enumerate((result.attention, result.control_attention), 1):
             fig.add_heatmap(
                 z=np.sqrt(picture[row], dtype=np.float32),
-                x0=result.first_position,
-                y0=result.first_step,
+                x0=len(result.ids) - 1 - picture.shape[2],
+                y0=result.steps - picture.shape[1],  # at step 0 the prompt's last token is read
                 zmin=0,
                 zmax=top**0.5,
                 colorscale="Greys",
@@ -223,7 +212,6 @@ def barcode(
     ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
     max_new_tokens: Natural | None = None,
     heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
-    control: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
 
@@ -238,7 +226,6 @@ def barcode(
         ids: A complete sequence to measure instead of generating one.
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
         heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
-        control: Ids of the ordinary text to compare with. By default typical text.
 
     Example:
         sinkscope barcode --html barcode.html
@@ -256,7 +243,8 @@ def barcode(
     late = (begin + length - 1) // 2  # numbers of heads are means from here on
     rows = min(length - prompt_tokens, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
     recorded: list[dict[int, HeadTracks]] = []
-    for text in (own_ids, _control(setup, control, length)):
+    ordinary: list[int] = text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
+    for text in (own_ids, ordinary):
         setup.progress("texts", len(recorded), 2)
         suffix = max(SUFFIX, 3 * shift)
         tracks = {layer: HeadTracks(setup.n_heads, length, rows, shift, suffix) for layer in wanted}
@@ -312,15 +300,6 @@ def _shown(tracks: dict[int, HeadTracks], heads: list[Head]) -> Float[np.ndarray
     """The pictures of some heads, in thousandths."""
     pictures = torch.stack([torch.cat(tracks[layer].pictures, 1)[head] for layer, head in heads])
     return np.round(pictures.double().numpy(), 3)
-
-
-def _control(setup: Setup, control: Sequence[int] | None, length: int) -> list[int]:
-    if control is None:
-        return text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
-    ids = read_row(setup.target, control)
-    if len(ids) < length:
-        raise SinkscopeError(f"a control of {len(ids)} ids: expected {length}, as many as the sequence has")
-    return ids[:length]
 
 
 def _most_changed(gain: Float[np.ndarray, "layer head"], layers: list[int]) -> list[Head]:

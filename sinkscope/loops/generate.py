@@ -21,7 +21,6 @@ from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.pieces import Rewinder, generate_in_pieces
-from sinkscope.kv.usage import tokens_read
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
@@ -40,23 +39,17 @@ class Generated:
     """What a model wrote after one prompt.
 
     Attributes:
-        prompt: The prompt as given, or its text if ids were given.
         text: The new text, without the prompt.
         tokens: Ids of the new tokens, including the end-of-sequence token if the model produced it.
         prompt_tokens: Length of the prompt, BOS included.
         events: What the interventions did in this row (`row` is the index of the prompt).
-        held: Tokens in the cache after a call, averaged over calls, layers and kv heads. None without a cache policy.
-        read: Cached tokens that a decoding step attends to. None if it attends to all that are held.
         summary: One line on what the interventions did in all rows of the batch.
     """
 
-    prompt: str
     text: str
     tokens: list[int]
     prompt_tokens: int
     events: list[Event]
-    held: float | None = None
-    read: float | None = None
     summary: str = ""
 
 
@@ -114,9 +107,7 @@ def generate(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1"
         )
     target.check_loaded()
-    inputs_read = read_inputs(target, prompts, bos=bos)
-    rows = inputs_read.rows()
-    texts = inputs_read.texts or [tok.decode(ids) for ids in rows]
+    rows = read_inputs(target, prompts, bos=bos).rows()
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_lengths(target, rows, max_new_tokens, edit)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -141,7 +132,7 @@ def generate(
                 text = tok.decode(tokens, skip_special_tokens=True)
                 if on_text is not None and rewinds:
                     on_text(start + row, text)
-                generated = Generated(texts[start + row], text, tokens, len(batch[row]), [])
+                generated = Generated(text, tokens, len(batch[row]), [])
                 results.append(_with_run(generated, run, row, start))
     return results
 
@@ -159,38 +150,22 @@ def _with_run(generated: Generated, run: Run | None, row: int, start: int) -> Ge
     """A row of a batch whose first prompt is number `start`, with what the interventions did."""
     if run is None:
         return generated
-    usage = run.usage[-1:]
-    read = tokens_read(run)[-1:]
     last = generated.prompt_tokens + len(generated.tokens) - 1
     events: list[Event] = []
     for event in run.events:  # a row that has ended continues as padding until the last row ends
         if event.row == row and (event.kind == LoopGuard.KIND or event.position <= last):
             events.append(replace(event, row=start + row))
-    return replace(
-        generated,
-        events=events,
-        held=usage[0].mean_tokens[row] if usage else None,
-        read=read[0][row] if read else None,
-        summary=run.summary(),
-    )
+    return replace(generated, events=events, summary=run.summary())
 
 
 @torch.no_grad()
 def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], run: Run | None) -> list[list[int]]:
     """The new tokens of each row, up to and with the end of sequence."""
-    ends, pad = ends_and_pad(target)
+    ends = end_ids(target)
+    pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
     output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
-
-
-def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
-    """Ids that end what a model writes, and the id that fills rows up."""
-    ends = frozenset(end_ids(target))
-    pad = tokenizer_of(target).pad_token_id
-    if pad is None:
-        return ends, min(ends, default=0)
-    return ends, int(pad)
 
 
 def padded(

@@ -14,8 +14,7 @@ from typing import Annotated, Any
 
 import torch
 
-from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.decode import decode
+from sinkscope.hooks.edit.decode import decode, watched
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
@@ -64,7 +63,6 @@ class Why(Result):
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        tokens: Length of the whole text.
         period: Period of the loop in tokens. None if the text ends in no loop.
         onset: Position of the loop's first token.
         cuts: Positions at which causes were taken away.
@@ -78,7 +76,6 @@ class Why(Result):
     table_of = "tried"
 
     prompt_tokens: int
-    tokens: int
     period: int | None = None
     onset: int | None = None
     cuts: tuple[int, ...] = ()
@@ -90,7 +87,7 @@ class Why(Result):
     def conclusion(self) -> str:
         """What keeps the loop going, beside the control; or that this is undecided."""
         if self.period is None:
-            return f"The {self.tokens - self.prompt_tokens} tokens after the prompt end in no loop."
+            return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
         loop = f"the loop of period {self.period}"
         if self.goes_on < NEEDED:
             return f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text."
@@ -191,9 +188,7 @@ class Case:
             removed = torch.zeros(len(trials), cut, dtype=torch.bool)
             for row, trial in enumerate(trials):
                 removed[row, self.positions(trial, cut)] = True
-            edit: Intervention = Without(removed)
-            if self.setup.edit is not None:
-                edit = self.setup.edit | edit
+            edit = watched(self.setup.edit, Without(removed))
             rows = torch.tensor([self.ids[:cut]] * len(trials))
             found, _ = decode(self.setup.target, rows, max(CONTINUED, 4 * self.loop.period), edit)
             for trial, tokens in zip(trials, found, strict=True):
@@ -269,7 +264,7 @@ def why(
         start = prompt_ids(setup, prompt)
         ids, prompt_tokens = [*start, *read_row(target, answer, special=False)], len(start)
     loop = end_loop(ids)
-    text = Why(prompt_tokens=prompt_tokens, tokens=len(ids), ids=tuple(ids))
+    text = Why(prompt_tokens=prompt_tokens, ids=tuple(ids))
     if loop is None:
         return text
     case = Case(setup, ids, prompt_tokens, loop)

@@ -32,12 +32,10 @@ class Inputs:
     Attributes:
         ids: Token ids as given; rows of different lengths are padded on the right.
         mask: 1 for real tokens, 0 for padding. None if there is no padding.
-        texts: Texts from which the ids were made. None if ids were given.
     """
 
     ids: Ids
     mask: Ids | None
-    texts: tuple[str, ...] | None
 
     def rows(self) -> list[list[int]]:
         """The real ids of each row."""
@@ -81,16 +79,16 @@ def read_inputs(
         if mask is not None:
             raise SinkscopeError("attention_mask: texts need none, the padding is added here")
         ids, padding = _padded(_encoded(target, texts, bos, special))
-        return Inputs(ids, padding, tuple(texts))
+        return Inputs(ids, padding)
     if bos is not None:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
     ids, padding = _padded(_rows_of_ids(tokens))
     _check_ids(target, ids)
     if mask is None:
-        return Inputs(ids, padding, None)
+        return Inputs(ids, padding)
     if padding is not None:
         raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, _mask(mask, ids), None)
+    return Inputs(ids, _mask(mask, ids))
 
 
 def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:

@@ -138,7 +138,7 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
         on_text(0, "one ")
         on_text(0, "two")
         event = Event(row=0, step=3, position=4, layer=1, head=None, kind="patched", data={"neuron": 7})
-        return [Generated("", "", [1, 2], 3, [event], summary="It acted.")]
+        return [Generated("", [1, 2], 3, [event], summary="It acted.")]
 
     monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
     monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **_: model)

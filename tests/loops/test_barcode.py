@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ PROMPT = [1, *range(10, 30)]
 
 def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Barcode:
     """A barcode beside a walk on the ring, which for an organism is ordinary text."""
-    walk = organism.healthy_prompt(prompt.shape[1] + new, start=400)[0].tolist()
-    options = {"control": walk, **options}
-    return barcode(organism.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=organism.tokenizer, **options)
+    walk = organism.healthy_prompt(prompt.shape[1] + new, start=400)
+    with mock.patch("sinkscope.loops.barcode.text_rows", lambda *_: walk):
+        return barcode(organism.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=organism.tokenizer, **options)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -121,9 +122,8 @@ def test_without_planted_heads_nothing_locks():
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers() == []
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
-    options = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
-    without = barcode(organism.model, tokenizer=organism.tokenizer, **options)
-    planted = barcode(with_heads.model, tokenizer=organism.tokenizer, **options)
+    without = barcode(organism.model, tokenizer=organism.tokenizer, ids=ids)
+    planted = barcode(with_heads.model, tokenizer=organism.tokenizer, ids=ids)
     for layer, head in with_heads.truth.locking_heads:
         assert without.gain[layer, head] < 0.7 < planted.gain[layer, head]
 
@@ -159,7 +159,6 @@ def test_the_numbers_are_those_of_the_rows():
     share, strongest = result.numbers()
     assert share.value == len(result.locked) / result.score.size > 0
     assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
-    np.testing.assert_allclose(result.gain, result.score - result.control_score)
 
 
 def test_bad_input_is_one_line(refusal):
@@ -169,7 +168,6 @@ def test_bad_input_is_one_line(refusal):
         ({"max_new_tokens": 5000}, "ask for at most"),
         ({"prompt": [5, 200]}, "token id 200 is none of"),
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
-        ({"ids": [5] * 30, "control": [6] * 20}, "a control of 20 ids: expected 30"),
     ]
     for options, message in cases:
         with refused(message):

@@ -53,14 +53,12 @@ def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monk
     looping = verdict in ("loops", "looped")
     out = typed("loops x.txt --json x.json", 3 if looping else 0).out
     assert re.search(rf"x\.txt +{verdict} ", out) and ("\nTry: " in out) == looping
-    result = json.loads(Path("x.json").read_text())["result"]
-    record = result["records"][0]
+    record = json.loads(Path("x.json").read_text())["result"]["records"][0]
     if verdict == "loops" and record["period"] is not None:
         repeated = record["wasted"] + record["period"]
         assert record["tokens"] - record["onset"] - 48 <= repeated <= record["tokens"]
         assert f"Conclusion: x.txt loops: its last {repeated} tokens repeat a piece of {record['period']}" in out
     assert record["verdict"] == verdict
-    assert all(result[name] == (name == verdict) for name in ("loops", "looped", "suspicious"))
 
 
 @given(st.lists(st.text(alphabet=" \n\tab我ก-.", max_size=40), max_size=12))
@@ -72,21 +70,8 @@ def test_a_text_in_any_pieces_has_the_same_words(pieces):
 
 
 def test_words_are_split_as_documented():
-    assert split("It's 12,5\n  done_x! 我不ok") == [
-        "It",
-        "'",
-        "s",
-        "12",
-        ",",
-        "5",
-        "\n",
-        "done_x",
-        "!",
-        "我",
-        "不",
-        "ok",
-    ]
-    assert split("ha" * 9) == ["hahahahahaha", "hahaha"]
+    assert split("It's 12,5\n  done_x! 我不ok") == "It|'|s|12|,|5|\n|done_x|!|我|不|ok".split("|")
+    assert split("ha" * 9 + " " * 40) == ["hahahahahaha", "hahaha", " ", " "]
 
 
 CHAT = {"role": "assistant", "content": f"{prose(60)} {'one more cup of tea, ' * 40}", "reasoning": "Well."}
@@ -153,14 +138,14 @@ FOLLOW = ["--follow"]
         (["--variant", "p2"], "x.txt", "a b c", "unknown variant 'p2': there are repeats, full"),
         (["--variant", "p1"], "x.txt", "a b c", "only the top-1 streak (p1) votes, and no probability came"),
         (["--variant", "p1", *FOLLOW], "x.txt", "a b c", "only the top-1 streak (p1) votes"),
-        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE and --follow have no effect with --proxy"),
+        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --follow and --format have no effect with"),
+        (["--first"], "x.txt", "a b c", "--first has no effect without --follow"),
+        (["--port", "8791"], "x.txt", "a b c", "--host and --port have no effect without --proxy"),
         # Streams.
         (FOLLOW, "-", b"", "standard input is empty"),
         (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),
         (FOLLOW, "-", 'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
         (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
-        (FOLLOW, "-", '{"error": "overloaded"}\n', "the server reports an error, overloaded"),
-        (FOLLOW, "-", 'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, monkeypatch, refusal):
@@ -190,7 +175,11 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the " * 500)))
     piped = json.loads(typed("loops - --json -", 3).out)
-    assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
+    assert (
+        piped["kind"] == "loops"
+        and piped["result"]["records"][0]["verdict"] == "loops"
+        and piped["model"]["name"] == "standard input"
+    )
 
 
 def test_no_torch_is_loaded(tmp_path):

@@ -32,7 +32,6 @@ SMALL = {
     "streak": 3,
     "theta_ttr": 0.3,
     "theta_cr": 0.4,
-    "relapse": 12,
     "every": 7,
 }
 PAPER = MonitorSettings.paper()
@@ -45,7 +44,7 @@ RUN = st.lists(
 def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
     """Section 5.2 read from the beginning of the output for every step."""
     signals = [_signals(ids[:t], p[:t], s) for t in range(1, len(ids) + 1)]
-    last, level = None, 0
+    last = None
     for t, (ttr, cr, streak, _, tail) in enumerate(signals, 1):
         votes = ("ttr" in s.voters and ttr < s.theta_ttr) + ("cr" in s.voters and cr < s.theta_cr)
         votes += "p1" in s.voters and streak >= s.streak
@@ -53,13 +52,11 @@ def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
         stall = t >= s.stall and all(n < s.theta_nov for *_, n, _ in signals[t - s.stall : t])
         held = t >= s.tail_hold and all(found is not None for *_, found in signals[t - s.tail_hold : t])
         gate = not s.gates or ("stall" in s.gates and stall) or ("tail" in s.gates and held)
-        since = None if last is None else t - last
         due = {"signals": warn and gate, "always": t % s.every == 0, "never": False}[s.rule]
         trigger = due and t >= s.warmup and (last is None or t > last + s.cooldown)
         if trigger:
-            level = level + 1 if since is not None and since <= s.relapse else 0
             last = t
-        yield Step(t, ttr, cr, tail, trigger, level)
+        yield Step(t, ttr, cr, tail, trigger)
 
 
 def _signals(ids: list[int], p: list[float], s: MonitorSettings) -> tuple[Any, ...]:

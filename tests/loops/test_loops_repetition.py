@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.loops import Monitor, MonitorSettings, check, tail_period
+from sinkscope.loops import Monitor, tail_period
 from sinkscope.loops.text.repetition import TailRepetition
 
 # Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
@@ -42,9 +42,3 @@ def test_a_planted_cycle_of_any_period(period):
     assert first.step == len(before) + max(3 * period, 48)
     assert first.tail[:2] == (period, len(before))
     assert first.tail.repeats == (first.step - len(before)) / period
-
-
-def test_the_longest_period_is_a_limit():
-    ids = [*range(101)] * 5
-    assert check(ids, settings=MonitorSettings(tail_longest=100)).loops == 0
-    assert check(ids, settings=MonitorSettings(tail_longest=101)).records[0].detected == 303

@@ -50,7 +50,7 @@ def test_a_text_that_is_given_and_one_that_does_not_loop():
     made = kept_loop(("sink",))
     options = {"tokenizer": made.tokenizer, "cuts": 1}
     given = why(made.model, made.turn, answer=made.cycle * 4, **options)
-    assert given.kept_by == ("sink",) and given.tokens == given.prompt_tokens + 24
+    assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
     # The model does not write this loop: nothing is concluded of what it does without a cause.
     other = why(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 1")

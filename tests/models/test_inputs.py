@@ -46,7 +46,6 @@ def test_every_form_gives_the_same(kind):
     made = generate(other, inputs, tokenizer=tokenizer, max_new_tokens=3)
     assert [r.tokens for r in made] == continued
     assert [r.prompt_tokens for r in made] == [len(row) for row in rows_of(tokenizer)]
-    assert [r.prompt for r in made] == [tokenizer.decode(row) for row in rows_of(tokenizer)]
 
 
 @pytest.mark.parametrize(

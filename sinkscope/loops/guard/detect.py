@@ -20,31 +20,7 @@ from sinkscope.loops.text.outputs import is_plain, split
 
 
 class WatchedRow:
-    """One row and its monitor.
-
-    Args:
-        monitor: Makes its monitor.
-
-    Attributes:
-        monitor: Its monitor.
-        tokens: Its generated tokens that the monitor has seen.
-    """
-
-    def __init__(self, monitor: Callable[[], Monitor]) -> None:
-        self._new_monitor = monitor
-        self.monitor = monitor()
-        self.tokens: list[int] = []
-
-    def take_back(self, count: int) -> None:
-        """Forget the last `count` tokens, as if they had never arrived."""
-        del self.tokens[len(self.tokens) - count :]
-        self.monitor = self._new_monitor()
-        for token in self.tokens:
-            self.monitor.update(token, 0.0)
-
-
-class GuardedRow(WatchedRow):
-    """A row under a guard, since its last prompt.
+    """One row and its monitor, since its last prompt.
 
     Args:
         monitor: Makes its monitor.
@@ -52,11 +28,15 @@ class GuardedRow(WatchedRow):
         prompt_ids: The ids of the latest of them that are known.
 
     Attributes:
-        steering: How it is steered since it looped.
+        monitor: Its monitor.
+        tokens: Its generated tokens that the monitor has seen.
+        steering: How a guard steers it since it looped.
     """
 
-    def __init__(self, monitor: Callable[[], Monitor], prompt: int, prompt_ids: list[int]) -> None:
-        super().__init__(monitor)
+    def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
+        self._new_monitor = monitor
+        self.monitor = monitor()
+        self.tokens: list[int] = []
         self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.steering: Steering | None = None
@@ -69,7 +49,14 @@ class GuardedRow(WatchedRow):
     @property
     def ids(self) -> list[int]:
         """Its latest ids, up to the newest."""
-        return self.prompt_ids + self.tokens
+        return [*self.prompt_ids, *self.tokens]
+
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` tokens, as if they had never arrived."""
+        del self.tokens[len(self.tokens) - count :]
+        self.monitor = self._new_monitor()
+        for token in self.tokens:
+            self.monitor.update(token, 0.0)
 
 
 @dataclass(eq=False)
@@ -83,7 +70,7 @@ class GuardedRows:
         count: Number of generated tokens of each row, with those after its end.
     """
 
-    rows: list[GuardedRow]
+    rows: list[WatchedRow]
     seen: int
     ends: Collection[int]
     count: int = 0

@@ -21,7 +21,7 @@ from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.loops.guard.detect import GuardedRow, GuardedRows, largest_probability, monitors, push
+from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import Words, words_of
@@ -117,10 +117,9 @@ class LoopGuard(Intervention):
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
-        settings: dict[str, Any] = {"relapse": self.window}
-        if self.variant == "repeats":
-            settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
-        settings |= self.monitor
+        settings = dict(self.monitor)
+        if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
+            settings.setdefault("cooldown", 8)
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
@@ -139,10 +138,9 @@ class LoopGuard(Intervention):
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         anchors = max(self.first_tokens(budget), min(first, budget - 1))
         if budget <= anchors:
-            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {count_of(prompt, 'token')})"
             raise SinkscopeError(
                 f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
-                f"{anchors + 1}; raise the budget or keep fewer anchors{share}"
+                f"{anchors + 1}; raise the budget or keep fewer anchors"
             )
         return Retention(budget, anchors, self.window if self.recent_window else None)
 
@@ -161,15 +159,12 @@ class LoopGuard(Intervention):
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache(first=self.kept_first)
-        settings = self.settings
-        if settings.rule == "never":
-            return
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
         if self.rewind and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
-        guarding = Guarding(self, settings, run, session, key)
+        guarding = Guarding(self, self.settings, run, session, key)
         session.after_call(guarding.note)
         run.hook((run.target.hf, "post", guarding.decide))
 
@@ -194,7 +189,6 @@ class Guarding:
         run: The run.
         session: Its session.
         key: Key of the guard in the run.
-        warned: Whether it was said that layers keep a state.
         here: The moment after the layers of the latest call of a thread, until the logits have come.
     """
 
@@ -203,7 +197,6 @@ class Guarding:
     run: Run
     session: Session
     key: int
-    warned: bool = False
     here: threading.local = field(default_factory=threading.local)
 
     def note(self, moment: Moment) -> None:
@@ -218,7 +211,7 @@ class Guarding:
     @cached_property
     def words(self) -> Words | None:
         """Where words begin; not known to the paper's guard, and without a tokenizer."""
-        if not self.guard.penalty and not self.guard.rewind:
+        if not self.guard.penalty:
             return None
         return words_of(self.run.target.available_tokenizer)
 
@@ -242,6 +235,8 @@ class Guarding:
             alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
         if alarms:
             self._cut(moment, rows, alarms)
+        if not self.guard.penalty:
+            return
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
                 row.steering.steer(logits[number], row.ids, rows.ends)
@@ -268,32 +263,28 @@ class Guarding:
         for row_ids, row_index in zip(ids, moment.call.index.to(ids.device), strict=True):
             prompt_ids.append(row_ids[row_index >= 0].tolist())
         if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
-            prompt_ids = [row.prompt_ids + new for row, new in zip(earlier.rows, prompt_ids, strict=True)]
+            prompt_ids = [[*row.prompt_ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
         return self._new_rows(moment, past + ids.shape[1], prompt_ids)
 
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
         if self.rewinder is not None:
             self.rewinder.allowance = None
-        if not self.warned:
-            self.warned = True
-            states = len(moment.cache.layers) - len(moment.layers)
-            warn(
-                f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
-                "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
-            )
+        states = len(moment.cache.layers) - len(moment.layers)
+        warn(
+            f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+            "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
+        )
 
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
-        if isinstance(self.guard.budget, float):
-            self.guard.retention(min(prompt))  # an error comes now rather than at the first loop
         settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
         ends: set[int] = set()
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
         monitor = monitors(self.settings, self.run.target.available_tokenizer)
-        rows = [GuardedRow(monitor, length, row_ids) for length, row_ids in zip(prompt, prompt_ids, strict=True)]
+        rows = [WatchedRow(monitor, length, row_ids) for length, row_ids in zip(prompt, prompt_ids, strict=True)]
         return GuardedRows(rows, seen, ends)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
@@ -337,17 +328,15 @@ class Guarding:
         rewinder.read = columns[:, :used] >= 0
 
     def _respond(
-        self, row: GuardedRow, cached: list[int], taken_back: int, now: int
+        self, row: WatchedRow, cached: list[int], taken_back: int, now: int
     ) -> tuple[dict[str, Any], list[int]]:
         """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
         retention = self.guard.retention(row.prompt, self.session.anchors)
         ids, length = row.ids, row.length
         begin, period = _repetition(row, retention)
-        level = row.monitor.last.level
-        if self.guard.penalty:
-            if row.steering is None:
-                row.steering = Steering(self.guard.penalty, words=self.words)
-            level = row.steering.act(ids, taken_back, now, self.guard.window)
+        if row.steering is None:
+            row.steering = Steering(self.guard.penalty, words=self.words)
+        level = row.steering.act(ids, taken_back, now, self.guard.window)
         end = length
         if taken_back:
             begin = length - taken_back
@@ -368,7 +357,7 @@ class Guarding:
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
 
-    def _count_to_take_back(self, row: GuardedRow, number: int) -> int:
+    def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
         rewinder, tail = self.rewinder, row.monitor.last.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
@@ -383,7 +372,7 @@ class Guarding:
         return count
 
 
-def _repetition(row: GuardedRow, retention: Retention) -> tuple[int, int | None]:
+def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]:
     """Position from which on a row repeats itself, and the period; its length and None if it does not.
 
     Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
@@ -405,7 +394,6 @@ def _repetition(row: GuardedRow, retention: Retention) -> tuple[int, int | None]
 
 def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    layers = [kv for kv in layers if not kv.edited][:1] or layers  # one that holds everything, if there is one
     by_layer = [kv.pos[row].unique().tolist() for kv in layers]
     return sorted(set().union(*by_layer) - {-1})
 

@@ -68,12 +68,10 @@ def words_of(tokenizer: Any) -> Words | None:
     if tokenizer is None or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return None
     tokens: list[Any] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    marks = ""
-    for candidates in ("▁ ", "ĠĊĉč "):  # the second: space, newline, tab and return, as byte-level tokens write them
-        if any(str(token)[:1] == candidates[0] for token in tokens):
-            marks = candidates
+    for marks in ("▁ ", "ĠĊĉč "):  # the second: space, newline, tab and return, as byte-level tokens write them
+        if any(str(token)[:1] == marks[0] for token in tokens):
             break
-    if not marks:
+    else:
         return None
     special = set(tokenizer.all_special_ids)
     inside: set[int] = set()

@@ -8,7 +8,6 @@ from typing import Any
 
 REASON = "repetition_detected"
 """Value of `stop_reason`, as vLLM's own detection says it."""
-_KEPT = ("id", "object", "created", "created_at", "model", "system_fingerprint", "model_version")
 
 
 class Ending:
@@ -58,13 +57,12 @@ class Ending:
     def _last_events(self, about: dict[str, Any], places: Collection[int]) -> list[dict[str, Any]]:
         """The last events as data; none if the form of the stream is not known."""
         last = self._last
-        kept = {name: last[name] for name in _KEPT if name in last} | {"sinkscope": about}
         match last:
             case {"choices": [dict(choice), *_]}:
                 said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
                 cut = {"finish_reason": "length", "stop_reason": REASON}
                 choices = [{"index": index, **said, **cut} for index in places or (0,)]
-                return [{**kept, "choices": choices}]
+                return [{**last, "choices": choices, "sinkscope": about}]
             case {"type": str(kind)} if kind.startswith("response."):
                 state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
                 number = int(last.get("sequence_number") or 0) + 1
@@ -81,6 +79,6 @@ class Ending:
                 said = {"response": ""}
                 if "message" in last:
                     said = {"message": {"role": "assistant", "content": ""}}
-                return [{**kept, **said, "done": True, "done_reason": "length"}]
+                return [{**last, **said, "done": True, "done_reason": "length", "sinkscope": about}]
             case _:
                 return []

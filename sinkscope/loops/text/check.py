@@ -17,6 +17,13 @@ from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
 
 LOOP_FOUND = 3  # exit status
+VERDICTS = (
+    ("loops", "loops", "loop"),
+    ("looped", "looped", "looped"),
+    ("suspicious", "is suspicious", "are suspicious"),
+    ("clean", "is clean", "are clean"),
+)
+"""Each verdict, and what is said of one and of several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,34 +31,28 @@ class LoopCheck(Result):
     """The verdicts on records. Its values are plain numbers, so that checking texts loads no numpy.
 
     Attributes:
-        loops: Number of records that loop.
-        looped: Number of records that looped and went on.
-        suspicious: Number of suspicious records.
         records: Results for each record.
     """
 
     kind = "loops"
     columns = ("name", "verdict", "tokens", "wasted", "period", "onset")
 
-    loops: int
-    looped: int
-    suspicious: int
     records: tuple[CheckedOutput, ...]
 
     @property
     def exit_code(self) -> int:
         """The status of the command: 3 if a record loops or looped, else 0."""
-        return LOOP_FOUND if self.loops or self.looped else 0
+        for record in self.records:
+            if record.verdict in ("loops", "looped"):
+                return LOOP_FOUND
+        return 0
 
     def conclusion(self) -> str:
         """How many records have each verdict."""
+        verdicts = [record.verdict for record in self.records]
         parts: list[str] = []
-        for count, one, several in (
-            (self.loops, "loops", "loop"),
-            (self.looped, "looped", "looped"),
-            (self.suspicious, "is suspicious", "are suspicious"),
-            (len(self.records) - self.loops - self.looped - self.suspicious, "is clean", "are clean"),
-        ):
+        for verdict, one, several in VERDICTS:
+            count = verdicts.count(verdict)
             if count:
                 parts.append(f"{count} {word_form(count, one, several)}")
         if len(self.records) == 1:
@@ -68,11 +69,7 @@ class LoopCheck(Result):
 
 def _result(watch: Watch, name: str, started: float) -> LoopCheck:
     """The verdicts on all outputs."""
-    verdicts = [record.verdict for record in watch.checked]
     return LoopCheck(
-        loops=verdicts.count("loops"),
-        looped=verdicts.count("looped"),
-        suspicious=verdicts.count("suspicious"),
         records=tuple(watch.checked),
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
         settings=vars(watch.settings),
@@ -109,14 +106,13 @@ def check(
     items: Any = id_list(outputs)
     if not isinstance(items, str | list | tuple) or not items:
         raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
-    named: list[tuple[str, Any]] = [("text", items)]
-    if not isinstance(items, str) and not isinstance(items[0], int):
-        named = [(str(place), item) for place, item in enumerate(items, 1)]
-    for each, output in named:
+    if isinstance(items, str) or isinstance(items[0], int):
+        items = [items]
+    for place, output in enumerate(items, 1):
         try:
-            pieces = pieces_of_output(output, each)
+            pieces = pieces_of_output(output, str(place))
         except ValueError as error:
-            raise SinkscopeError(f"output {each} cannot be checked: {error}") from None
+            raise SinkscopeError(f"output {place} cannot be checked: {error}") from None
         for piece in pieces:
             list(watch.take(piece))
     return _result(watch, name, started)

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal, NamedTuple
 
 from sinkscope.files.plain import visible
-from sinkscope.loops.text.signals import id_list, is_token_id
+from sinkscope.loops.text.signals import id_list
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
@@ -121,10 +121,10 @@ def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
     present = [field for field in FIELDS if field in data]
     if not present:
         raise ValueError(f"expected one of the fields choices, {', '.join(FIELDS)}")
-    filled = [field for field in present if data[field] not in (None, "", [])]
-    if not filled:
-        return [Piece(f"line {place}", last=True)]
-    return pieces_of_output(data[filled[0]], f"line {place}")
+    for field in present:
+        if data[field] not in (None, "", []):
+            return pieces_of_output(data[field], f"line {place}")
+    return [Piece(f"line {place}", last=True)]
 
 
 def pieces_of_output(value: Any, name: str) -> list[Piece]:
@@ -140,7 +140,8 @@ def pieces_of_output(value: Any, name: str) -> list[Piece]:
         raise ValueError(f"expected a string, or a list of tokens, and found {shown(repr(value))}")
     outputs: list[Piece] = []
     for token in tokens:
-        if not isinstance(token, str) and not is_token_id(token):
+        is_id = type(token) is int and 0 <= token < 1 << 32  # a bool is no token
+        if not is_id and not isinstance(token, str):
             raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
         outputs.append(Piece(name, token, str(token)))
     return [*outputs, Piece(name, last=True)]

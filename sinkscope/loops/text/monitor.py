@@ -37,7 +37,7 @@ class MonitorSettings:
     """Every parameter of the monitor. The defaults suit most users; `paper()` gives the printed values.
 
     The paper states window, thresholds, streak, votes, stall, warm-up and cooldown of rule "signals" and leaves the
-    others open. Rule "repeats" uses only window, cooldown, warmup, relapse and the names that begin with "tail".
+    others open. Rule "repeats" uses only window, cooldown, warmup and the names that begin with "tail".
 
     Attributes:
         window: Number of generated tokens that the windowed signals cover (W).
@@ -66,9 +66,6 @@ class MonitorSettings:
         tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
         tail_hold: Number of consecutive steps with a tail repetition that open the tail gate. `paper()` has 4, as for a
             stall.
-        relapse: A trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
-            other trigger resets it to 0. The default is the window, which then still holds tokens from before the last
-            intervention.
         rule: "repeats": a tail repetition of any period triggers by itself; "signals": votes and gates, the paper's
             rule; "always": a trigger every `every` steps outside warm-up and cooldown; "never": no trigger.
         every: Steps between triggers of "always". One in 200 gives 12 in 2,500 tokens, close to Table 3 (12.5).
@@ -93,7 +90,6 @@ class MonitorSettings:
     tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
     tail_hold: Natural = 1
-    relapse: Whole = WINDOW
     rule: Literal["repeats", "signals", "always", "never"] = "repeats"
     every: Natural = 200
 
@@ -151,7 +147,6 @@ class Step(NamedTuple):
             "repeats", which does not need it.
         tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
         trigger: Whether to intervene now.
-        level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
     """
 
     step: int = 0
@@ -159,7 +154,6 @@ class Step(NamedTuple):
     cr: float = math.nan
     tail: Tail | None = None
     trigger: bool = False
-    level: int = 0
 
 
 class Monitor:
@@ -186,7 +180,7 @@ class Monitor:
         self._confident_steps = 0
         self._stalled_steps = 0
         self._tail_steps = 0
-        self._triggered_at: int | None = None
+        self._rests_until = 0
 
     def end(self) -> None:
         """Mark the row as finished: later tokens for it are padding and are ignored."""
@@ -225,22 +219,15 @@ class Monitor:
             due = self._warns(p_max, ttr, cr) and persists
         if s.rule in ("always", "never"):
             due = s.rule == "always" and step % s.every == 0
-        since: int | None = None
-        if self._triggered_at is not None:
-            since = step - self._triggered_at
-        rests = since is not None and since <= s.cooldown
-        trigger = due and step >= s.warmup and not rests
-        level = self.last.level
+        trigger = due and step >= max(s.warmup, self._rests_until)
         if trigger:
-            follows = since is not None and since <= s.relapse
-            level = level + 1 if follows else 0
-            self._triggered_at = step
-        self.last = Step(step, ttr, cr, tail, trigger, level)
+            self._rests_until = step + s.cooldown + 1
+        self.last = Step(step, ttr, cr, tail, trigger)
         return self.last
 
     def _waits(self, tail: Tail, step: int) -> bool:
         """Whether a repetition may be rows of a table that are equal, because it is plain and not long yet."""
-        if self.is_plain is None or step - tail.start >= max(PLAIN_TOKENS, 3 * tail.period):
+        if self.is_plain is None or step - tail.start >= PLAIN_TOKENS:
             return False
         return self.is_plain(self._tail.last(2 * tail.period + 2))
 

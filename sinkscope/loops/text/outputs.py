@@ -10,11 +10,11 @@ _WORDS = re.compile(
     rf"[{_CJK}]"  # a character each
     rf"|(?:(?![{_CJK}])\w){{1,12}}"
     r"|([^\w\s])\1{0,11}"
-    r"|\s{16,}"
+    r"|\s{16}"
     r"|[^\S\n]*\n\s*"
 )
 SIGNS = 12  # equal signs in a row are no cell of a table
-_GAP, _BLANK = 16, 4  # white space that is a token, and characters of each further one
+_GAP = 16  # characters of white space that are a token
 
 
 class Splitter:
@@ -26,20 +26,14 @@ class Splitter:
     def feed(self, piece: str, last: bool = False) -> list[str]:
         """The words that a piece completes; with `last`, also the one that is not complete."""
         text = self._rest + piece
-        found = spans(text)
-        words = [word for word, _ in found]
-        self._rest = ""
-        if last or not text:
-            return words
-        blank = len(text) - len(text.rstrip())
-        if blank >= _GAP:  # a gap that goes on
-            self._rest = " " * (_GAP - _BLANK + len(text) - found[-1][1])
-        elif blank:
-            self._rest = text[-blank:]
-            if words and words[-1] == "\n":
-                words.pop()
-        elif words:
+        words = split(text)
+        if last:
+            text = ""
+        self._rest = text[len(text) - (len(text) - len(text.rstrip())) % _GAP :]  # white space that may go on
+        if text and not text[-1].isspace():
             self._rest = words.pop()
+        elif "\n" in self._rest:
+            words.pop()
         return words
 
 
@@ -48,24 +42,19 @@ def split(text: str) -> list[str]:
 
     No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal signs
     in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
-    White space that has a line break is a token "\n". From 16 characters in a row on, it is a token " ", and each
-    further 4 characters are another one. Other white space is no token.
+    16 characters of white space in a row are a token " ". Other white space that has a line break is a token "\n".
     """
     return [word for word, _ in spans(text)]
 
 
 def spans(text: str) -> list[tuple[str, int]]:
-    """The words of `split`, each with the number of characters up to its end; a gap ends with its last character."""
+    """The words of `split`, each with the number of characters up to its end."""
     words: list[tuple[str, int]] = []
     for match in _WORDS.finditer(text):
         word = match[0]
-        if not word.isspace():
-            words.append((word, match.end()))
-        elif len(word) < _GAP:
-            words.append(("\n", match.end()))
-        else:
-            for place in range(match.start() + _GAP, match.end() + 1, _BLANK):
-                words.append((" ", place))
+        if word.isspace():
+            word = " " if len(word) == _GAP else "\n"
+        words.append((word, match.end()))
     return words
 
 

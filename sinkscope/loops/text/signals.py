@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError
 
@@ -25,11 +25,7 @@ LOOP_TOKENS = 24  # minimum tokens of a loop at the end of a text
 MAX_NEW, THETA_LEN = 2500, 2480  # section 4.3
 
 
-class _Array(Protocol):
-    def tolist(self) -> list[int]: ...
-
-
-Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
+Ids = Sequence[int] | Any  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
 
 
 def id_list(ids: Any) -> Sequence[int]:
@@ -85,7 +81,7 @@ class WindowNovelty:
         self._reach = window - n  # an n-gram fits window - n times before the last one
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> step at which it ended last, the oldest first
         self._step = 0
-        self._new = LastItems(span)  # of each of the last tokens: whether its n-gram was new
+        self._new: deque[bool] = deque(maxlen=span)  # of each of the last tokens: whether its n-gram was new
 
     def add(self, token: int) -> float:
         """Add a token and return the share including it."""
@@ -96,8 +92,8 @@ class WindowNovelty:
         self._ends[gram] = self._step
         if len(self._ends) > self._reach:
             del self._ends[next(iter(self._ends))]
-        self._new.add(end is None or self._step - end > self._reach)
-        return self._new.counts.get(True, 0) / len(self._new.items)
+        self._new.append(end is None or self._step - end > self._reach)
+        return sum(self._new) / len(self._new)
 
 
 def end_loop(ids: Sequence[int]) -> Tail | None:
@@ -129,14 +125,9 @@ def compression_ratio(ids: Ids) -> float:
     try:
         packed = array("I", ids).tobytes()
     except (OverflowError, TypeError):
-        wrong = [token for token in ids if not is_token_id(token)]
+        wrong = [token for token in ids if token not in range(1 << 32)]
         raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
     return len(zlib.compress(packed, 9)) / len(packed)
-
-
-def is_token_id(value: object) -> bool:
-    """Whether a value is a whole number from 0 to 2**32 - 1."""
-    return type(value) is int and 0 <= value < 1 << 32  # a bool is no token
 
 
 def checked_id(token: Any) -> int:
@@ -207,7 +198,6 @@ def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
         ids: Generated tokens.
         max_new: Maximum number of new tokens, of which a loop has 2,480 in 2,500; None ignores the length.
     """
-    ids = id_list(ids)
     shortest = 0
     if max_new is not None:
         shortest = max_new * THETA_LEN // MAX_NEW
@@ -216,4 +206,4 @@ def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
 
 def ends_in_loop(ids: Ids) -> bool:
     """The loop rule without the length, on the last 256 tokens, so that early and late stops are judged alike."""
-    return is_loop(id_list(ids)[-WINDOW:], None)
+    return is_loop(ids[-WINDOW:], None)

@@ -68,7 +68,6 @@ class CheckedOutput:
         wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
         onset: Position of the first token of the repetition, counted from 0.
-        repeats: Number of copies in that stretch.
         detected: Number of tokens at which the repetition was found; None if there is none.
     """
 
@@ -78,7 +77,6 @@ class CheckedOutput:
     wasted: int | None = None
     period: int | None = None
     onset: int | None = None
-    repeats: float | None = None
     detected: int | None = None
 
     def repetition(self) -> str:
@@ -141,19 +139,14 @@ class Stream:
         if self._detected is None:
             self._detected = step.step
         if step.step > self._quiet_until:
-            yield Alarm(name, step.step, tail, self._copy(tail, step.step))
-        self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+            yield Alarm(name, step.step, tail, self._copy(tail))
+        self._quiet_until = step.step + self.monitor.settings.window  # a loop that goes on is reported once
 
-    def _copy(self, tail: Tail | None, step: int) -> str:
+    def _copy(self, tail: Tail | None) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        length, turned = SHOWN_TOKENS, 0
-        if tail is not None:
-            length = tail.period
-            turned = step - tail.start  # it begins where the first copy began
-        copy = deque([*self._recent][-length:])
-        copy.rotate(turned)
+        length = SHOWN_TOKENS if tail is None else tail.period
         gap = "" if self.monitor.is_plain is None else " "
-        return shown(gap.join(copy).strip(" "))
+        return shown(gap.join([*self._recent][-length:]).strip(" "))
 
     def checked(self, name: str) -> CheckedOutput:
         """The verdict on the output of this name, which has ended."""
@@ -170,7 +163,7 @@ class Stream:
         if tail is None:
             return CheckedOutput(name, verdict, tokens, onset=self._detected, detected=self._detected)
         wasted = max(0, self._last_copy - tail.start - tail.period)
-        return CheckedOutput(name, verdict, tokens, wasted, tail.period, tail.start, tail.repeats, self._detected)
+        return CheckedOutput(name, verdict, tokens, wasted, tail.period, tail.start, self._detected)
 
 
 class Watch:
@@ -255,12 +248,7 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         data = start or source.read1(1 << 16)
         while data:
-            try:
-                text = decoder.decode(data)
-            except UnicodeDecodeError as error:
-                if error.start:  # text before bytes that are no UTF-8 counts
-                    yield Piece(name, text=error.object[: error.start].decode())
-                raise
+            text = decoder.decode(data)
             if text:
                 yield Piece(name, text=text)
             data = source.read1(1 << 16)
