@@ -61,14 +61,11 @@ def test_scores_are_counted_as_by_hand():
     assert (found["loops"], found["honest"], found["looping"]) == (3, 2, ["a", "c"])
 
 
-REWORDED = ("ids", "edited", "paragraphs", "reconsiders")  # each copy has other ids or words: some are missed
-
-
 def test_the_default_finds_the_first_of_each_class_for_choosing():
     """Not one of the other half, which is looked at only for the report."""
     seen: set[str] = set()
     for text in texts_of("choose"):
-        if text["class"] in seen or text["class"] in REWORDED:
+        if text["class"] in seen or text["class"] == "ids":  # random ids in each copy: some of these are missed
             continue
         seen.add(text["class"])
         verdict = check(text["text"]).records[0].verdict

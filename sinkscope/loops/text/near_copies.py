@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
-SIMILAR = 0.8  # shared words of two sentences, as a share of the words of both
+SIMILAR, REWORDED = 0.8, 0.55  # shared words of two sentences, as a share of the words of both
 LAST, ECHOES = 12, 11  # of so many sentences, so many resemble earlier ones
 BACK, TIMES = 48, 2  # an echo resembles that many of so many sentences before it
 LEAST_WORDS, MOST_WORDS = 3, 200  # of a sentence
 CHANGING = 0.2  # values of an echo that are others, as a share of what it says; one is always allowed
+GRAM, WINDOW, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
 _ENDS = ".!?"
 
 
@@ -16,8 +17,8 @@ class Echoes:
     """Says when nearly all sentences resemble earlier ones, whatever the order of their words.
 
     A sentence or row is an echo if it shares 80 % of its words with two of the 48 before it, and nearly all of its
-    values (numbers, times, dates and ids) are the same. Records that people and programs write differ in words or
-    several values.
+    values (numbers, times, dates and ids) are the same. 55 % are enough where 70 % of the last 250 words lie in n-grams
+    of 5 words that were there twice before. Records that people and programs write differ in words or several values.
 
     Attributes:
         onset: Position of the first word of the echoes; None until there are any.
@@ -26,9 +27,12 @@ class Echoes:
     def __init__(self) -> None:
         self.onset: int | None = None
         self._earlier: deque[tuple[frozenset[str], frozenset[str]]] = deque(maxlen=BACK)
-        self._recent: deque[tuple[int, bool]] = deque(maxlen=LAST)  # of each sentence: its place, whether it is an echo
+        self._recent: deque[tuple[int, float]] = deque(maxlen=LAST)  # of each sentence: its place, how similar it is
         self._words: list[str] = []
         self._ended = False  # by a full stop, unless a digit follows
+        self._gram: deque[str] = deque(maxlen=GRAM)
+        self._seen: Counter[tuple[str, ...]] = Counter()
+        self._covered: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, word: str, place: int) -> bool:
         """Take the word at a position, as `outputs.split` makes it; whether the last sentences are echoes now."""
@@ -48,21 +52,38 @@ class Echoes:
         values: set[str] = set()
         for part in map(str.lower, self._words):
             if any(map(str.isdigit, part)):
-                if len(part) > 1:
-                    values.add(part)
-            elif part[0].isalpha() and (len(part) > 1 or part >= "\u3000"):
+                values.add(part)
+                self._recycle("0")
+                continue
+            if part[0].isalnum():
+                self._recycle(part)
+            if part[0].isalpha() and (len(part) > 1 or part >= "\u3000"):
                 words.add(part)
         self._words = []
         self._ended = False
+        values = {value for value in values if len(value) > 1}
         if len(words) + len(values) < LEAST_WORDS:
             return False
         sentence = (frozenset(words), frozenset(values))
-        self._recent.append((begin, self._similarity(*sentence) >= SIMILAR))
+        self._recent.append((begin, self._similarity(*sentence)))
         self._earlier.append(sentence)
-        if sum(is_echo for _, is_echo in self._recent) < ECHOES:
+        least = SIMILAR
+        if sum(self._covered) >= RECYCLED * WINDOW:
+            least = REWORDED
+        if sum(similar >= least for _, similar in self._recent) < ECHOES:
             return False
         self.onset = self._recent[0][0]
         return True
+
+    def _recycle(self, word: str) -> None:
+        """Note whether the last words lie in an n-gram that was there twice before."""
+        self._gram.append(word)
+        self._covered.append(False)
+        gram = tuple(self._gram)
+        if self._seen[gram] >= TIMES:
+            for back in range(1, len(gram) + 1):
+                self._covered[-back] = True
+        self._seen[gram] += 1
 
     def _similarity(self, words: frozenset[str], values: frozenset[str]) -> float:
         """What is shared, as a share of what both say, with the second of those that are most similar."""
