@@ -256,8 +256,6 @@ class SparsePrompts(Intervention):
             return "sliding window"
         if prompt.softcap is not None:
             return "soft cap"
-        if view.chosen is not None:
-            return "an indexer chooses keys"
         if prompt.is_biased:
             return "position bias"
         if prompt.sinks is not None:
