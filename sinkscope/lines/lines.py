@@ -293,4 +293,4 @@ def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
     """Number of lines in both over number of lines of `b`."""
     keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
     both = a.chosen[..., :keys] & b.chosen[..., :keys]
-    return both.sum((-2, -1)) / b.counts().clamp(min=1)
+    return both.sum((-2, -1)) / b.chosen.sum((-2, -1)).clamp(min=1)

@@ -138,11 +138,6 @@ class ShapeShare(Shape):
         checked_value(Part, self.budget, f"{self.name}: budget=", strict=True)
 
     @property
-    def shown_name(self) -> str:
-        """Name in messages."""
-        return self.name
-
-    @property
     def choice_rows(self) -> int:
         """The queries that vote for lines."""
         return _USUAL_LINES.last

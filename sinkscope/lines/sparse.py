@@ -42,13 +42,17 @@ LONE_COST = 1.5
 """Number of columns of a matrix product that take as long as one lone line."""
 
 
-def dense_limit(query: Float[Tensor, "head query d_head"], keys: int) -> float:
-    """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32 and on GPUs.
+def dense_limit(query: Float[Tensor, "head query d_head"], keys: int, dense_above: float | None = None) -> float:
+    """Share of computed cells above which heads are dense: as given, or where plain attention is about as fast.
+
+    It was measured on a CPU in float32 and on GPUs.
 
     On a CPU the limit is lower for heads narrower than 48, whose dense attention is cheaper. On an H200 and an H100 a
     cell takes 1.6 times as long with Triton as with flash attention, and what depends on the length alone takes as long
     as a dense prompt of 11,600 tokens (`experiments.gpu.loopserve`); shorter prompts are therefore dense.
     """
+    if dense_above is not None:
+        return dense_above
     _, queries, width = query.shape
     if query.is_cuda:
         return max(0.0, CUDA_LIMIT * (1 - CUDA_START / causal_cells(queries, keys)))
@@ -132,9 +136,7 @@ def sparse_attention(
         raise UnsupportedError(
             f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA"
         )
-    limit = dense_above
-    if limit is None:
-        limit = dense_limit(query, scores.keys)
+    limit = dense_limit(query, scores.keys, dense_above)
     density: list[float] = lines.density().tolist()
     if _by_kernel(query.device):
         kernel, costs = "triton", _by_triton(scores, value, lines, limit, out)
@@ -270,7 +272,7 @@ class _BlockedHead:
         kv_head = kv_head_of(head, scores.heads, len(value))
         self.key: Float[Tensor, "key d_head"] = scores.key[kv_head].float().contiguous()
         self.value: Float[Tensor, "key d_value"] = value[kv_head].float().contiguous()
-        self.loops = loops  # over lone lines
+        self.lone_scores, self.lone_sums = loops
         vertical, slash = lines.vertical[head], lines.slash[head]
         self.columns: Int[Tensor, " column"] = vertical.nonzero().flatten()
         self.columns_before: list[int] = pad(vertical.cumsum(0), (1, 0)).tolist()  # each key, and in all
@@ -319,10 +321,10 @@ class _BlockedHead:
                 hidden = (offset >= self.band) & self.no_column[begin:stop] | (offset < 0)
                 band.masked_fill_(hidden, -torch.inf)
             if first:  # cells on vertical lines and in the band are there already
-                self.loops.scores(part, self.key, self.no_column, reaching, start, scores)
+                self.lone_scores(part, self.key, self.no_column, reaching, start, scores)
             torch.softmax(scores, -1, out=scores)
             result.addmm_(columns, column_value[:count])
             result.addmm_(band, self.value[begin:stop])
             if first:
-                self.loops.sums(scores, self.value, reaching, start, result)
+                self.lone_sums(scores, self.value, reaching, start, result)
         return out

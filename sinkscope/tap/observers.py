@@ -102,8 +102,8 @@ def visible_rows(
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    offered = f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered"
-    if not target.adapter.attention_interface:
-        raise UnsupportedError(f"{offered}, because its attention has a form of its own: give another model")
-    if target.kind == "bridge":
-        raise UnsupportedError(f"{offered}: give the plain Hugging Face model")
+    if not target.adapter.attention_interface or target.kind == "bridge":
+        raise UnsupportedError(
+            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered, because its "
+            "attention has a form of its own: give another model, or the plain Hugging Face model of a bridge"
+        )

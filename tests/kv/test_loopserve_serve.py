@@ -102,7 +102,7 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
 
 @pytest.mark.parametrize("dense_rows", [0, 5])
 def test_a_prompt_says_what_its_lines_lost(dense_rows):
-    """Against whole attention matrices of a pass under the same masks: what held-out rows lose, and the last one."""
+    """Against whole attention matrices of a pass under the same masks: what held-out rows lose."""
     model, settings = every_head(), {**SPARSE, **PLAIN, "alpha": 0.8, "dense_rows": dense_rows, "seed": 3}
     ids, mask = prompts([60], 0)
     serve = LoopServe(**settings, decode=False)
@@ -112,17 +112,13 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
     sees, along = line_masks(model, ids, mask, [0, 60], serve), 60 - dense_rows
     for event in run.events:
         seen = sees[event.layer or 0][0]
-        query, key, value, scaling = attended(model, ids, mask, sees)[event.layer or 0]
-        scores = Scores(query[0], key[0], scaling)
-        full, part = dense(scores), dense(scores, seen)
+        query, key, _, scaling = attended(model, ids, mask, sees)[event.layer or 0]
+        full = dense(Scores(query[0], key[0], scaling))
         draw = draw_of(3, event.layer or 0, along, along)
         rows = held_out(along, 12, draw)
         assert len(rows) == 16 and not set(rows.tolist()) & set(sample_queries(along, 12, draw).tolist())
         kept = (full * seen).sum(-1)[:, rows].mean(1).float()
         assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
-        exact, got = full[:, -1:] @ value[0].double(), part[:, -1:] @ value[0].double()
-        error = float((got - exact).norm() / exact.norm())
-        assert event.data["last_error"] == pytest.approx(error, abs=1e-5) and (error > 0.05) == (not dense_rows)
 
 
 def test_the_printed_algorithm_can_be_had():

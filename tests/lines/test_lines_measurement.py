@@ -113,9 +113,14 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
     """0.29 * 100 is a little less than 29 in floating point."""
     weights = torch.rand(1, 2, 50) + 0.1
-    assert int(top_lines(weights, [0.29]).counts()) == 29
+    assert int(top_lines(weights, [0.29]).chosen.sum()) == 29
     lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
-    assert lines.counts().flatten().tolist() == [1, 3, 3] and lines.slash[0, 0].tolist() == [False, True, False]
+    assert lines.chosen.sum((2, 3)).flatten().tolist() == [1, 3, 3]
+    assert lines.slash[0, 0].tolist() == [
+        False,
+        True,
+        False,
+    ]
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 
 

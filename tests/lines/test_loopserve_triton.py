@@ -186,7 +186,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
     view = View(pos[None], pos)
     prompt = Attention(module, 0, query, key, key, None, {}, viewed=lambda _: view)
-    assert AShape().why_dense(prompt, view, None, flat=False, whole=True) == "on meta: only CPUs and CUDA do that"
+    assert AShape().why_dense(prompt, view, None, flat=False) == "on meta: only CPUs and CUDA do that"
 
 
 @pytest.mark.slow
