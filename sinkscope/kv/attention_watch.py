@@ -99,7 +99,7 @@ class AttentionWatch:
             self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention)
-        watchers = [watcher for watcher in self.watchers if watcher.sees(layer)]
+        watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return

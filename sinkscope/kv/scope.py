@@ -22,11 +22,10 @@ def cache_layers(target: Target) -> list[int]:
 def scope_line(target: Target) -> str:
     """What is served of a model, in one line."""
     layers = range(target.n_layers)
-    attention = [layer for layer in layers if target.has_attention(layer)]
-    policies = [layer for layer in cache_layers(target) if layer in attention]
+    policies = [layer for layer in cache_layers(target) if layer in target.attending]
     parts = {
         "sink neurons and patches": [layer for layer in layers if target.has_neurons(layer)],
-        "attention": attention,
+        "attention": target.attending,
         "cache policies and guards": policies,
     }
     sentences = list[str]()

@@ -68,10 +68,9 @@ def visible_rows(
         rows_per_chunk: Number of queries shown at a time.
         whole: Whether the rows of all heads are shown.
     """
-    wanted = layers
-    if wanted is None:
-        wanted = list(range(target.n_layers))
-    wanted = [layer for layer in wanted if target.has_attention(layer)]
+    wanted = target.attending
+    if layers is not None:
+        wanted = [layer for layer in wanted if layer in layers]
 
     def see(call: Attention) -> None:
         layer = call.layer
