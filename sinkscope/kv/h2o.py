@@ -37,7 +37,7 @@ class H2O(Policy):
 
     JOINS_LAYERS = True
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Watch every query of every layer."""
         session.watch(self._add, joins=self.JOINS_LAYERS)
 

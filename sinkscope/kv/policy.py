@@ -120,7 +120,7 @@ class Policy(Intervention):
         """
         return at.rows.budget
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
 
     @property
@@ -142,7 +142,7 @@ class Policy(Intervention):
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.own_cache(self.shown_name, self.first)
-        self.watch(session, key)
+        self.watch(session)
         session.before_decode(lambda moment: self._act(moment, session))
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:

@@ -61,7 +61,7 @@ class SnapKV(Policy):
             return WINDOW
         return max(1, free // 2)
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Ask for the latest queries."""
         session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
 

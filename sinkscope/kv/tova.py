@@ -32,7 +32,7 @@ class TOVA(Policy):
 
     JOINS_LAYERS = True
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Watch the newest query of every layer."""
         target = session.run.target
         session.watch(partial(self._note, target.shards, target.n_heads), last=1, joins=self.JOINS_LAYERS)

@@ -87,7 +87,7 @@ class Voting(Drawn):
     known: dict[int, Tensor]
     off: dict[int, float]
 
-    def watch(self, session, key: int):
+    def watch(self, session):
         session.window_queries(4)
 
     def scores(self, at: LayerMoment):

@@ -65,7 +65,7 @@ class Progressive(Policy):
         """The tokens that a decoding step read, and those held in the cache."""
         return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Keep the latest queries, also those of generated tokens."""
         session.window_queries(self.interval, decoding=True)
 
