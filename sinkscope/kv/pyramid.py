@@ -35,16 +35,14 @@ class Pyramid(SnapKV):
         """The layer's point on the line, for each row."""
         assert at.moment.state.prompt is not None
         numbers = [kv.number for kv in at.moment.layers]
-        height = numbers.index(at.layer) / max(1, len(numbers) - 1)
+        height = 0.5
+        if len(numbers) > 1:
+            height = numbers.index(at.layer) / (len(numbers) - 1)
         budgets: list[int] = []
         prompts: list[int] = at.moment.state.prompt.tolist()
         for total, first, latest, prompt in zip(at.rows.total, at.rows.first, at.rows.latest, prompts, strict=True):
             kept = first + latest
-            mean, most = total - kept, prompt - kept
-            if mean >= most or len(numbers) == 1:
-                budgets.append(total)
-                continue
-            lowest = min(2 * mean - mean / self.beta, most)
-            highest = 2 * mean - lowest
-            budgets.append(kept + int(lowest + height * (highest - lowest) + 1e-6))
+            mean = total - kept
+            lowest = min(2 * mean - mean / self.beta, max(mean, prompt - kept))
+            budgets.append(kept + int(lowest + 2 * height * (mean - lowest) + 1e-6))
         return torch.tensor(budgets)[:, None]

@@ -59,20 +59,15 @@ def dense_limit(query: Float[Tensor, "head query d_head"], keys: int, dense_abov
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
-def lack_of_library(
-    query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
-) -> str | None:
-    """Why attention along lines of these inputs cannot be computed; None if it can."""
-    device = query.device.type
-    if device not in ("cpu", "cuda"):
+def lack_of_library(device: torch.device) -> str | None:
+    """Why attention along lines cannot be computed on a device; None if it can."""
+    if device.type not in ("cpu", "cuda"):
         return "only CPUs and CUDA do that"
     library = "numba"
-    if _by_kernel(query.device):
+    if _by_kernel(device):
         library = "triton"
     if _module(library) is None:
         return f"{library} is not installed"
-    if library == "triton" and value.dtype == torch.float64:
-        return "triton does not compute in float64"
     return None
 
 
@@ -131,7 +126,7 @@ def sparse_attention(
     query = scores.query
     _check(scores, value, lines)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    reason = lack_of_library(query, value)
+    reason = lack_of_library(query.device)
     if reason is not None:
         raise UnsupportedError(
             f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA"

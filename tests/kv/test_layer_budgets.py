@@ -12,7 +12,7 @@ from kv_kit import model_of, prompts, run_policy
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.kv import LayerMoment, Policy, Pyramid, RowBudgets, SnapKV
+from sinkscope.kv import LayerMoment, Policy, Pyramid, RowBudgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +53,6 @@ def test_the_pyramid_keeps_what_its_line_says():
             for head in kept[0]:
                 held = head.nonzero().flatten().tolist()
                 assert len(held) == 4 + free + 1 and {0, *range(length - 3, length + 1)} <= set(held)
-
-
-def test_a_pyramid_without_a_slope_is_snapkv():
-    for options in ({"first": 2}, {"every": 1, "pooling": "max"}):
-        flat = Pyramid(budget=16, beta=1, window=4, kernel=3, **options)
-        alone = SnapKV(budget=16, window=4, kernel=3, **options)
-        for one, other in zip(_kept(flat, [30, 22], 3), _kept(alone, [30, 22], 3), strict=True):
-            assert torch.equal(one, other)
 
 
 @settings(max_examples=60)

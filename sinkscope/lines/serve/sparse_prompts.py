@@ -229,7 +229,7 @@ class SparsePrompts(Intervention):
             return f"fewer than {self.shortest} keys"
         if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
-        why_no_kernel = lack_of_library(prompt.query[0], prompt.value[0])
+        why_no_kernel = lack_of_library(prompt.query.device)
         if why_no_kernel is not None:
             return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:
