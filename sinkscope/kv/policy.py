@@ -218,9 +218,10 @@ class Policy(Intervention):
 
     @property
     def _keeps_budget(self) -> bool:
-        """Whether every layer and kv head keeps as many tokens as the budget of its row says."""
+        """Whether every layer and kv head keeps as many tokens as its row's budget says: no class chose anew."""
         policy = type(self)
-        return policy.budgets is Policy.budgets and policy.select is Policy.select
+        as_here = policy.budgets is Policy.budgets and policy.select is Policy.select
+        return as_here and policy.chosen is Policy.chosen
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """The slots that a layer keeps."""

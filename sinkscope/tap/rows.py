@@ -82,12 +82,12 @@ def attention_probs(
     kv_heads, keys = key.shape[1:3]
     grouped = beside_keys(query, kv_heads)
     shared = key.reshape(batch * kv_heads, keys, width).mT
-    is_half = torch.version.cuda and query.is_cuda and query.dtype == key.dtype and query.dtype.itemsize == 2
+    is_half = query.is_cuda and query.dtype == key.dtype and query.dtype.itemsize == 2
     exact = nullcontext()
     if torch.is_autocast_enabled(query.device.type):  # it would round the scores
         exact = torch.autocast(query.device.type, enabled=False)
     with exact:
-        if is_half and not torch.is_grad_enabled():
+        if is_half and torch.version.hip is None and not torch.is_grad_enabled():
             scores = torch.bmm(grouped, shared, out_dtype=torch.float32)  # by tensor cores
         else:
             scores = torch.bmm(grouped.float(), shared.float())
