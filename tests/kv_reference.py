@@ -79,10 +79,10 @@ def streaming_llm(_probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int
     return pick(torch.zeros(held.shape), held, budgets, first=4)
 
 
-def h2o(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], reduce="mean", recent=0.5, first=0) -> Tensor:
+def h2o(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], recent=0.5, first=0) -> Tensor:
     """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
     # Query by query: what a query could not see has zero in its row; padding queries do not count.
-    scores = (per_group(probs, reduce) * real[:, None, :, None]).sum(-2)
+    scores = (probs.mean(2) * real[:, None, :, None]).sum(-2)
     return pick(scores, held, budgets, first, [int(budget * recent) for budget in budgets])
 
 
@@ -97,9 +97,7 @@ def progressive(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], 
     return pick(probs[..., -interval:, :].sum(-2).mean(2), held, budgets)
 
 
-def snapkv(
-    probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], window=64, kernel=5, pooling="avg", reduce="mean"
-) -> Tensor:
+def snapkv(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], window=64, kernel=5, pooling="avg") -> Tensor:
     """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled.
 
     Both are over what a head still holds: weights sum to one over it, and neighbours are the nearest that are left.
@@ -116,10 +114,5 @@ def snapkv(
         padded = torch.nn.functional.pad(rows[..., earlier].sum(1), (kernel // 2, kernel // 2))
         around = padded.unfold(-1, kernel, 1)
         pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
-        scores[row, head, earlier] = per_group(pooled[None, None], reduce)[0, 0]
+        scores[row, head, earlier] = pooled.mean(0)
     return pick(scores, held, budgets, last=[window] * len(budgets))
-
-
-def per_group(scores: Tensor, reduce: str) -> Tensor:
-    """Dimension 2, the query heads of a kv head, becomes one number."""
-    return scores.mean(2) if reduce == "mean" else scores.amax(2)

@@ -71,14 +71,11 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, limit: float, 
     return {**vars(what), "type": str(found.dtype), "off": float((found - wanted).norm() / wanted.norm())}
 
 
-def failure(when: str, kind: type[Exception]) -> list[str]:
+def failure(kind: type[Exception]) -> list[str]:
     """What becomes of an error of this kind, and what is said."""
     error = type(kind.__name__, (kind,), {"__init__": lambda _: None, "__str__": lambda _: "no"})()
     fails = MagicMock()
-    if when == "compiling":
-        fails.warmup.side_effect = error
-    else:
-        fails.__getitem__.return_value.side_effect = error
+    fails.__getitem__.return_value.side_effect = error
     lines = drawn(2, 64, 64, 0.1, 0.1)
     query = torch.zeros(2, 64, 16)
     scores = Scores(query, query, 1.0)
@@ -92,12 +89,9 @@ def failure(when: str, kind: type[Exception]) -> list[str]:
     return ["left", str(said[0].message)]
 
 
-FAILURES = {
-    "compiling": (ValueError, RuntimeError, CompilationError, torch.AcceleratorError),
-    "launching": (OutOfResources, RuntimeError, torch.AcceleratorError),
-}
+FAILURES = (ValueError, CompilationError, OutOfResources, torch.AcceleratorError)
 
 if __name__ == "__main__":
     told = [case(*words, limit, getattr(torch, dtype)) for *words, limit, dtype in json.loads(sys.argv[1])]
-    failures = {f"{when} {kind.__name__}": failure(when, kind) for when, kinds in FAILURES.items() for kind in kinds}
+    failures = {kind.__name__: failure(kind) for kind in FAILURES}
     json.dump({"cases": told, "failures": failures}, sys.stdout)

@@ -38,9 +38,7 @@ class AdaKV(SnapKV):
 
     floor: Share = 0.2
 
-    KEEPS_BUDGET = False
-
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Ask for the latest queries.
 
         Raises:
@@ -51,7 +49,7 @@ class AdaKV(SnapKV):
                 "AdaKV compares all heads of a layer, which are split over processes here: use SnapKV, or load the "
                 "model with device_map"
             )
-        super().watch(session, key)
+        super().watch(session)
 
     def select(
         self,

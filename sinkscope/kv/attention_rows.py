@@ -71,10 +71,6 @@ class Watcher:
     last: int | None
     joins: bool
 
-    def sees(self, layer: int) -> bool:
-        """Whether it sees a layer."""
-        return self.layers is None or layer in self.layers
-
     def first_query(self, queries: int) -> int:
         """Index of the first of so many queries that it sees."""
         if self.last is None:

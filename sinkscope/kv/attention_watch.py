@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,9 +44,8 @@ class AttentionWatch:
         self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
         self._attending = target.attending
-        chooses_keys = any(hasattr(target.sub(layer, "attn"), "indexer") for layer in self._attending)
         self._sees_products = target.adapter.attention_interface and not target.adapter.learned_sinks
-        self._sees_products &= not chooses_keys and not any(self._windows)
+        self._sees_products &= not any(self._windows)
 
     def handler(self, call: Call, layers: Sequence[CacheLayer], configs: frozenset[int]) -> Handler:
         """What handles the attention of a call.
@@ -101,7 +99,7 @@ class AttentionWatch:
             self._note_queries(attention)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention)
-        watchers = [watcher for watcher in self.watchers if watcher.sees(layer)]
+        watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
@@ -114,7 +112,7 @@ class AttentionWatch:
 
     def _sees_all(self, attention: Attention) -> bool:
         """Whether a single query certainly sees every slot of its layer."""
-        if attention.queries > 1 or attention.in_blocks is not None:
+        if attention.queries > 1:
             return False
         kv = self._layer(attention.layer)
         return kv is not None and kv.gapless and self._windows[attention.layer] is None
@@ -166,10 +164,10 @@ class AttentionWatch:
                 watcher.fn(AttentionRows(joined.number, 0, probs, None, joined, call))
             joined.spread_numbers()
             return
-        for one, kv in zip(watched, layers, strict=True):
+        for one in watched:
             probs = one.row_function()(one.query, one.key, None)
             for watcher in self.watchers:
-                watcher.fn(AttentionRows(kv.number, 0, probs, None, kv, call))
+                self._show_rows(watcher, one, 0, probs)
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
@@ -184,7 +182,7 @@ class AttentionWatch:
         return attention.under_view(), None
 
     def _view_of(self, attention: Attention) -> View:
-        """What the queries of this call see, of the blocks that an indexer chose if there is one."""
+        """What the queries of this call see."""
         call, key, layer = self.now.call, attention.key, attention.layer
         assert call is not None
         kv = self._layer(layer)
@@ -194,14 +192,7 @@ class AttentionWatch:
             columns = call.columns[:, -key.shape[2] :].to(key.device)
             # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
             pos = columns[:, None].expand(key.shape[:3])
-        view = View(pos, call.on(key.device), self._windows[layer], columns)
-        blocks = attention.in_blocks
-        if blocks is None:
-            return view
-        seen = call.tokens.seen  # the place of what has no position
-        place = torch.where(pos < 0, seen, pos)[:, :1, None].expand_as(blocks)
-        chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
-        return replace(view, chosen=chosen.scatter_(-1, place, blocks))
+        return View(pos, call.on(key.device), self._windows[layer], columns)
 
     def _note_queries(self, attention: Attention) -> None:
         """Keep the latest queries of a layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -78,17 +79,10 @@ def is_small(layer: Tensor) -> bool:
 
 def alike(layers: Sequence[Slots]) -> bool:
     """Whether layers may be joined: they have one shape, device and dtype, no holes, and the same slots."""
-    first = layers[0]
-    keys = first.keys
-    known = None if first.known is None else first.known.shape
+    forms: list[Any] = []
     for kv in layers:
-        if not kv.gapless or kv.keys.shape != keys.shape or kv.values.shape != first.values.shape:
-            return False
-        if kv.keys.device != keys.device or kv.keys.dtype != keys.dtype:
-            return False
-        if known != (None if kv.known is None else kv.known.shape) or kv.numbers.keys() != first.numbers.keys():
-            return False
-        for name, numbers in kv.numbers.items():
-            if numbers.shape != first.numbers[name].shape:
-                return False
-    return len(layers) > 1
+        shapes = {name: numbers.shape for name, numbers in kv.numbers.items()}
+        if kv.known is not None:
+            shapes["known"] = kv.known.shape
+        forms.append((kv.gapless, kv.keys.shape, kv.values.shape, kv.keys.device, kv.keys.dtype, shapes))
+    return len(layers) > 1 and layers[0].gapless and forms.count(forms[0]) == len(layers)

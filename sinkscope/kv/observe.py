@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from sinkscope.files.records import Natural, check_values
+from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.session import Session
@@ -36,12 +35,10 @@ class Observe(Intervention):
 
     fn: Callable[[AttentionRows], None]
     layers: Sequence[int] | None = None
-    last: int | None = None
+    last: Natural | None = None
 
     def __post_init__(self) -> None:
-        check_values(Callable[..., Any], fn=self.fn)
-        check_values(Sequence[int] | None, layers=self.layers)
-        check_values(Natural | None, last=self.last)
+        check_fields(self)
 
     def enter(self, run: Run, key: int) -> None:
         """Watch."""

@@ -19,11 +19,10 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
-from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores
+from sinkscope.kv.policy_checks import check_layer_room, check_room, check_scores
 from sinkscope.kv.session import Session
 from sinkscope.kv.slots import Slots
 from sinkscope.kv.usage import held_summary
-from sinkscope.models.grouped_heads import in_groups
 
 LayerBudget = int | Int[Tensor, "batch _"]
 """Tokens that a layer keeps: one number, or one for each row, or for each row and kv head."""
@@ -88,22 +87,15 @@ class Policy(Intervention):
         first: Number of first positions that are always kept.
         last: Number of latest positions that are always kept.
         every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
-        reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
     budget: Budget = field(default=1024, kw_only=False)
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
-    reduce: Literal["mean", "max"] = "mean"
-
-    KEEPS_BUDGET: ClassVar[bool] = False
-    """Whether every layer and kv head keeps as many tokens as the budget says, so that nothing waits for counts.
-
-    A class with `budgets` or `select` of its own says False."""
 
     JOINS_LAYERS: ClassVar[bool] = False
-    """Whether, besides, scores follow from positions and extras alone: all layers are then scored at once."""
+    """Whether scores follow from positions and extras alone: all layers that keep as many tokens are scored at once."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,7 +120,7 @@ class Policy(Intervention):
         """
         return at.rows.budget
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
 
     @property
@@ -150,15 +142,8 @@ class Policy(Intervention):
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.own_cache(self.shown_name, self.first)
-        self.watch(session, key)
+        self.watch(session)
         session.before_decode(lambda moment: self._act(moment, session))
-
-    def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
-        """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
-        grouped = in_groups(heads, kv_heads)
-        if self.reduce == "mean":
-            return grouped.mean(2)
-        return grouped.amax(2)
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:
         """The budget of each row in tokens."""
@@ -221,30 +206,28 @@ class Policy(Intervention):
         elif self.every == "prefill" or state.decoded % self.every:
             return
         rows: RowBudgets = state.memory[RowBudgets]
-        exact: int | None = None  # what every head keeps; None if heads may keep different numbers
-        if self.KEEPS_BUDGET and isinstance(rows.budget, int):
+        exact: int | None = None  # what every head keeps, so that nothing waits for counts
+        if self._keeps_budget and isinstance(rows.budget, int):
             exact = rows.budget
             layers = [kv for kv in layers if kv.keys.shape[-2] > exact]
             if self.JOINS_LAYERS and layers and alike(layers):
                 layers = [JoinedLayers(layers)]
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
-            count = exact if kv.gapless else None
-            kv.evict(self.chosen(at, count), count)
+            kv.evict(self.chosen(at), exact if kv.gapless else None)
 
-    def chosen(self, at: LayerMoment, exact: int | None = None) -> Bool[Tensor, "batch kv_head slot"]:
-        """The slots that a layer keeps.
+    @property
+    def _keeps_budget(self) -> bool:
+        """Whether every layer and kv head keeps as many tokens as its row's budget says: no class chose anew."""
+        policy = type(self)
+        as_here = policy.budgets is Policy.budgets and policy.select is Policy.select
+        return as_here and policy.chosen is Policy.chosen
 
-        Args:
-            at: The layer.
-            exact: Number of slots that every row and head keeps, if known.
-        """
+    def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
+        """The slots that a layer keeps."""
         scores = self.scores(at)
         check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
-        keep = self.select(scores.float(), at, self.budgets(at))
-        if exact is not None and at.moment.prefill_ended:
-            check_kept(keep, exact, self.shown_name, at.layer)
-        return keep
+        return self.select(scores.float(), at, self.budgets(at))
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
         """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""

@@ -71,7 +71,7 @@ def make_policy(name: str, **options: Any) -> Any:
 
     Example:
         >>> make_policy("streaming", budget=512)
-        StreamingLLM(budget=512, first=4, last=0, every=1, reduce='mean')
+        StreamingLLM(budget=512, first=4, last=0, every=1)
     """
     by_name = _REGISTERED if name in _REGISTERED else policies()
     if name not in by_name:

@@ -11,7 +11,10 @@ SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 def cache_layers(target: Target) -> list[int]:
-    """Layers whose part of the cache holds keys and values alone; others keep a state or the keys of an indexer."""
+    """Layers whose part of the cache holds keys and values alone; others keep a state. None if an indexer chooses."""
+    for layer in target.attending:
+        if hasattr(target.sub(layer, "attn"), "indexer"):
+            return []
     layers = DynamicCache(config=target.config).layers[: target.n_layers]  # of a cut model, the configuration has more
     return [number for number, layer in enumerate(layers) if type(layer).__name__ in SERVED]
 
@@ -19,11 +22,10 @@ def cache_layers(target: Target) -> list[int]:
 def scope_line(target: Target) -> str:
     """What is served of a model, in one line."""
     layers = range(target.n_layers)
-    attention = [layer for layer in layers if target.has_attention(layer)]
-    policies = [layer for layer in cache_layers(target) if layer in attention]
+    policies = [layer for layer in cache_layers(target) if layer in target.attending]
     parts = {
         "sink neurons and patches": [layer for layer in layers if target.has_neurons(layer)],
-        "attention": attention,
+        "attention": target.attending,
         "cache policies and guards": policies,
     }
     sentences = list[str]()
@@ -32,6 +34,4 @@ def scope_line(target: Target) -> str:
         if len(served) == len(layers):
             where = "all layers"
         sentences.append(f"{what} in {where}")
-    if not policies:
-        sentences[-1] = "no cache policies or guards, because no layer of its cache holds keys and values"
     return "; ".join(sentences)

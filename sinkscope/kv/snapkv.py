@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
@@ -16,7 +15,7 @@ from sinkscope.files.records import Natural
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
-from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.grouped_heads import in_groups, per_query_head
 
 WINDOW = 64
 """Length of the observation window where none is given and the budget leaves room for it."""
@@ -27,7 +26,7 @@ WINDOW = 64
 class SnapKV(Policy):
     """Compress the prompt once: the last queries vote for earlier tokens, and pooling spreads votes to neighbours.
 
-    Votes are summed per query head, pooled, and then combined by `reduce` over the query heads of a kv head; the
+    Votes are summed per query head and pooled; what counts is the mean over the query heads of a kv head, where the
     paper's code keeps one cache per query head. The window itself is always kept. Generated tokens are kept too, unless
     `every` is a number; the latest queries then vote, including those of generated tokens. Padding must be on the
     left.
@@ -48,8 +47,6 @@ class SnapKV(Policy):
     pooling: Literal["avg", "max"] = "avg"
     every: Natural | Literal["prefill"] = "prefill"
 
-    KEEPS_BUDGET = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kernel % 2 == 0:
@@ -64,7 +61,7 @@ class SnapKV(Policy):
             return WINDOW
         return max(1, free // 2)
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Ask for the latest queries."""
         session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
 
@@ -75,16 +72,13 @@ class SnapKV(Policy):
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
         windows = torch.tensor([self.window_at(budget) for budget in at.rows.total])
-        widest = int(windows.max())
-        rows = at.session.window_rows(at.moment, at.layer, widest)
-        if int(windows.min()) < widest:
-            back = torch.arange(rows.shape[2], 0, -1)
-            votes_here = back <= windows[:, None]
-            rows = rows * votes_here.to(rows)[:, None, :, None]
-        # Padding votes only in rows that are shorter than the window, and such rows lose no token.
-        votes = reduce(rows, "batch head query slot -> batch head slot", "sum")
+        rows = at.session.window_rows(at.moment, at.layer, int(windows.max()))
+        votes_here = torch.arange(rows.shape[2], 0, -1) <= windows[:, None]
+        # Padding votes only in rows that are shorter than the window, and such rows lose no token. As einsum, which
+        # would copy the rows: "batch query, batch head query slot -> batch head slot".
+        votes = (votes_here.to(rows)[:, None, None] @ rows)[:, :, 0]
         in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(per_query_head(in_window, votes.shape[1]), 0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
-        return self.group(pooled, at.kv.pos.shape[1])
+        return in_groups(pooled, at.kv.pos.shape[1]).mean(2)

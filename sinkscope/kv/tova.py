@@ -21,8 +21,8 @@ from sinkscope.models.shards import Shards
 class TOVA(Policy):
     """Keep the tokens to which the newest query attends most. Neither first nor recent tokens are protected.
 
-    The query heads of a layer are combined by `reduce`, which is the mean by default as in the paper, so every kv head
-    of a layer keeps the same tokens. The newest token is scored like any other; `last=1` always keeps it. Padding must
+    Attention is the mean over the query heads of a layer, as in the paper, so every kv head of a layer keeps the same
+    tokens. The newest token is scored like any other; `last=1` always keeps it. Padding must
     be on the left.
 
     Example:
@@ -30,17 +30,16 @@ class TOVA(Policy):
         0
     """
 
-    KEEPS_BUDGET = True
     JOINS_LAYERS = True
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Watch the newest query of every layer."""
         target = session.run.target
         session.watch(partial(self._note, target.shards, target.n_heads), last=1, joins=self.JOINS_LAYERS)
 
     def _note(self, shards: Shards, heads: int, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
-            newest = self.group(shards.gather(rows.probs[:, :, -1:], heads, 1), 1)
+            newest = shards.gather(rows.probs[:, :, -1:], heads, 1).mean(1)
             rows.kv.numbers["tova"] = newest.expand(-1, rows.kv.keys.shape[1], -1)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:

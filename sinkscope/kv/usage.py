@@ -79,11 +79,9 @@ class Meter:
         read: Tensor | int = 0
         allocated = 0
         for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
-            here = slots = kv.keys.shape[-2]
-            if not kv.gapless:
-                here = _held(kv, first)
+            here = _held(kv, first)
             read = read + here
-            allocated += (allocated_slots(kv) if kv.grown else slots) * slot_bytes
+            allocated += allocated_slots(kv) * slot_bytes
             if kv.aside is not None:  # the layer is a copy of a part, which is only allocated
                 here = _held(kv.aside, first) + kv.seen - kv.aside.seen
                 allocated += allocated_slots(kv.aside) * slot_bytes

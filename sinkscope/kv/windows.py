@@ -36,7 +36,7 @@ def check_servable(target: Target) -> None:
     """Refuse a model on which no cache policy and no attention observer can act.
 
     Raises:
-        UnsupportedError: It is a TransformerBridge, or its cache holds no keys and values alone.
+        UnsupportedError: It is a TransformerBridge, or its cache holds no keys and values of which a layer sees all.
     """
     if target.kind == "bridge":
         raise UnsupportedError(
@@ -45,8 +45,8 @@ def check_servable(target: Target) -> None:
         )
     if not cache_layers(target):
         raise UnsupportedError(
-            f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
-            "cache policies and attention observers"
+            f"the cache of {target.name} holds no keys and values alone, or an indexer chooses among them: use another "
+            "model for cache policies and attention observers"
         )
 
 

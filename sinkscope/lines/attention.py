@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.models.grouped_heads import beside_keys, by_query_head, kv_head_of
+from sinkscope.models.grouped_heads import kv_head_of
+from sinkscope.tap.rows import attention_probs
 
 _ROWS = 64  # queries whose attention is built at a time
 
@@ -92,24 +93,18 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
     """
     rows = rows.to(scores.query.device, non_blocking=True)
     query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
-    # A matrix product, which is faster than einsum.
-    grouped = beside_keys(query[None], len(scores.key))
-    if query.is_cuda and query.dtype == scores.key.dtype and query.dtype.itemsize == 2:
-        products = torch.bmm(grouped, scores.key.mT, out_dtype=torch.float32).mul_(scores.scaling)  # by tensor cores
-    else:
-        products = (grouped.float() * scores.scaling) @ scores.key.float().mT
-    products = by_query_head(products, 1, scores.heads)[0]
-    if scores.softcap is not None:
-        products = products.div_(scores.softcap).tanh_().mul_(scores.softcap)
     key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[..., None]
-    hidden = key > at
+    seen = key <= at
     if scores.window is not None:
-        hidden |= key <= at - scores.window
-    products = products.masked_fill_(hidden, -torch.inf)
-    if scores.sinks is not None:  # a key that takes part in the softmax only
-        sinks = scores.sinks.float()[:, None, None].expand(-1, query.shape[1], 1)
-        return torch.cat([products, sinks], 2).softmax(-1)[..., :-1]
-    return products.softmax(-1)
+        seen &= key > at - scores.window
+    return attention_probs(
+        query[None],
+        scores.key[None],
+        seen.view(1, -1, *seen.shape[-2:]),
+        scaling=scores.scaling,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+    )[0]
 
 
 def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:

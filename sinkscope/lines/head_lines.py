@@ -53,10 +53,6 @@ class HeadLines:
         keys = self.chosen.shape[-1]
         return torch.arange(keys, 0, -1, device=self.chosen.device).clamp(max=self.queries)
 
-    def counts(self) -> Int[Tensor, "*choice head"]:
-        """Number of chosen lines."""
-        return self.chosen.sum((-2, -1))
-
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Number of cells on the lines, each counted once."""
         both = self.chosen.sum(-2) * self.lengths()

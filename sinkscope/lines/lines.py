@@ -239,16 +239,15 @@ def lines(
             target.forward(ids[None])
     arrays: dict[str, Any] = {"inputs": None, "inputs_random": None}
     for name, values in measured.items():
-        arrays[name] = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", text=len(rows))
+        mean = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", text=len(rows))
+        arrays[name] = mean.numpy()
     if len(rows) > 1:
         layer_count = len(wanted)
         for name, drawn in (("inputs", chosen), ("inputs_random", random)):
-            arrays[name] = torch.stack([agreement(drawn[layer::layer_count]) for layer in range(layer_count)], 1)
+            shared = [agreement(drawn[layer::layer_count]) for layer in range(layer_count)]
+            arrays[name] = torch.stack(shared, 1).numpy()
     mass = torch.stack(measured["mass"])
-    arrays["text_mass"] = reduce(mass, "(text layer) eta head -> eta text", "mean", text=len(rows))
-    for name, values in arrays.items():
-        if values is not None:
-            arrays[name] = values.numpy()
+    arrays["text_mass"] = reduce(mass, "(text layer) eta head -> eta text", "mean", text=len(rows)).numpy()
     return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
 
 
@@ -293,4 +292,4 @@ def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
     """Number of lines in both over number of lines of `b`."""
     keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
     both = a.chosen[..., :keys] & b.chosen[..., :keys]
-    return both.sum((-2, -1)) / b.counts().clamp(min=1)
+    return both.sum((-2, -1)) / b.chosen.sum((-2, -1)).clamp(min=1)

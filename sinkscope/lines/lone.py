@@ -7,7 +7,6 @@ once per process). A cell then costs about as much as one and a half cells of de
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, no_type_check
 
@@ -21,23 +20,14 @@ _index: Any = numba.uintp  # indices that cannot be negative need no check for i
 _GROUP = 8  # lines that are taken together: they are sorted, so neighbours read nearly the same keys
 
 
-@dataclass(frozen=True, eq=False)
-class LoneLoops:
-    """The two loops over lone lines, for float32 tensors on a CPU.
-
-    Attributes:
-        scores: `(query [row d_head], key [key d_head], open [key], offsets, start, out [row line])` writes the scores
-            of queries at positions from `start`, minus infinity where a line has no key that is `open`.
-        sums: `(probs [row line], value [key d_value], offsets, start, out [row d_value])` adds weighted values.
-    """
-
-    scores: Callable[..., None]
-    sums: Callable[..., None]
-
-
 @cache
-def lone_loops(width: int, values: int) -> LoneLoops:
-    """The loops for keys and values of these widths, which are constants of the compiled code."""
+def lone_loops(width: int, values: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Two loops over lone lines, for float32 tensors on a CPU, with the widths of keys and values compiled in.
+
+    The first is called with `(query [row d_head], key [key d_head], open [key], offsets, start, out [row line])`, and
+    writes the scores of queries at positions from `start`, minus infinity where a line has no key that is `open`. The
+    second, with `(probs [row line], value [key d_value], offsets, start, out [row d_value])`, adds weighted values.
+    """
 
     @_jit
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
@@ -66,7 +56,7 @@ def lone_loops(width: int, values: int) -> LoneLoops:
                         for i in range(values):
                             out[r, i] += weight * value[own, i]
 
-    return LoneLoops(_on_arrays(scores), _on_arrays(sums))
+    return _on_arrays(scores), _on_arrays(sums)
 
 
 def _on_arrays(loop: Any) -> Callable[..., None]:

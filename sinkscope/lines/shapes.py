@@ -25,7 +25,7 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.files.records import Natural, Part, Whole, checked_value
+from sinkscope.files.records import Natural, Part, Whole
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
@@ -132,15 +132,7 @@ class ShapeShare(Shape):
     """
 
     name: str
-    budget: float
-
-    def __post_init__(self) -> None:
-        checked_value(Part, self.budget, f"{self.name}: budget=", strict=True)
-
-    @property
-    def shown_name(self) -> str:
-        """Name in messages."""
-        return self.name
+    budget: Part
 
     @property
     def choice_rows(self) -> int:

@@ -42,33 +42,32 @@ LONE_COST = 1.5
 """Number of columns of a matrix product that take as long as one lone line."""
 
 
-def dense_limit(query: Float[Tensor, "head query d_head"], keys: int) -> float:
-    """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32 and on GPUs.
+def dense_limit(query: Float[Tensor, "head query d_head"], keys: int, dense_above: float | None = None) -> float:
+    """Share of computed cells above which heads are dense: as given, or where plain attention is about as fast.
+
+    It was measured on a CPU in float32 and on GPUs.
 
     On a CPU the limit is lower for heads narrower than 48, whose dense attention is cheaper. On an H200 and an H100 a
     cell takes 1.6 times as long with Triton as with flash attention, and what depends on the length alone takes as long
     as a dense prompt of 11,600 tokens (`experiments.gpu.loopserve`); shorter prompts are therefore dense.
     """
+    if dense_above is not None:
+        return dense_above
     _, queries, width = query.shape
     if query.is_cuda:
         return max(0.0, CUDA_LIMIT * (1 - CUDA_START / causal_cells(queries, keys)))
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
-def lack_of_library(
-    query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
-) -> str | None:
-    """Why attention along lines of these inputs cannot be computed; None if it can."""
-    device = query.device.type
-    if device not in ("cpu", "cuda"):
+def lack_of_library(device: torch.device) -> str | None:
+    """Why attention along lines cannot be computed on a device; None if it can."""
+    if device.type not in ("cpu", "cuda"):
         return "only CPUs and CUDA do that"
     library = "numba"
-    if _by_kernel(query.device):
+    if _by_kernel(device):
         library = "triton"
     if _module(library) is None:
         return f"{library} is not installed"
-    if library == "triton" and value.dtype == torch.float64:
-        return "triton does not compute in float64"
     return None
 
 
@@ -127,14 +126,12 @@ def sparse_attention(
     query = scores.query
     _check(scores, value, lines)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    reason = lack_of_library(query, value)
+    reason = lack_of_library(query.device)
     if reason is not None:
         raise UnsupportedError(
             f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA"
         )
-    limit = dense_above
-    if limit is None:
-        limit = dense_limit(query, scores.keys)
+    limit = dense_limit(query, scores.keys, dense_above)
     density: list[float] = lines.density().tolist()
     if _by_kernel(query.device):
         kernel, costs = "triton", _by_triton(scores, value, lines, limit, out)
@@ -270,7 +267,7 @@ class _BlockedHead:
         kv_head = kv_head_of(head, scores.heads, len(value))
         self.key: Float[Tensor, "key d_head"] = scores.key[kv_head].float().contiguous()
         self.value: Float[Tensor, "key d_value"] = value[kv_head].float().contiguous()
-        self.loops = loops  # over lone lines
+        self.lone_scores, self.lone_sums = loops
         vertical, slash = lines.vertical[head], lines.slash[head]
         self.columns: Int[Tensor, " column"] = vertical.nonzero().flatten()
         self.columns_before: list[int] = pad(vertical.cumsum(0), (1, 0)).tolist()  # each key, and in all
@@ -319,10 +316,10 @@ class _BlockedHead:
                 hidden = (offset >= self.band) & self.no_column[begin:stop] | (offset < 0)
                 band.masked_fill_(hidden, -torch.inf)
             if first:  # cells on vertical lines and in the band are there already
-                self.loops.scores(part, self.key, self.no_column, reaching, start, scores)
+                self.lone_scores(part, self.key, self.no_column, reaching, start, scores)
             torch.softmax(scores, -1, out=scores)
             result.addmm_(columns, column_value[:count])
             result.addmm_(band, self.value[begin:stop])
             if first:
-                self.loops.sums(scores, self.value, reaching, start, result)
+                self.lone_sums(scores, self.value, reaching, start, result)
         return out

@@ -23,7 +23,6 @@ from einops import reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
-from triton.errors import TritonError
 
 from sinkscope.errors import warn
 from sinkscope.lines.attention import Scores
@@ -146,7 +145,7 @@ def triton_heads(
     heads: Int[Tensor, " some"],
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
-    """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
+    """Write the attention of some heads into `out`; False if Triton failed, with a warning."""
     # Matrix products take widths that are powers of two, from 16 on.
     parts: list[Tensor] = []
     for part in (scores.query, scores.key, value):
@@ -171,22 +170,17 @@ def triton_heads(
     for stages in (3, 2, 1):  # steps of the loop over keys that are in flight: fewer where shared memory is short
         options = {"num_warps": _warps(value.shape[2], index.size), "num_stages": stages}
         try:
-            kernel.warmup(*arguments, grid=grid, **options)  # compiles only
+            kernel[grid](*arguments, **options)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
-        except Exception as problem:  # compilers fail in many ways
-            error = problem
-            continue
-        try:
-            kernel[grid](*arguments, **options)
-        except TritonError as problem:  # what was compiled does not fit; errors of CUDA are none of these
+        except Exception as problem:  # compilers fail in many ways, or what was compiled does not fit
             error = problem
             continue
         if whole is not out:
             out[heads] = whole[heads, :, : out.shape[2]]
         return True
     reason = f"{type(error).__name__} {error}".splitlines()[0]
-    warn(f"lines are not computed by Triton, which could not compile them: {reason}")
+    warn(f"lines are not computed by Triton: {reason}")
     return False
 
 

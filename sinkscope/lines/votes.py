@@ -24,8 +24,7 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
     """
     both, keys = weights.flatten(1), weights.shape[2]
     most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
-    rank = both.argsort(dim=1, descending=True, stable=True).argsort(1)
-    chosen = (rank < rank.new_tensor(most)[:, None, None]) & (both > 0)
+    chosen = heaviest(both, torch.tensor(most, device=both.device)[:, None, None], 0) & (both > 0)
     return HeadLines(chosen.unflatten(-1, (2, keys)), keys)
 
 
@@ -69,9 +68,9 @@ def minference_lines(
 
 
 def heaviest(
-    weights: Float[Tensor, "head line"], count: int | Int[Tensor, "head 1"], always: int | Int[Tensor, "head 1"]
-) -> Bool[Tensor, "head line"]:
-    """The first lines of each head, `always` of them, and the heaviest others, `count` together."""
+    weights: Float[Tensor, "head line"], count: int | Int[Tensor, "*choice _ 1"], always: int | Int[Tensor, "head 1"]
+) -> Bool[Tensor, "*choice head line"]:
+    """The first lines of each head, `always` of them, and the heaviest others, `count` together; for several counts."""
     index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
     weights = weights.masked_fill(index < always, torch.inf)
     rank = weights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)

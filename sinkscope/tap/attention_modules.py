@@ -39,8 +39,7 @@ class _Reader(TorchFunctionMode):
         self.batch, self.queries = hidden.shape[:2]
         self.attended = 0
         self._factors: tuple[Tensor, Tensor] | None = None
-        self._scores: Tensor | None = None
-        self._rows: Tensor | None = None
+        self._softmax: tuple[Tensor, Tensor] | None = None  # scores and rows
         self._bias: Tensor | None = None
         self._lacks_bias = False
         for name in _BIASES:
@@ -55,21 +54,20 @@ class _Reader(TorchFunctionMode):
         if name in _PRODUCTS:
             return self._product(result, *tensors[-2:])
         if name == "softmax" and self._factors is not None and result.shape[-2] == self.queries:
-            self._scores = tensors[0]
-            self._rows = result
+            self._softmax = (tensors[0], result)
         return result
 
     def _product(self, result: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        rows, scores = self._rows, self._scores
-        if rows is None or scores is None or self._factors is None:
+        if self._softmax is None or self._factors is None:
             if result.ndim > 2 and result.shape[-2] == self.queries:
                 self._factors = (left, right)
             return result
+        scores, rows = self._softmax
         if left.numel() != rows.numel() or left.shape[-1] != rows.shape[-1]:
             return result
         self.attended += 1
         query, key = self._factors
-        self._factors = self._rows = self._scores = None
+        self._factors = self._softmax = None
         output = self._by_head(result).transpose(1, 2)
         call = OwnAttention(
             self.module,

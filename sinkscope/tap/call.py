@@ -55,7 +55,6 @@ class Attention:
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
         bias: Number for each head and column so far that is added to the scores; None if there is none.
-        in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
     """
@@ -73,7 +72,6 @@ class Attention:
     evicted: bool = False
     compute: Callable[[Attention], Output | None] | None = None
     bias: Float[Tensor, "_ head _"] | None = None
-    in_blocks: Bool[Tensor, "batch head query key"] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
@@ -251,9 +249,8 @@ class Attention:
             return attention_probs(
                 query,
                 self.key,
-                None if self.mask is None else self.mask[:, :, part, :keys],
+                self.visible(part) if self.mask is None else self.mask[:, :, part, :keys],
                 scaling=self.scaling,
-                first_query=keys - self.queries + part.start,
                 softcap=self.softcap,
                 sinks=self.sinks,
             )

@@ -68,10 +68,9 @@ def visible_rows(
         rows_per_chunk: Number of queries shown at a time.
         whole: Whether the rows of all heads are shown.
     """
-    wanted = layers
-    if wanted is None:
-        wanted = list(range(target.n_layers))
-    wanted = [layer for layer in wanted if target.has_attention(layer)]
+    wanted = target.attending
+    if layers is not None:
+        wanted = [layer for layer in wanted if layer in layers]
 
     def see(call: Attention) -> None:
         layer = call.layer
@@ -102,8 +101,8 @@ def visible_rows(
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    offered = f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered"
-    if not target.adapter.attention_interface:
-        raise UnsupportedError(f"{offered}, because its attention has a form of its own: give another model")
-    if target.kind == "bridge":
-        raise UnsupportedError(f"{offered}: give the plain Hugging Face model")
+    if not target.adapter.attention_interface or target.kind == "bridge":
+        raise UnsupportedError(
+            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered, because its "
+            "attention has a form of its own: give another model, or the plain Hugging Face model of a bridge"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from einops import rearrange, repeat
+from einops import repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -54,10 +54,7 @@ def rows_by_view(
         mask = per_query_head(view.sees(), query.shape[1])
         if bias is not None and view.columns is not None:
             added = view.of_keys(bias)
-    last = key.shape[2] - 1
-    return attention_probs(
-        query, key, mask, scaling=scaling, first_query=last, softcap=softcap, sinks=sinks, bias=added
-    )
+    return attention_probs(query, key, mask, scaling=scaling, softcap=softcap, sinks=sinks, bias=added)
 
 
 def attention_probs(
@@ -66,7 +63,6 @@ def attention_probs(
     mask: Bool[Tensor, "#batch #head query key"] | None,
     *,
     scaling: float,
-    first_query: int,
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
     bias: Float[Tensor, "batch head 1 key"] | None = None,
@@ -76,29 +72,30 @@ def attention_probs(
     Args:
         query: Queries after rotary.
         key: Keys after rotary, one per kv head; query heads share them in groups.
-        mask: True where a key may be seen. None means causal, with the last query seeing every key.
+        mask: True where a key may be seen. None means everywhere.
         scaling: Factor on the scores.
-        first_query: Number of keys that the first query may see, minus one (only used if `mask` is None).
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
         bias: Added to the scores (ALiBi).
     """
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
-    grouped = beside_keys(query, kv_heads).float()
+    grouped = beside_keys(query, kv_heads)
+    shared = key.reshape(batch * kv_heads, keys, width).mT
+    is_half = query.is_cuda and query.dtype == key.dtype and query.dtype.itemsize == 2
     exact = nullcontext()
     if torch.is_autocast_enabled(query.device.type):  # it would round the scores
         exact = torch.autocast(query.device.type, enabled=False)
     with exact:
-        scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
+        if is_half and torch.version.hip is None and not torch.is_grad_enabled():
+            scores = torch.bmm(grouped, shared, out_dtype=torch.float32)  # by tensor cores
+        else:
+            scores = torch.bmm(grouped.float(), shared.float())
     scores = by_query_head(scores, batch, heads).mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias
-    if mask is None and first_query < keys - 1:
-        last_seen = torch.arange(first_query, first_query + queries, device=query.device)
-        mask = torch.arange(keys, device=query.device) <= rearrange(last_seen, "query -> query 1")
     if mask is not None:
         scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
     if sinks is None:

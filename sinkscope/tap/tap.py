@@ -30,7 +30,6 @@ from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention
 from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
 from sinkscope.tap.own_attention import OwnAttention
-from sinkscope.tap.rows import shown
 from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_attention, stock_name
 
 _LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
@@ -111,7 +110,7 @@ def _attend(
             listeners.append(handler)
             idle = idle and handler.idle
             by_mask = by_mask or handler.by_mask
-    chosen = in_blocks = None
+    chosen = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
         chosen = torch.zeros(len(indices), 1, query.shape[2], key.shape[2], dtype=torch.bool, device=indices.device)
@@ -121,8 +120,6 @@ def _attend(
         chosen = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
     if chosen is not None:
         attention_mask = _among_chosen(attention_mask, chosen)
-        if blocks is not None:
-            in_blocks = shown(attention_mask)
     if idle:
         return stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
@@ -137,7 +134,6 @@ def _attend(
         attention_mask,
         kwargs,
         by_mask,
-        in_blocks=in_blocks,
         is_repeated=is_repeated,
     )
     for handler in listeners:

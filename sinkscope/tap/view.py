@@ -25,21 +25,16 @@ class View:
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
         columns: Positions of all tokens so far, evicted or not; -1 at padding.
-        chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
     """
 
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
     columns: Int[Tensor, "batch column"] | None = None
-    chosen: Bool[Tensor, "batch _ query position"] | None = None
 
     def section(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
-        chosen = None
-        if self.chosen is not None:
-            chosen = self.chosen[:, :, queries]
-        return replace(self, pos=self.pos[..., keys], query_pos=self.query_pos[:, queries], chosen=chosen)
+        return replace(self, pos=self.pos[..., keys], query_pos=self.query_pos[:, queries])
 
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
         """Keys that hold a token, are not later than the query, and are inside the window.
@@ -57,9 +52,6 @@ class View:
             visible = visible & (key > query - self.window)
         if isinstance(self.window, ChunkWindow):
             visible = visible & (key // self.window == query // self.window)
-        if self.chosen is not None:
-            place = pos[:, :1, None].clamp(min=0).expand(-1, *self.chosen.shape[1:3], -1)
-            visible = visible & self.chosen.gather(-1, place)
         return visible
 
     def of_keys(self, bias: Float[Tensor, "_ head _"]) -> Float[Tensor, "batch head 1 key"]:

@@ -24,8 +24,9 @@ def test_a_soft_cap_that_sdpa_drops_is_said():
 def test_rows_are_float32_where_a_model_runs_in_mixed_precision():
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 1, 2, 9, 16, generator=generator).bfloat16()
-    expected = (query.double() @ key.double().mT).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    seen = torch.ones(1, 1, 9, 9).tril().bool()
+    expected = (query.double() @ key.double().mT).masked_fill(~seen, -torch.inf).softmax(-1)
     with torch.autocast("cpu", torch.bfloat16):
-        rows = attention_probs(query, key, None, scaling=1.0, first_query=0)
+        rows = attention_probs(query, key, seen, scaling=1.0)
     assert rows.dtype == torch.float32
     assert_close(rows, expected.float(), atol=1e-6, rtol=1e-5)

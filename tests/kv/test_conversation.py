@@ -93,17 +93,10 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
     assert chat.ids == [token for turn in chat.turns for token in (*turn.prompt, *turn.ids)]
 
 
-@pytest.mark.parametrize(
-    ("edit", "answers"),
-    [
-        (SMALL, "keep"),
-        (H2O(budget=20), "recompute"),
-    ],
-)
-def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers, model):
+def test_branches_share_what_was_read_and_go_on_as_if_alone(model):
 
     def talk(*turns):
-        chat = Conversation(model, edit, answers=answers)
+        chat = Conversation(model, SMALL, answers="keep")
         return chat, [ask(chat, turn).ids for turn in turns]
 
     trunk, (first,) = talk(0)
@@ -150,18 +143,13 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers, mode
     assert same(tensors(chat), tensors(chat, cache.layers))
 
 
-@pytest.mark.parametrize(
-    ("edit", "answers"),
-    [(SMALL, "keep"), (H2O(budget=20), "recompute")],
-)
-def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answers, model):
-    asked, told = (Conversation(model, edit, answers=answers) for _ in range(2))
+def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(model):
+    asked, told, other = (Conversation(model, H2O(budget=20)) for _ in range(3))
     first = ask(asked, 0)
     gold = told.say(said(0), first.ids)
     assert (gold.ids, gold.read, gold.queries) == (first.ids, first.read, first.queries)
     assert same(tensors(asked), tensors(told))
     assert torch.equal(logits(ask(asked, 1)), logits(ask(told, 1)))
-    other = Conversation(model, edit, answers=answers)
     other.say(said(0), [7] * NEW)
     assert other.ids == [*said(0), *[7] * NEW]
     assert not torch.equal(logits(ask(other, 1)), logits(asked.turns[1]))
@@ -177,12 +165,8 @@ def test_the_end_token_is_not_in_the_text():
     assert told.text == tokenizer.decode([30, 31])
 
 
-@pytest.mark.parametrize(
-    ("edit", "answers"),
-    [(SMALL, "recompute"), (H2O(budget=20), "keep")],
-)
-def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers, model):
-    chat, calm = (Conversation(model, edit, answers=answers) for _ in range(2))
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(model):
+    chat, calm = (Conversation(model, SMALL) for _ in range(2))
     for each in (chat, calm):
         ask(each, 0)
     with pytest.raises(KeyboardInterrupt):

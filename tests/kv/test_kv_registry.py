@@ -132,7 +132,6 @@ class Wrong(Policy):
             return good
         return {
             "shape": good[:, :, 1:],
-            "heads": good[:, :1],
             "list": good.tolist(),
             "nan": good.masked_fill(at.kv.pos == 2, torch.nan),
             "padding": good.masked_fill(at.kv.pos < 0, torch.nan),
@@ -145,7 +144,6 @@ class Wrong(Policy):
     ("what", "says"),
     [
         ("shape", r"returned a Tensor of shape \(2, 2, \d+\) for layer 0: expected a tensor of shape \(2, 2, \d+\)"),
-        ("heads", r"a Tensor of shape \(2, 1, \d+\) for layer 0"),
         ("list", "returned a list of shape \\(\\) for layer 0"),
         ("nan", "returned NaN for layer 0: slots without a score cannot be compared"),
         ("padding", None),

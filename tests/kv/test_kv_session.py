@@ -122,7 +122,7 @@ class Failing(Drawn):
 
 
 class NeverEntered(Drawn):
-    def watch(self, session: Session, key: int):
+    def watch(self, session: Session):
         _fail()
 
 

@@ -87,7 +87,7 @@ class Voting(Drawn):
     known: dict[int, Tensor]
     off: dict[int, float]
 
-    def watch(self, session, key: int):
+    def watch(self, session):
         session.window_queries(4)
 
     def scores(self, at: LayerMoment):
@@ -129,6 +129,7 @@ def test_prompts_are_read_along_lines(model_type):
     assert reasons == ({"position bias"} if model_type == "bloom" else {None})
 
 
-def test_the_keys_of_an_indexer_are_refused():
-    with refused("the cache of .* has no layer that holds keys and values alone: use another model"):
-        StreamingLLM(budget=20).on(decoder("deepseek_v32")).__enter__()
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_the_keys_of_an_indexer_are_refused(model_type):
+    with refused("the cache of .* holds no keys and values alone, or an indexer chooses among them: use another model"):
+        StreamingLLM(budget=20).on(decoder(model_type)).__enter__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import kv_reference as dense
@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, TOVA, Policy, Pyramid, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, LayerMoment, Policy, SnapKV, StreamingLLM
 from sinkscope.lines.serve import Progressive
 
 PROMPT, STEPS = 26, 12
@@ -59,6 +59,14 @@ def test_scores_that_the_model_scales_by_layer():
     check(H2O(budget=12), dense.h2o, model_of("gpt2", scale_attn_by_inverse_layer_idx=True), 4)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Falling(H2O):
+    """Keeps a token less in each higher layer."""
+
+    def budgets(self, at: LayerMoment):
+        return at.rows.total[0] - at.layer
+
+
 def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
     """DiffLlama attends to other values with the same queries and keys; budgets that differ keep layers apart."""
     seen, add, model = Counter[tuple[int, int]](), H2O._add, decoder("diffllama")
@@ -69,7 +77,7 @@ def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
 
     monkeypatch.setattr(H2O, "_add", counted)
     ids, mask = prompts([PROMPT], 3, seed=2)
-    run_policy(Pyramid(budget=12, beta=4, scorer=H2O(first=0), every=1), model, ids, mask, PROMPT)
+    run_policy(Falling(budget=12), model, ids, mask, PROMPT)
     layers = range(model.config.num_hidden_layers)
     assert seen == {(layer, queries): times for layer in layers for queries, times in ((PROMPT, 1), (1, 3))}
 
@@ -81,19 +89,8 @@ OPTIONS = [
     # What is protected stays; a row of 19 tokens keeps them all where the budget is 24.
     *((TOVA(budget=budget, first=2, last=3), partial(dense.tova, first=2, last=3), {}) for budget in (6, 12, 24)),
     (H2O(budget=12, first=3), partial(dense.h2o, first=3), {}),
-    # H2O joins the heads of a kv head per query, before the sum; SnapKV after pooling, here by the maximum.
-    *(
-        (H2O(budget=12, reduce=how, recent=0.25), partial(dense.h2o, reduce=how, recent=0.25), WIDE)
-        for how in ("mean", "max")
-    ),
-    *(
-        (
-            SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=how),
-            partial(dense.snapkv, window=6, pooling="max", reduce=how),
-            WIDE,
-        )
-        for how in ("mean", "max")
-    ),
+    (H2O(budget=12, recent=0.25), partial(dense.h2o, recent=0.25), WIDE),
+    (SnapKV(budget=14, window=6, pooling="max"), partial(dense.snapkv, window=6, pooling="max"), WIDE),
 ]
 
 

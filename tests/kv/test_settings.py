@@ -16,7 +16,6 @@ REFUSED = {
     "Drawn(budget=5, first=3, last=3)": "below the 6 tokens that are always kept",
     "ss.kv.SnapKV(budget=60, window=64)": "budget=60 is below the 64 tokens",
     "ss.kv.H2O(every=0)": "every=0",
-    'ss.kv.H2O(reduce="median")': "'mean' or 'max'",
     'ss.Progressive(mode="mask")': "'evict' or 'select'",
     "ss.kv.SnapKV(kernel=4)": "odd kernel",
     "ss.kv.AdaKV(floor=1.5)": "floor=1.5",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -65,7 +64,6 @@ class Turn:
             read, and `prompt`.
         read: Tokens that a decoding step attended to, including its own, averaged over steps, layers and kv heads.
             None if the answer is a single token, which follows from the prompt without a decoding step.
-        held: Number of tokens in the cache after the turn, averaged over layers and kv heads.
         summary: What the edit did, in one line.
         events: What the edit did; `step` counts the turn's forward calls.
         output: What `model.generate` returned.
@@ -75,7 +73,6 @@ class Turn:
     prompt_tokens: int
     queries: int
     read: float | None
-    held: float
     summary: str
     prompt: tuple[int, ...] = field(repr=False)
     ids: tuple[int, ...] = field(repr=False)
@@ -164,7 +161,8 @@ class Conversation:
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
-        self.tokenizer = self.target.available_tokenizer if tokenizer is None else tokenizer
+        if tokenizer is not None:
+            self.target = replace(self.target, tokenizer=tokenizer)
         self.turns: list[Turn] = []
         self._edit = edit
         self._answers = answers
@@ -254,15 +252,15 @@ class Conversation:
         sequences: Tensor = getattr(output, "sequences", output)
         answer = gold or sequences[0, len(whole) :].tolist()
         text = None
-        if self.tokenizer is not None:
+        tokenizer = target.available_tokenizer
+        if tokenizer is not None:
             said = answer
             if answer and answer[-1] in end_ids(target):  # not every tokenizer knows that this token is special
                 said = answer[:-1]
-            text = str(self.tokenizer.decode(said, skip_special_tokens=True))
+            text = str(tokenizer.decode(said, skip_special_tokens=True))
         assert recorder.state is not None
         read = recorder.state.meter.usage().mean_read
         self._keep(cache, len(whole), recorder)
-        held = fmean(layer.slots - float(layer.holes().mean()) for layer in self._layers)
         turn = Turn(
             prompt=tuple(new),
             ids=tuple(answer),
@@ -270,7 +268,6 @@ class Conversation:
             prompt_tokens=len(whole),
             queries=len(whole) - seen,
             read=read[0] if read else None,
-            held=held,
             summary=run.summary(),
             events=tuple(run.events),
             output=output,
@@ -290,8 +287,7 @@ class Conversation:
         self._sequence = recorder.after_prompt if self._answers == "recompute" else recorder.after_answer
 
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
-        target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
-        return read_row(target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)
+        return read_row(self.target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)
 
 
 def _check_generation(generation: Mapping[str, Any]) -> None:

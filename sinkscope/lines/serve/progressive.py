@@ -20,6 +20,7 @@ from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import tokens_read
+from sinkscope.models.grouped_heads import in_groups
 
 
 @register_policy("progressive")
@@ -64,7 +65,7 @@ class Progressive(Policy):
         """The tokens that a decoding step read, and those held in the cache."""
         return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
 
-    def watch(self, session: Session, key: int) -> None:
+    def watch(self, session: Session) -> None:
         """Keep the latest queries, also those of generated tokens."""
         session.window_queries(self.interval, decoding=True)
 
@@ -72,9 +73,9 @@ class Progressive(Policy):
         """Attention of the latest queries; padding does not vote."""
         rows = at.session.window_rows(at.moment, at.layer, self.interval)
         real = at.moment.state.queries[at.layer].pos[:, -self.interval :] >= 0
-        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
-        votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
-        return self.group(votes, at.kv.pos.shape[1])
+        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head 1 slot".
+        votes = real.to(rows)[:, None, None] @ rows
+        return in_groups(votes, at.kv.pos.shape[1]).mean(2)
 
     def pays(self, layer: CacheLayer) -> bool:
         """Whether to select from a layer that holds more than the budget."""

@@ -20,7 +20,8 @@ from sinkscope.lines.choice import Variant, select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import choice_cost, draw_of, held_out
 from sinkscope.lines.serve.progressive import Progressive, steps_summary
-from sinkscope.lines.serve.sparse_prompts import SparsePrompts, line_limit
+from sinkscope.lines.serve.sparse_prompts import SparsePrompts
+from sinkscope.lines.sparse import dense_limit
 
 FLAT_COST = 0.15
 """Most that a search may cost (`choice_cost`) in a layer where the last one found no lines: it takes a third of that
@@ -70,10 +71,8 @@ class LoopServe(SparsePrompts):
     outputs are computed from, 1 for dense heads), "cells" (the same, and the rows from which lines
     were chosen) and "computed" (in time: cells computed, or what takes as long); "dense_heads" (number of heads for
     which computing everything is faster) and "kernel" (what computed the others). It also has what was lost:
-    "recovered", the share of
-    the attention weight that each head's lines hold for 16 queries that were not sampled (1 for dense heads), and
-    "last_error", the error of the layer's attention output at the last query, as a share of its norm (0 with
-    `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at the end.
+    "recovered", the share of the attention weight that each head's lines hold for 16 queries that were not sampled (1
+    for dense heads). If the mean of "recovered" over a run is below alpha, a warning says so at the end.
     `tokens_read` is the counterpart of "cells" for decoding.
 
     Attributes:
@@ -186,7 +185,7 @@ class LoopServe(SparsePrompts):
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
         """The lines that hold `alpha` of the sampled attention with the fewest cells."""
-        limit = line_limit(self.dense_above, scores.query, scores.keys)
+        limit = dense_limit(scores.query, scores.keys, self.dense_above)
         return select_lines(
             scores,
             self.alpha,
@@ -211,7 +210,7 @@ class LoopServe(SparsePrompts):
         cost = self._cost(query, keys)
         if flat and cost > FLAT_COST:
             return False
-        return cost == 0 or cost < line_limit(self.dense_above, query, keys)
+        return cost == 0 or cost < dense_limit(query, keys, self.dense_above)
 
     def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""

@@ -64,29 +64,22 @@ class PromptRow:
         """Attention of the last queries to everything."""
         return dense_attention(self.scores.part(self.scores.keys - queries, self.scores.keys), self.value)
 
-    def last_error(self, output: Float[Tensor, "head d_value"]) -> Tensor:
-        """Error of an output of the last query beside that of attending to everything, as a share of its norm."""
-        expected = self.dense(1)[:, 0]
-        return torch.linalg.vector_norm(output - expected) / torch.linalg.vector_norm(expected)
-
 
 @dataclass(frozen=True, eq=False)
 class PromptRead:
-    """How a row of a prompt was read in one layer, and what was lost: nothing where the last query is dense.
+    """How a row of a prompt was read in one layer, and what was lost.
 
     Attributes:
         sparsity: What was computed.
         output: What attention gives; None if every head is dense.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
         choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
-        last_error: Error of the output of the last query, as a share of its norm.
     """
 
     sparsity: Sparsity
     output: Float[Tensor, "head query d_value"] | None
     recovered: Float[Tensor, " head"] | None
     choice: float
-    last_error: Tensor | float = 0.0
 
     def event_data(self) -> dict[str, Any]:
         """What the event of kind "prefill" says."""
@@ -103,7 +96,6 @@ class PromptRead:
         }
         if self.recovered is not None:
             data["recovered"] = self.recovered.tolist()
-            data["last_error"] = float(self.last_error)
         return data
 
 
@@ -145,11 +137,6 @@ class SparsePrompts(Intervention):
         """Number of queries whose attention to all keys is computed in order to choose lines."""
         return 0
 
-    @property
-    def shown_name(self) -> str:
-        """Name in messages."""
-        return type(self).__name__
-
     # Done here ----------------------------------------------------------------------------------------------------
 
     def enter(self, run: Run, key: int) -> None:
@@ -168,11 +155,10 @@ class SparsePrompts(Intervention):
                 reasons.append(event.data.get("dense", ""))
         if not shares:
             return ""
+        name = type(self).__name__
         if all(reasons):
-            return f"{self.shown_name} left prompts to the model's own attention: {', '.join(dict.fromkeys(reasons))}."
-        return (
-            f"{self.shown_name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
-        )
+            return f"{name} left prompts to the model's own attention: {', '.join(dict.fromkeys(reasons))}."
+        return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
 
     def _attend(
         self, prompt: Attention, kv: CacheLayer | None, session: Session
@@ -184,7 +170,7 @@ class SparsePrompts(Intervention):
         if session.now.state is not None:
             flat = session.now.state.memory.setdefault("flat", flat)
         whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
-        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat, whole_rows)
+        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}
         if why_dense is None:
@@ -221,43 +207,35 @@ class SparsePrompts(Intervention):
             return PromptRead(all_dense(heads), None, shares, 0.0)
         lines = self.lines(body.scores, row.layer)
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
-        if line_limit(self.dense_above, row.scores.query, keys) < 1 and bool(lines.vertical.all()):
+        if dense_limit(row.scores.query, keys, self.dense_above) < 1 and bool(lines.vertical.all()):
             return PromptRead(all_dense(heads), None, shares, met * keys / row.cells())
         output, sparsity = sparse_attention(body.scores, body.value, lines, dense_above=self.dense_above)
         if held_out is not None and not all(sparsity.dense):
             met += len(held_out)
             shares = recovered(body.scores, lines, held_out)
-            if any(sparsity.dense):
-                shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
-        last_error: Tensor | float = 0.0
+            shares.masked_fill_(torch.tensor(sparsity.dense, device=shares.device), 1.0)
         if self.dense_rows:
             output = torch.cat([output, row.dense(self.dense_rows)], 1)
             sparsity = _with_dense_end(sparsity, body.cells() / row.cells())
-        elif shares is not None:
-            last_error = row.last_error(output[:, -1])
-        return PromptRead(sparsity, output, shares, met * keys / row.cells(), last_error)
+        return PromptRead(sparsity, output, shares, met * keys / row.cells())
 
-    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool, whole: bool) -> str | None:
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used.
 
-        `flat` says whether every head of the layer was dense when lines were last chosen, `whole` that no row has
-        padding or holes.
+        `flat` says whether every head of the layer was dense when lines were last chosen.
         """
         keys = prompt.key.shape[2]
-        most = keys if whole else int((view.pos[:, 0] >= 0).sum(-1).max())  # of all rows
-        if most < self.shortest:
+        if keys < self.shortest:
             return f"fewer than {self.shortest} keys"
         if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
-        why_no_kernel = lack_of_library(prompt.query[0], prompt.value[0])
+        why_no_kernel = lack_of_library(prompt.query.device)
         if why_no_kernel is not None:
             return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:
             return "sliding window"
         if prompt.softcap is not None:
             return "soft cap"
-        if view.chosen is not None:
-            return "an indexer chooses keys"
         if prompt.is_biased:
             return "position bias"
         if prompt.sinks is not None:
@@ -287,13 +265,6 @@ def _log_prompt(
         return logged
 
     run.log(events)
-
-
-def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"], keys: int) -> float:
-    """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
-    if dense_above is None:
-        return dense_limit(query, keys)
-    return dense_above
 
 
 def _with_dense_end(sparsity: Sparsity, line_share: float) -> Sparsity:
