@@ -35,6 +35,7 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
+    KEEPS_BUDGET = True
     JOINS_LAYERS = True
 
     def watch(self, session: Session) -> None:

@@ -19,7 +19,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
-from sinkscope.kv.policy_checks import check_layer_room, check_room, check_scores
+from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores
 from sinkscope.kv.session import Session
 from sinkscope.kv.slots import Slots
 from sinkscope.kv.usage import held_summary
@@ -93,6 +93,11 @@ class Policy(Intervention):
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
+
+    KEEPS_BUDGET: ClassVar[bool] = False
+    """Whether every layer and kv head keeps as many tokens as the budget says, so that nothing waits for counts.
+
+    A class with `budgets` or `select` of its own says False."""
 
     JOINS_LAYERS: ClassVar[bool] = False
     """Whether scores follow from positions and extras alone: all layers that keep as many tokens are scored at once."""
@@ -207,21 +212,18 @@ class Policy(Intervention):
             return
         rows: RowBudgets = state.memory[RowBudgets]
         exact: int | None = None  # what every head keeps, so that nothing waits for counts
-        if self._keeps_budget and isinstance(rows.budget, int):
+        if self.KEEPS_BUDGET and isinstance(rows.budget, int):
             exact = rows.budget
             layers = [kv for kv in layers if kv.keys.shape[-2] > exact]
             if self.JOINS_LAYERS and layers and alike(layers):
                 layers = [JoinedLayers(layers)]
         for kv in layers:
             at = LayerMoment(kv.number, kv, moment, session, rows)
-            kv.evict(self.chosen(at), exact if kv.gapless else None)
-
-    @property
-    def _keeps_budget(self) -> bool:
-        """Whether every layer and kv head keeps as many tokens as its row's budget says: no class chose anew."""
-        policy = type(self)
-        as_here = policy.budgets is Policy.budgets and policy.select is Policy.select
-        return as_here and policy.chosen is Policy.chosen
+            count = exact if kv.gapless else None
+            keep = self.chosen(at)
+            if count is not None and moment.prefill_ended:
+                check_kept(keep, count, self.shown_name, at.layer)
+            kv.evict(keep, count)
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """The slots that a layer keeps."""

@@ -31,6 +31,8 @@ class Pyramid(SnapKV):
 
     beta: Natural = 20
 
+    KEEPS_BUDGET = False
+
     def budgets(self, at: LayerMoment) -> LayerBudget:
         """The layer's point on the line, for each row."""
         assert at.moment.state.prompt is not None

@@ -29,6 +29,7 @@ class StreamingLLM(Policy):
 
     first: int = 4
 
+    KEEPS_BUDGET = True
     JOINS_LAYERS = True
 
     def always_kept(self, budget: int) -> tuple[int, int]:

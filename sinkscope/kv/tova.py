@@ -30,6 +30,7 @@ class TOVA(Policy):
         0
     """
 
+    KEEPS_BUDGET = True
     JOINS_LAYERS = True
 
     def watch(self, session: Session) -> None:

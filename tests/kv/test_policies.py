@@ -63,6 +63,8 @@ def test_scores_that_the_model_scales_by_layer():
 class Falling(H2O):
     """Keeps a token less in each higher layer."""
 
+    KEEPS_BUDGET = False
+
     def budgets(self, at: LayerMoment):
         return at.rows.total[0] - at.layer
 

@@ -14,6 +14,7 @@ import torch
 from covering import every_nth
 from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, Stepped, prompts
 from kv_kit import shallow_of as model_of
+from refusals import refused
 from transformers import DynamicCache
 
 from sinkscope.conformance.checks import alone
@@ -90,26 +91,38 @@ def test_a_policy_on_a_family(name, family):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_class_declares_saves_time_alone(name, monkeypatch):
-    """Every layer and head keeps the budget where a class chooses like the base; waiting for counts changes nothing.
+    """Every layer and head keeps the budget where a class says so; without what it says, the same tokens are kept.
 
     Large layers are not copied to be joined: the rows of each are shown while they are computed.
     """
     flow, factory = Flow(model="llama", lengths=(26, 26), steps=STEPS, budget=BUDGET), partial(made, name)
     declared = outcome_of(factory, flow)
     policy = type(policy_of(name))
-    if policy_of(name)._keeps_budget and name not in ("full", "progressive"):  # which act in another way
+    if policy.KEEPS_BUDGET:
         counts = {int(count) for sees in declared.sees.values() for count in sees[:, :, PROMPT].sum(-1).unique()}
         assert counts == {BUDGET + 1}
+    else:
+        assert not policy.JOINS_LAYERS
     for place, name, instead in (
         (joined_layers, "SMALL", 0),
         (policy, "JOINS_LAYERS", False),
-        (policy, "_keeps_budget", False),
+        (policy, "KEEPS_BUDGET", False),
     ):
         monkeypatch.setattr(place, name, instead)
         other = outcome_of(factory, flow)
         assert error_of(other.logits, declared.logits) < 1e-5
         for layer, sees in declared.sees.items():
             assert torch.equal(other.sees[layer], sees)
+
+
+@pytest.mark.parametrize("name", ["ragged", "budgets of layers and heads"])
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_class_that_declares_too_much_is_refused(name, joins, monkeypatch):
+    policy = policy_of(name)
+    monkeypatch.setattr(type(policy), "KEEPS_BUDGET", True)
+    monkeypatch.setattr(type(policy), "JOINS_LAYERS", joins)
+    with policy.on(model := kit_model("llama")), refused("says KEEPS_BUDGET"):
+        model.generate(prompts([PROMPT])[0], max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize("family", every_nth(FAMILIES, 3))
