@@ -102,6 +102,11 @@ def test_a_stream_that_breaks_off_keeps_its_alarms():
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
 
 
+def test_text_before_bytes_that_are_no_text_counts():
+    with pytest.warns(SinkscopeWarning, match="not UTF-8 text"):
+        assert len(list(Watch().follow(io.BytesIO(TEXT.encode() + b"\xff"), form="text"))) == 1
+
+
 def test_outputs_that_have_ended_are_not_kept_for_ever():
     watch = Watch()
     assert not list(watch.follow(io.BytesIO(b'{"text": "a"}\n' * 999), form="jsonl")) and len(watch.checked) < 99

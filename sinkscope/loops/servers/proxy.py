@@ -94,7 +94,7 @@ def application(
     Args:
         upstream: Address of the server, such as http://127.0.0.1:11434.
         monitor: Settings of the monitor.
-        log: Called with a line for each answer that was cut; it has no content.
+        log: Called with a line for each answer that was cut, or was passed on unwatched; it has no content.
         hosts: Names by which clients may call it; empty for any.
 
     Raises:
@@ -135,6 +135,8 @@ def application(
             watch = StreamWatch(monitor, form == "sse")
             without = ("content-length",)
         name = f"{request.method} {request.url.path[:80]}"
+        if form is None and request.method == "POST" and answer.status_code == 200:
+            log(f"{name}: passed on unwatched, because the answer is not streamed")
         response = StreamingResponse(_parts(answer, watch, log, name), answer.status_code)
         response.raw_headers = _passed_on(answer.headers.raw, without)
         return response

@@ -248,7 +248,12 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         data = start or source.read1(1 << 16)
         while data:
-            text = decoder.decode(data)
+            try:
+                text = decoder.decode(data)
+            except UnicodeDecodeError as error:
+                if error.start:  # text before bytes that are no UTF-8 counts
+                    yield Piece(name, text=error.object[: error.start].decode())
+                raise
             if text:
                 yield Piece(name, text=text)
             data = source.read1(1 << 16)
