@@ -74,23 +74,24 @@ def read_inputs(
             mask = given.get("attention_mask")
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
-    texts: Any = tokens
+    texts: Any = None
     if isinstance(tokens, str):
-        texts = [tokens]
-    if isinstance(texts, list | tuple) and len(texts) > 0 and all(isinstance(text, str) for text in texts):
-        if mask is not None:
-            raise SinkscopeError("attention_mask: texts need none, the padding is added here")
-        ids, padding = _padded(_encoded(target, texts, bos, special))
-        return Inputs(ids, padding, tuple(texts))
-    if bos is not None:
+        texts = (tokens,)
+    elif isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
+        texts = tuple(tokens)
+    if texts is not None:
+        rows = _encoded(target, texts, bos, special)
+    elif bos is None:
+        rows = _rows_of_ids(tokens)
+    else:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    ids, padding = _padded(_rows_of_ids(tokens))
+    ids, padding = _padded(rows)
     _check_ids(target, ids)
     if mask is None:
-        return Inputs(ids, padding, None)
+        return Inputs(ids, padding, texts)
     if padding is not None:
         raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, _mask(mask, ids), None)
+    return Inputs(ids, _mask(mask, ids), texts)
 
 
 def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:

@@ -126,7 +126,6 @@ def masked(ids, mask) -> dict:
         (["the dog", 5], {}, ["token id 'the dog'"]),
         ({"pixels": [1]}, {}, ["no tokens are given"]),
         ([1, 2], {"bos": True}, ["bos=True", "texts"]),
-        (masked("the dog", [1, 1, 1]), {}, ["texts need none"]),
         (masked([[1, 2], [3]], [[1, 1], [1, 0]]), {}, ["several lengths"]),
         (masked([[1, 2]], [[1, 1, 1]]), {}, ["(1, 3)", "(1, 2)"]),
         (masked([[1, 2]], [[0, 0]]), {}, ["real token in every row"]),
