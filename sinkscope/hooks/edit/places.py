@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
     """The outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
-    return Place(target.output_projection(layer), "pre", columns)
+    return Place(target.sub(layer, "o"), "pre", columns)
 
 
 def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
