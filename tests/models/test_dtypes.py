@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -15,7 +13,6 @@ from kv_kit import model_of
 from organisms import organism, tiny_model
 
 import sinkscope as ss
-from sinkscope.models.loading.config import float32_by_default
 from sinkscope.opening.live import target_of
 
 ACTING = edits(tiny_model("llama")[0].config) | {"guard": ss.LoopGuard(64)}
@@ -57,26 +54,6 @@ def test_what_acts_in_generation_under_another_default(name, default):
         assert torch.equal(model.generate(ids, **ask), want)
     with ACTING[name].on(model.double()):
         model.generate(ids, **ask)
-
-
-def test_measurements_that_overlap_in_two_threads(default):
-    """The first that began ends before the second, which still measures in float32."""
-    default()
-    began, ended = threading.Event(), threading.Event()
-
-    @float32_by_default()
-    def second() -> torch.dtype:
-        began.set()
-        ended.wait(10)
-        return torch.zeros(1).dtype
-
-    with ThreadPoolExecutor(1) as pool:
-        with float32_by_default():
-            running = pool.submit(second)
-            began.wait(10)
-        ended.set()
-        assert running.result() == torch.float32
-    assert torch.get_default_dtype() == torch.float64
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "bloom"])  # an attention of its own; usual; outside the interface

@@ -81,10 +81,7 @@ def _tensor_digest(tensor: Tensor, share: int) -> str:
         quantised: Any = tensor
         names, _ = quantised.__tensor_flatten__()
         return " ".join(_tensor_digest(getattr(quantised, name), share) for name in names)
-    part = tensor.detach()
-    while part.ndim > 1 and not part.is_contiguous():  # it is not worth a copy
-        part = part[len(part) // 2]
-    flat = part.reshape(-1)
+    flat = tensor.detach().reshape(-1)
     count = share // flat.itemsize
     start = max(0, (len(flat) - count) // 2)
     middle = flat[start : start + count].cpu().contiguous()
