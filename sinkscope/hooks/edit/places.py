@@ -77,12 +77,9 @@ def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Pla
     if site == "post":
         return Place(target.sub(layer, "down"), "pre", neurons)
     first = 0
-    module = target.sub(layer, "up")
-    if target.adapter.fused_gate_up and target.kind == "bridge":  # it splits the fused projection into two
-        module = target.sub(layer, "mlp").get_submodule("in")
-    elif target.adapter.fused_gate_up:
+    if target.adapter.fused_gate_up:
         first = target.width(layer)
-    return Place(module, "post", [first + neuron for neuron in neurons])
+    return Place(target.sub(layer, "up"), "post", [first + neuron for neuron in neurons])
 
 
 @dataclass(frozen=True, eq=False)
