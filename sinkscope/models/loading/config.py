@@ -90,7 +90,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     Raises:
         SinkscopeError: This machine has no such device; the message lists the available ones.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()
     here = ["cpu", *(f"cuda:{i}" for i in range(count))]
     if torch.backends.mps.is_available():
         here.append("mps")

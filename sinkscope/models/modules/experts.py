@@ -145,13 +145,9 @@ class Experts:
             return down[neurons]
         return self._shards.columns(down, neurons, self.width).T
 
-    def beside(self, hidden: Hidden) -> Hidden | float:
-        """What the module adds to what the experts write."""
-        return 0.0
-
     def output(self, routed: Routed) -> Hidden:
         """What the module must give according to this layout."""
-        total = torch.zeros_like(routed.hidden) + self.beside(routed.hidden)
+        total = torch.zeros_like(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
         for expert in routed.weight.any(0).nonzero().flatten().tolist():
             post = self.activate(*self.factors(expert, routed.entering(expert)))
@@ -191,9 +187,9 @@ class ScaledInputExperts(Experts):
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
 
-    def beside(self, hidden: Hidden) -> Hidden:
-        """What the shared expert writes."""
-        return self.module.shared_expert(hidden)
+    def output(self, routed: Routed) -> Hidden:
+        """The same, and what the shared expert writes."""
+        return super().output(routed) + self.module.shared_expert(routed.hidden)
 
 
 def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
