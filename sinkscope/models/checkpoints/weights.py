@@ -18,7 +18,7 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
         source: Where it comes from, for errors.
         files: Its files on this machine.
         config: Its configuration.
-        options: What transformers takes beside it; None means its default.
+        options: What transformers takes beside it.
 
     Raises:
         SinkscopeError: The weights do not belong to the configuration.
@@ -32,7 +32,7 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
         ignore_mismatched_sizes=True,  # reported below, with names
         trust_remote_code=False,
         weights_only=True,  # no code in pickles runs
-        **{name: value for name, value in options.items() if value is not None},
+        **options,
     )
     model, info = loaded
     wrong = sorted(info["missing_keys"]) + [name for name, *_ in sorted(info["mismatched_keys"])]
