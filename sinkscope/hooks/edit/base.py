@@ -96,10 +96,6 @@ class Run:
             )
         return getattr(self._local, "call", None)
 
-    @call.setter
-    def call(self, call: Call | None) -> None:
-        self._local.call = call
-
     @property
     def events(self) -> list[Event]:
         """Events so far, in order. Reading them waits for the device once.
@@ -174,7 +170,7 @@ class Run:
         self.hook((self.target.base, "pre", self._begin), (self.target.base, "always", self._end))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call = None
+        self._local.call = None
         if not _acts(self):
             return
         given = by_name(module, args, kwargs)
@@ -186,7 +182,7 @@ class Run:
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        self.call = call
+        self._local.call = call
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.call
