@@ -94,7 +94,7 @@ def read_inputs(
     return Inputs(ids, _mask(mask, ids), texts)
 
 
-def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
+def read_row(target: Target, given: Any, what: str = "the input", *, special: bool = True) -> list[int]:
     """The ids of one text, or of one row of ids.
 
     Args:
@@ -111,11 +111,10 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     try:
         rows = read_inputs(target, given, special=special).rows()
     except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}".removeprefix(": ")) from None
-    name = what or "the input"
+        raise SinkscopeError(f"{what}: {error}") from None
     if len(rows) > 1:
-        raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")
-    check_length(target, name, len(rows[0]))
+        raise SinkscopeError(f"{what} has {len(rows)} rows: expected one text, or one row of token ids")
+    check_length(target, what, len(rows[0]))
     return rows[0]
 
 
@@ -135,8 +134,7 @@ def _mask(given: Any, ids: Ids) -> Ids:
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
     """The ids of each text."""
     tokenizer = tokenizer_of(target)
-    resolve_bos(tokenizer, target.config, bos)
-    bos_id = resolve_bos(tokenizer, target.config, None)
+    bos_id = resolve_bos(tokenizer, target.config, bos or None)
     rows: list[list[int]] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():

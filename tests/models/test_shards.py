@@ -157,7 +157,7 @@ def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
 
 def test_alone_all_is_whole():
     tensor = torch.randn(2, 6)
-    assert ALONE.gather(tensor, 6) is tensor and ALONE.sum(tensor) is tensor and ALONE.all(3) == [3]
+    assert ALONE.gather(tensor, 6) is tensor and ALONE.all(3) == [3]
     assert torch.equal(ALONE.columns(tensor, [4, 1], 6), tensor[:, [4, 1]])
     with refused("a process of 1 holds 6 of 8 columns"):
         ALONE.gather(tensor, 8)

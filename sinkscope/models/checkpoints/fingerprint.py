@@ -52,9 +52,9 @@ def _of_model(model: Any) -> str:
     for name in parameters:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
+        plain = name.replace("._original_component", "")  # a bridge around it is the same model
         with brought(module):
-            described = _described(getattr(module, attribute), share)
-        parts[name.replace("._original_component", "")] = described  # a bridge around it is the same model
+            parts[plain] = _described(getattr(module, attribute), share)
     return _digest(model.config.to_dict(), parts)
 
 

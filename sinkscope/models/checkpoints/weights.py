@@ -43,5 +43,5 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
             f"{config.model_type} cannot be cut to its first layers: leave it out"
         )
     if not is_quantised(config):  # else factors belong there
-        check_unexpected(model, info["unexpected_keys"], source.name)
+        check_unexpected(model, info["unexpected_keys"], source.name, {})
     return model.eval()

@@ -90,17 +90,13 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     Raises:
         SinkscopeError: This machine has no such device; the message lists the available ones.
     """
-    count = torch.cuda.device_count()
-    here = ["cpu", *(f"cuda:{i}" for i in range(count))]
+    here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    if device is None:
+        device = "cuda:0" if len(here) > 1 else "cpu"
     if torch.backends.mps.is_available():
         here.append("mps")
-    if device is None:
-        return torch.device("cuda:0" if count > 0 else "cpu")
-    with suppress(RuntimeError):
-        place = torch.device(device)
-        name = f"{place.type}:{place.index or 0}"
-        if name in here or name.removesuffix(":0") in here:
-            return place
+    if str(device) in here or str(device).removesuffix(":0") in here or f"{device}:0" in here:
+        return torch.device(device)
     raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}")
 
 

@@ -51,7 +51,7 @@ class Parts:
     @cached_property
     def available_tokenizer(self) -> Any:
         """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
-        origin = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
+        origin = getattr(self.hf.config, "_name_or_path", "")
         if self.tokenizer is not None or not origin:
             return self.tokenizer
         from transformers import AutoTokenizer
@@ -77,7 +77,7 @@ class Parts:
         found = split_weight(self.hf)
         if found is None:
             return ALONE
-        shards = shards_of(found[1])
+        shards = shards_of(found)
         check_divides(self.hf.config, self.name, shards.size)
         return shards
 
@@ -108,14 +108,8 @@ class Parts:
 
     @property
     def n_heads(self) -> int:
-        """Query heads of a layer.
-
-        Raises:
-            UnsupportedError: Layers have different numbers of them.
-        """
-        with suppress(RuntimeError):  # of transformers, for configurations with a number for each layer
-            return int(self.config.num_attention_heads)
-        raise UnsupportedError(f"the layers of {self.name} have different numbers of heads: use another model")
+        """Query heads of a layer."""
+        return int(self.config.num_attention_heads)
 
     @property
     def n_kv_heads(self) -> int:
