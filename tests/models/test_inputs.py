@@ -139,8 +139,3 @@ def test_what_cannot_be_read(tokens, more, words):
         trace(model, tokens, [SITE], tokenizer=tokenizer, **more)
     with refused(words=words):
         generate(model, tokens, tokenizer=tokenizer, **more)
-
-
-def test_no_site_is_an_error():
-    with refused("no site"):
-        trace(tiny_model("llama")[0], [1, 2])
