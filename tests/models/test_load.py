@@ -201,6 +201,7 @@ def test_device_that_is_there(monkeypatch):
     from sinkscope.models.loading.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert str(parse_device(None)) == "cuda:0"
     assert str(parse_device("cuda")) == "cuda"

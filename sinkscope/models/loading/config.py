@@ -90,9 +90,10 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     Raises:
         SinkscopeError: This machine has no such device; the message lists the available ones.
     """
-    here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ["cpu", *(f"cuda:{number}" for number in range(count))]
     if device is None:
-        device = "cuda:0" if len(here) > 1 else "cpu"
+        device = "cuda:0" if count > 0 else "cpu"
     if torch.backends.mps.is_available():
         here.append("mps")
     if str(device) in here or str(device).removesuffix(":0") in here or f"{device}:0" in here:
