@@ -72,6 +72,7 @@ class SinkPatch(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
         check_values(Mapping[Any, Finite], calibrated=self.calibrated)
+        check_values(Mapping[str, Any] | None, model=self.model)
         calibrated = {site_of(site): value for site, value in self.calibrated.items()}
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]

@@ -17,7 +17,7 @@ class AbsentError(SinkscopeError):
     """A repo of the hub has no such file."""
 
 
-def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
+def hub_file(repo: str, name: str, revision: str | None) -> Path:
     """Download one file of a model's hub repo, or find it in the cache.
 
     Args:
