@@ -66,7 +66,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def marked(wire: Wire) -> None:
     """Tell the counter which collectives are those of this package."""
-    for name in ("gather", "sum", "columns", "all"):
+    for name in ("gather", "columns", "all"):
         plain = getattr(Shards, name)
 
         def counted(self: Shards, *args: Any, plain: Any = plain, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ In each layer half of the heads attend to one offset, the other half to marked t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def made(shape: str, seed: int, writes: float = 1.0) -> Target:
                 else:
                     query[head, :FAST, 0] = force * torch.cos(angles * (head + 1))
                     query[head, half : half + FAST, 0] = -force * torch.sin(angles * (head + 1))
-    return target_of(model, name=shape)
+    return replace(target_of(model), name=shape)
 
 
 def text(length: int, marked: float) -> Tensor:

@@ -23,9 +23,9 @@ FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, 1
 STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,)), 0.2, 1.0, 0.5, ())
 
 NEURONS = (
-    Candidate(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01, -0.2),
-    Candidate(2, None, 77, 130.0, 0.14, 0.12, 0.004, True, 0.02, 0.1),
-    Candidate(2, None, 3, 4.0, 0.004, -0.01, 0.004, False, 0.03, None),
+    Candidate(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01),
+    Candidate(2, None, 77, 130.0, 0.14, 0.12, 0.004, True, 0.02),
+    Candidate(2, None, 3, 4.0, 0.004, -0.01, 0.004, False, 0.03),
 )
 PAIR = (Neuron(2, None, 412), Neuron(2, None, 77))
 TRIED = Search("sets of neurons", 9)

@@ -69,7 +69,7 @@ class Session:
         for layer in range(target.n_layers):
             if not target.has_attention(layer):
                 continue
-            run.edited.keep(target.sub(layer, "attn"))
+            run.keep(target.sub(layer, "attn"))
 
     @classmethod
     def of(cls, run: Run) -> Session:

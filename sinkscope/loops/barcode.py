@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.decode import decode, watched
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
@@ -288,7 +288,8 @@ def _record(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadTra
         with observer.on(setup.target):
             setup.target.forward(torch.tensor([ids[:-1]]))
     else:
-        decode(setup.target, [ids[:prompt]], len(ids) - prompt, watched(setup.edit, observer), [ids[prompt:]])
+        acting = observer if setup.edit is None else setup.edit | observer
+        decode(setup.target, [ids[:prompt]], len(ids) - prompt, acting, [ids[prompt:]])
 
 
 def _means(tracks: dict[int, HeadTracks], late: int) -> Float[np.ndarray, "layer head"]:

@@ -32,7 +32,7 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
 def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
     """W_O of every head of a layer, float32."""
     with target.loaded(layer):
-        columns = input_columns(target, target.output_projection(layer)).float().cpu()
+        columns = input_columns(target, target.sub(layer, "o")).float().cpu()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 

@@ -72,17 +72,18 @@ def read_inputs(
             mask = given.get("attention_mask")
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
-    texts: Any = tokens
+    texts: Any = None
     if isinstance(tokens, str):
-        texts = [tokens]
-    if isinstance(texts, list | tuple) and len(texts) > 0 and all(isinstance(text, str) for text in texts):
-        if mask is not None:
-            raise SinkscopeError("attention_mask: texts need none, the padding is added here")
-        ids, padding = _padded(_encoded(target, texts, bos, special))
-        return Inputs(ids, padding)
-    if bos is not None:
+        texts = (tokens,)
+    elif isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
+        texts = tuple(tokens)
+    if texts is not None:
+        rows = _encoded(target, texts, bos, special)
+    elif bos is None:
+        rows = _rows_of_ids(tokens)
+    else:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    ids, padding = _padded(_rows_of_ids(tokens))
+    ids, padding = _padded(rows)
     _check_ids(target, ids)
     if mask is None:
         return Inputs(ids, padding)
@@ -91,7 +92,7 @@ def read_inputs(
     return Inputs(ids, _mask(mask, ids))
 
 
-def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
+def read_row(target: Target, given: Any, what: str = "the input", *, special: bool = True) -> list[int]:
     """The ids of one text, or of one row of ids.
 
     Args:
@@ -108,11 +109,10 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     try:
         rows = read_inputs(target, given, special=special).rows()
     except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}".removeprefix(": ")) from None
-    name = what or "the input"
+        raise SinkscopeError(f"{what}: {error}") from None
     if len(rows) > 1:
-        raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")
-    check_length(target, name, len(rows[0]))
+        raise SinkscopeError(f"{what} has {len(rows)} rows: expected one text, or one row of token ids")
+    check_length(target, what, len(rows[0]))
     return rows[0]
 
 
@@ -132,8 +132,7 @@ def _mask(given: Any, ids: Ids) -> Ids:
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
     """The ids of each text."""
     tokenizer = tokenizer_of(target)
-    resolve_bos(tokenizer, target.config, bos)
-    bos_id = resolve_bos(tokenizer, target.config, None)
+    bos_id = resolve_bos(tokenizer, target.config, bos or None)
     rows: list[list[int]] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():

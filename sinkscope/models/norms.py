@@ -19,6 +19,6 @@ def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) ->
     return norms_of(resid)
 
 
-def norms_of(tensor: Float[Tensor, ...], dim: int = -1) -> Float[Tensor, ...]:
+def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
     """L2 norms in float32; no smaller type is summed in itself."""
-    return torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.promote_types(tensor.dtype, torch.float32)).float()
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).float()

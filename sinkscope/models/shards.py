@@ -88,13 +88,6 @@ class Shards:
             return whole
         return whole.narrow(-1, self.axis(size).low, width)
 
-    def sum(self, tensor: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
-        """The sum over processes."""
-        if self.size > 1:
-            tensor = tensor.detach().clone().contiguous()
-            dist.all_reduce(tensor, group=self._group)
-        return tensor
-
     def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
         """Columns of a tensor of which every process holds some: one sum brings them to all."""
         if not self.is_part(part.shape[-1], size):
@@ -102,7 +95,8 @@ class Shards:
         places, local = self.axis(size).here(numbers)
         found = part.new_zeros(*part.shape[:-1], len(numbers))
         found[..., places] = part.detach()[..., local]
-        return self.sum(found)
+        dist.all_reduce(found, group=self._group)
+        return found
 
     def all(self, value: Any) -> list[Any]:
         """What every process gives, in their order; any small object."""
@@ -155,11 +149,11 @@ def shards_of(weight: Any) -> Shards:
     return ALONE if mesh is None else Shards(mesh)
 
 
-def split_weight(model: nn.Module) -> tuple[str, Any] | None:
-    """Name and value of the first weight of a model that is split over processes; None if there is none."""
-    for name, parameter in model.named_parameters():
+def split_weight(model: nn.Module) -> Any:
+    """The first weight of a model that is split over processes; None if there is none."""
+    for parameter in model.parameters():
         if hasattr(parameter, "device_mesh"):
-            return name, parameter
+            return parameter
     return None
 
 

@@ -12,7 +12,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 
 
-def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> Target:
+def target_of(model: object, tokenizer: Any = None) -> Target:
     """View `model` as a Target (a Target is returned unchanged). Names propose its adapter if it has no row.
 
     Weights of a model of nnsight that was made by name are loaded.
@@ -28,7 +28,7 @@ def target_of(model: object, tokenizer: Any = None, name: str | None = None) -> 
     if tokenizer is not None and not callable(tokenizer):
         raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers")
     origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
-    label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
+    label = str(origin or type(hf).__name__).rstrip("/").split("/")[-1]
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
         warn(

@@ -111,7 +111,7 @@ def _plain(
         options = {**options, "distributed_config": DistributedConfig(tp_size=world_size())}
     if tokenizer is None:
         tokenizer = read_tokenizer(name, folder, gguf=gguf)
-    hf = model_with_weights(source, files, config, options, is_cut=layers is not None)
+    hf = model_with_weights(source, files, config, options)
     hf.sinkscope_name, hf.tokenizer = name, tokenizer
     origin = fingerprint(files)
     if source.kind == "hub":

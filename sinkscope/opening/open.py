@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,16 @@ def open_target(
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
     if model is None or isinstance(model, str | os.PathLike):
-        target = _named(model, tokenizer, revision, dtype, device, whole)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
+        source, is_bundled = locate(model, revision), model in (None, BUNDLED)
+        target = None
+        if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
+            with suppress(UnsupportedError), quiet(), loading_errors(source):  # else it is loaded whole, or refused
+                tensors = SafetensorsSource(source.where, revision=source.revision)
+                target = open_stream(tensors, name=source.name, **options)
+        if target is None:
+            # The bundled model needs no probe at every start, because the tests check its circuit.
+            target = target_of(load(model, revision=revision, probe=not is_bundled, **options))
     else:
         target = target_of(model, tokenizer)
     if needed:
@@ -56,27 +66,6 @@ def open_target(
     if target.tokenizer is None:
         target = replace(target, tokenizer=target.available_tokenizer)
     return target
-
-
-def _named(
-    model: str | os.PathLike[str] | None,
-    tokenizer: Any,
-    revision: str | None,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    whole: bool,
-) -> Target:
-    source, is_bundled = locate(model, revision), model in (None, BUNDLED)
-    if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
-        try:
-            with quiet(), loading_errors(source):
-                tensors = SafetensorsSource(source.where, revision=source.revision)
-                return open_stream(tensors, dtype=dtype, device=device, tokenizer=tokenizer, name=source.name)
-        except UnsupportedError:
-            pass  # it is loaded whole, or refused there, too
-    # The bundled model needs no probe at every start, because the tests check its circuit.
-    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
-    return target_of(load(model, **options, probe=not is_bundled))
 
 
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:

@@ -64,7 +64,7 @@ def attention_error(target: Target) -> float:
     hooks = [(target.sub(layer, "attn"), "post", on_output(partial(keep_weights, layer))) for layer in layers]
     if adapter.learned_sinks or not adapter.attention_interface:
         for layer in layers:
-            hooks.append((target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))))
+            hooks.append((target.sub(layer, "o"), "pre", on_input(partial(keep_heads, layer))))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
         with listening(target, keep_values), attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):

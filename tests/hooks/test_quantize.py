@@ -83,16 +83,6 @@ def test_padding_and_other_rows_make_no_difference():
         assert divergence(alone.log_softmax(-1), batch.log_softmax(-1)).max() < 2e-5
 
 
-def test_without_positions_no_token_stays_exact():
-    """None is every token for other edits; here it names none that stays exact, and the run says that it acted."""
-    model, ids = model_of("llama").model, ids_of("llama")
-    with torch.no_grad(), Quantize(kv=4).on(model):
-        want = model(ids).logits
-    with torch.no_grad(), Quantize(kv=4, positions=None).on(model) as run:
-        assert torch.equal(model(ids).logits, want)
-    assert run.summary() == "Quantize acted in 1 call."
-
-
 def test_layers_without_an_mlp_are_rounded():
     """Of the four layers, two have no MLP, and layer 1 is a mixture."""
     model, ids = decoder("nemotron_h"), torch.tensor([[1, 5, 6, 7]])
@@ -111,6 +101,7 @@ def test_layers_without_an_mlp_are_rounded():
         ({}, ("nothing is to be rounded", "activations=8")),
         ({"activations": 1}, ("1", "2")),
         ({"kv": 8, "places": [(0, -1)]}, ("places", "-1")),
+        ({"kv": 8, "places": [(1, 2), (3, 0)]}, ("places has (3, 0)", "3 rows", "from 0 to 2")),
         ({"kv": 8, "layers": [1.5]}, ("layers", "1.5")),
         ({"kv": 8, "positions": "last"}, ("last", "first")),
         ({"activations": 8, "layers": [99]}, ("layer 99",)),
@@ -131,5 +122,6 @@ def test_experts_are_refused_but_their_keys_and_values_are_rounded():
     ids = o.natural(1, 8)
     with torch.no_grad():
         plain = o.model(ids).logits
-        with Quantize(kv=4).on(o.model):
+        with Quantize(kv=4, positions=None).on(o.model) as run:  # None is no token, which for other edits is every one
             assert (o.model(ids).logits - plain).abs().max() > 1e-3
+    assert run.summary() == "Quantize acted in 1 call."

@@ -48,6 +48,8 @@ def test_bad_names_say_what_there_is():
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):
         trace(model, IDS, ["blocks.9.hook_resid_post"])
+    with pytest.raises(SinkscopeError, match="no site is given"):
+        trace(model, IDS)
     with pytest.raises(SinkscopeError, match="reduce 'median' is unknown"):
         trace(model, IDS, ["hook_embed"], "median")
     neox, _ = tiny_model("gpt_neox")

@@ -200,7 +200,6 @@ WAYS = {
     ),
     "hooks of the user": before(hooks_of_the_user),
     "offloaded": before(offloaded),
-    "replaced attention inside": inside(replaced("model.layers.0.self_attn")),
     "weights assigned inside": inside(
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     ),

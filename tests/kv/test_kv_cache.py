@@ -241,7 +241,6 @@ def test_caches_that_cannot_be_taken_over():
     for cache, inside, said in (
         (static, model, "StaticCache"),
         (slid, window, "DynamicSlidingWindowLayer"),
-        ([1], model, "list"),
         (EncoderDecoderCache(DynamicCache(), DynamicCache()), model, "EncoderDecoderCache: a cache policy"),
     ):
         with policy.on(inside), refused(said):

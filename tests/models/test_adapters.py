@@ -72,15 +72,6 @@ def test_loads_from_a_folder(model_type, backend):
         assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
-    model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    target = target_of(bridge := loaded("bridge", tmp_path))
-    assert target.n_kv_heads == 1
-    assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])
 def test_text_part_of_a_model_with_images(tmp_path, backend):
     model = with_images(tmp_path)

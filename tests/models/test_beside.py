@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -56,17 +55,6 @@ def test_a_damaged_file_beside_the_weights_is_refused(model, name, damage):
     DAMAGES[damage](model / name)
     with refused(name.partition(".")[0] if "config" in name and not name.startswith("tok") else "tokenizer|special"):
         ss.load(model)
-
-
-@pytest.mark.parametrize("ends", [None, 3, [3, 4]])
-def test_ends_of_text_are_those_of_the_file(model, ends):
-    file = model / "generation_config.json"
-    entries = json.loads(file.read_text())
-    entries.pop("eos_token_id", None)
-    if ends is not None:
-        entries["eos_token_id"] = ends
-    file.write_text(json.dumps(entries))
-    assert ss.load(model).generation_config.eos_token_id == ends
 
 
 def test_a_model_read_layer_by_layer_is_held_against_the_same_files(model):

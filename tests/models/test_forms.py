@@ -120,7 +120,7 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, typed, beside):
     words = ["holds an adapter", "sinkscope.load(", "peft.PeftModel.from_pretrained(base", "without the adapter"]
     with hub(tmp_path / "cache") as server:
         server.add("org/name", folder)
-        in_repo = words if beside else ["has no config.json", "of an adapter the model"]
+        in_repo = words if beside else ["has no config.json", "of an adapter, the model"]
         for read in READERS:
             with refused(words=words):
                 read(str(folder))
@@ -131,15 +131,5 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, typed, beside):
 
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):
     decoder("gemma4_text").save_pretrained(tmp_path / "m")
-    with refused(words=["m lacks", "gemma4_text cannot be cut to its first layers", "leave out layers="]):
+    with refused(words=["m lacks", "gemma4_text cannot be cut to its first layers", "leave it out"]):
         load(tmp_path / "m", layers=2)
-    decoder("qwen3_next").save_pretrained(tmp_path / "n")
-    with refused(words=["qwen3_next", "no softmax attention"]):
-        load(tmp_path / "n", layers=1)
-
-
-def test_a_folder_that_holds_only_a_gguf_file_names_it(tmp_path):
-    (tmp_path / "m-Q8_0.gguf").write_bytes(b"GGUF")
-    for read in READERS:
-        with refused(words=["has no config.json; give the file itself", "m-Q8_0.gguf"]):
-            read(str(tmp_path))

@@ -122,15 +122,6 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
         assert set(server.fetched()) == {"config.json"}
 
 
-def test_repo_without_config(tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "README.md").write_text("words")
-    with hub(tmp_path / "cache") as server:
-        server.add("org/notes", tmp_path / "notes")
-        with pytest.raises(SinkscopeError, match=r"org/notes has no config.json"):
-            SafetensorsSource("org/notes")
-
-
 @pytest.mark.parametrize("name", ["config.json", "shard"])
 def test_an_answer_that_is_cut(saved, tmp_path, no_waiting, name):
     """One line; nothing of it stays in the cache, and the next attempt goes on."""

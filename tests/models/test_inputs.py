@@ -125,7 +125,6 @@ def masked(ids, mask) -> dict:
         (["the dog", 5], {}, ["token id 'the dog'"]),
         ({"pixels": [1]}, {}, ["no tokens are given"]),
         ([1, 2], {"bos": True}, ["bos=True", "texts"]),
-        (masked("the dog", [1, 1, 1]), {}, ["texts need none"]),
         (masked([[1, 2], [3]], [[1, 1], [1, 0]]), {}, ["several lengths"]),
         (masked([[1, 2]], [[1, 1, 1]]), {}, ["(1, 3)", "(1, 2)"]),
         (masked([[1, 2]], [[0, 0]]), {}, ["real token in every row"]),
@@ -139,8 +138,3 @@ def test_what_cannot_be_read(tokens, more, words):
         trace(model, tokens, [SITE], tokenizer=tokenizer, **more)
     with refused(words=words):
         generate(model, tokens, tokenizer=tokenizer, **more)
-
-
-def test_no_site_is_an_error():
-    with refused("no site"):
-        trace(tiny_model("llama")[0], [1, 2])

@@ -44,10 +44,6 @@ def test_a_model_is_found_by_every_spelling_and_no_other_is(spelling):
     assert find(spelling) == find("llama-2-7b") != find("my-own-model") is None
 
 
-def test_base_name_of_a_hub_id_resolves():
-    assert resolve("Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

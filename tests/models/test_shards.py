@@ -88,8 +88,9 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
 @pytest.mark.slow
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
     every = ["find_sinks", *READ, "heads", "circuit", *EDITS, *POLICIES]
+    of_mixture = [name for name in every if name != "Ablate, up factor"]  # which experts do not have
     llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
-    calls = {llama: every, qwen3: ["attack", "patch make", "why", "probability"], mixtral: every}
+    calls = {llama: every, qwen3: ["attack", "patch make", "why", "probability"], mixtral: of_mixture}
     report, _ = compared(tmp_path / "a.json", calls)
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 
@@ -157,7 +158,7 @@ def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
 
 def test_alone_all_is_whole():
     tensor = torch.randn(2, 6)
-    assert ALONE.gather(tensor, 6) is tensor and ALONE.sum(tensor) is tensor and ALONE.all(3) == [3]
+    assert ALONE.gather(tensor, 6) is tensor and ALONE.all(3) == [3]
     assert torch.equal(ALONE.columns(tensor, [4, 1], 6), tensor[:, [4, 1]])
     with refused("a process of 1 holds 6 of 8 columns"):
         ALONE.gather(tensor, 8)

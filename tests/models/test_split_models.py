@@ -140,7 +140,7 @@ def test_weights_that_are_quantised_in_place_are_read_dequantised():
     target, want = target_of(quantised), target_of(plain)
     neurons = [28, 179, 0]
     assert_close(w_out(target, 2, neurons), w_out(want, 2, neurons), atol=1e-6, rtol=1e-5)
-    columns = [input_columns(each, each.output_projection(1)) for each in (target, want)]
+    columns = [input_columns(each, each.sub(1, "o")) for each in (target, want)]
     assert_close(*columns, atol=1e-6, rtol=1e-5)
     assert (target.d_mlp, target.head_columns(0, 1)) == (want.d_mlp, want.head_columns(0, 1))
     logits = []

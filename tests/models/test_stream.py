@@ -106,15 +106,6 @@ def test_on_a_gpu_a_checkpoint_keeps_its_dtype(kind, tmp_path):
     assert dtype_on(torch.device("cpu"), config) == torch.float32
 
 
-@pytest.mark.parametrize("rule", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
-def test_dense_layers_among_mixtures(rule, tmp_path):
-    model, _ = tiny_model("qwen3_moe", **rule)
-    model.save_pretrained(tmp_path)
-    resident = target_of(model)
-    assert len({resident.is_mixture(i) for i in range(3)}) == 2, "the test needs both kinds"
-    assert_same_outputs(resident, open_stream(tmp_path, resident=2))
-
-
 def test_text_part_of_a_vision_language_model(tmp_path):
     model = with_images(tmp_path)
     streamed = open_stream(tmp_path, resident=2)

@@ -47,45 +47,6 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class EditedModules:
-    """Notes which of the edited modules ran."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._names = {module: name for name, module in target.hf.named_modules()}
-        self._ran: dict[nn.Module, bool] = {}
-
-    def keep(self, module: nn.Module, ran: bool = True) -> None:
-        """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
-        if module in self._names:
-            self._ran[module] = ran
-
-    def add(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook of an edit, which from now on also notes that its module ran."""
-        self.keep(module, False)
-
-        def noting(*args: Any) -> Any:
-            self.keep(module)
-            return hook(*args)
-
-        return noting
-
-    def check(self) -> None:
-        """Refuse a run in which an edit was lost, although the model ran.
-
-        Raises:
-            UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
-        """
-        present = set(self._target.hf.modules())
-        lost = [self._names[module] for module, ran in self._ran.items() if not ran or module not in present]
-        if lost:
-            raise UnsupportedError(
-                f"{min(lost)} of {self._target.name} was replaced inside the `with`, or never ran while the model did, "
-                "so that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch "
-                "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
-            )
-
-
 class Run:
     """Interventions active on one model, from entry to exit. All state lives here, none on the intervention objects.
 
@@ -104,7 +65,8 @@ class Run:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
-        self.edited = EditedModules(target)
+        self._names = {module: name for name, module in target.hf.named_modules()}
+        self._ran: dict[nn.Module, bool] = {}  # whether edited modules did
         self.passes = 0  # whole ones on which the run acted
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
@@ -174,7 +136,33 @@ class Run:
 
     def hook_edit(self, module: nn.Module, when: str, fn: Callable[..., Any]) -> None:
         """Register the hook of an edit, which would be lost if the module did not run or were replaced."""
-        self.hook((module, when, self.edited.add(module, fn)))
+
+        def noting(*args: Any) -> Any:
+            self.keep(module)
+            return fn(*args)
+
+        self.keep(module, False)
+        self.hook((module, when, noting))
+
+    def keep(self, module: nn.Module, ran: bool = True) -> None:
+        """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
+        if module in self._names:
+            self._ran[module] = ran
+
+    def check_edited(self) -> None:
+        """Refuse a run in which an edit was lost, although the model ran.
+
+        Raises:
+            UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
+        """
+        present = set(self.target.hf.modules())
+        lost = [self._names[module] for module, ran in self._ran.items() if not ran or module not in present]
+        if lost:
+            raise UnsupportedError(
+                f"{min(lost)} of {self.target.name} was replaced inside the `with`, or never ran while the model did, "
+                "so that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch "
+                "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
+            )
 
     def watch(self) -> None:
         """Follow the forward calls of the model: `call` is set while one runs."""
@@ -317,7 +305,7 @@ class Intervention(ABC):
                 part.enter(run, key)
             yield run
             if run.passes:
-                run.edited.check()
+                run.check_edited()
 
 
 class _Once(AbstractContextManager[Run]):

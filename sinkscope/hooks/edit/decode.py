@@ -137,10 +137,3 @@ def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
         if token in ends:
             return answer[: i + 1]
     return answer
-
-
-def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
-    """The interventions, followed by an observer that sees the result."""
-    if edit is None:
-        return observer
-    return edit | observer

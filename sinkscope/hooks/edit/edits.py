@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -103,7 +102,23 @@ class NeuronEdit(PlacedEdit):
         if group.head is not None:
             old, new = group.size(old), group.size(new)
         moved = has_moved & (index >= 0)[..., None]
-        values.run.log(partial(_events, self.KIND, group, values.call.step, index, moved, old.detach(), new.detach()))
+        step, before, after = values.call.step, old.detach(), new.detach()
+
+        def events() -> list[Event]:
+            """An event for each neuron, or head, that was moved at a token."""
+            positions = index.tolist()
+            found: list[Event] = []
+            numbers = zip(moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), strict=True)
+            for (row, token, number), was, became in numbers:
+                data = {"old": was, "new": became}
+                if group.head is None:
+                    data = {"neuron": group.neurons[number], **data}
+                if group.expert is not None:
+                    data["expert"] = group.expert
+                found.append(Event(row, step, positions[row][token], group.layer, group.head, self.KIND, data))
+            return found
+
+        values.run.log(events)
         return changed
 
     def check(self, target: Target) -> None:
@@ -122,29 +137,6 @@ class NeuronEdit(PlacedEdit):
                     f'site="up": the MLP of {target.name} ({target.adapter.model_type}) has no gate and so no up '
                     'factor, or it is one of many experts; use site="post"'
                 )
-
-
-def _events(
-    kind: str,
-    group: NeuronGroup,
-    step: int,
-    index: Int[Tensor, "batch pos"],
-    moved: Bool[Tensor, "batch pos *n"],
-    old: Tensor,
-    new: Tensor,
-) -> list[Event]:
-    """An event for each neuron, or head, that was moved at a token."""
-    positions = index.tolist()
-    events: list[Event] = []
-    for where, before, after in zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True):
-        row, token, number = where
-        data = {"old": before, "new": after}
-        if group.head is None:
-            data = {"neuron": group.neurons[number], **data}
-        if group.expert is not None:
-            data["expert"] = group.expert
-        events.append(Event(row, step, positions[row][token], group.layer, group.head, kind, data))
-    return events
 
 
 @dataclass(frozen=True, kw_only=True)

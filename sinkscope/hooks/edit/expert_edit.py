@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sinkscope.models.hooks import on_hidden
@@ -38,29 +37,24 @@ def expert_hook(
     """Forward hook (with kwargs) for the module that holds `experts`."""
 
     def corrected(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        routed = experts.routed(args, kwargs)
         entering = (*args, *kwargs.values())[0]
         if _latest.hidden() is not entering:
             _latest.hidden, _latest.edited = weakref.ref(entering), {}
         edited = _latest.edited
-        computed = experts.activate(*experts.factors(expert, routed.entering(expert), neurons))
-        columns: list[Tensor] = []
-        for neuron, column in zip(neurons, computed.unbind(-1), strict=True):
-            columns.append(edited.get((id(module), expert, neuron), column))
-        post = torch.stack(columns, -1)
+        with brought(module):
+            routed = experts.routed(args, kwargs)
+            post = experts.activate(*experts.factors(expert, routed.entering(expert), neurons)).clone()
+            written = experts.columns(expert, neurons).to(post.dtype)
+        for number, neuron in enumerate(neurons):
+            if (id(module), expert, neuron) in edited:
+                post[:, number] = edited[id(module), expert, neuron]
         new = edit(post)
         if new is None:
             return None
         new = new.to(post.dtype)
-        for neuron, column in zip(neurons, new.unbind(-1), strict=True):
-            edited[id(module), expert, neuron] = column
-        weight = routed.weight[:, expert, None]
-        written = ((new - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
-        change = on_hidden(lambda hidden: hidden + written.view_as(hidden))
-        return change(module, args, kwargs, output)
+        for number, neuron in enumerate(neurons):
+            edited[id(module), expert, neuron] = new[:, number]
+        change = ((new - post) * routed.weight[:, expert, None]).to(post.dtype) @ written
+        return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)
 
-    def hook(module: Any, *call: Any) -> Any:
-        with brought(module):
-            return corrected(module, *call)
-
-    return hook
+    return corrected

@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
     """The outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
-    return Place(target.output_projection(layer), "pre", columns)
+    return Place(target.sub(layer, "o"), "pre", columns)
 
 
 def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
@@ -77,12 +77,9 @@ def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Pla
     if site == "post":
         return Place(target.sub(layer, "down"), "pre", neurons)
     first = 0
-    module = target.sub(layer, "up")
-    if target.adapter.fused_gate_up and target.kind == "bridge":  # it splits the fused projection into two
-        module = target.sub(layer, "mlp").get_submodule("in")
-    elif target.adapter.fused_gate_up:
+    if target.adapter.fused_gate_up:
         first = target.width(layer)
-    return Place(module, "post", [first + neuron for neuron in neurons])
+    return Place(target.sub(layer, "up"), "post", [first + neuron for neuron in neurons])
 
 
 @dataclass(frozen=True, eq=False)

@@ -207,11 +207,6 @@ class Tracker:
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
         past = 0
         if cache is not None:
-            if not hasattr(cache, "get_seq_length"):
-                raise UnsupportedError(
-                    f"the cache is {type(cache).__name__}: expected a cache of transformers; pass "
-                    "`DynamicCache()` or nothing"
-                )
             past = tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
         earlier = sequence.columns

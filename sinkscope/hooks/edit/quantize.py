@@ -61,7 +61,8 @@ class Quantize(PlacedEdit):
         layers: Decoder layers that stay exact.
 
     Raises:
-        SinkscopeError: Nothing is to be rounded, or the model has no such place, neuron or layer.
+        SinkscopeError: Nothing is to be rounded, or the model has no such place, neuron or layer, or the batch no
+            such row.
         UnsupportedError: The inputs of experts cannot be seen, or the model has no separate keys and values.
 
     Example:
@@ -100,7 +101,12 @@ class Quantize(PlacedEdit):
             if layer in self.layers:
                 continue
             if self.activations is not None:
-                _refuse_experts(target, layer)
+                if target.is_mixture(layer):
+                    raise UnsupportedError(
+                        f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs "
+                        f"of their projections are not seen: add {layer} to layers, or round keys and values only "
+                        "(kv=8)"
+                    )
                 down = target.sub(layer, "down") if target.has_part(layer, "down") else None
                 for module in block.modules():
                     if isinstance(module, nn.Linear | Conv1D):
@@ -128,6 +134,11 @@ class Quantize(PlacedEdit):
         """Tokens that are not rounded; padding is none of those that set a scale."""
         exact = chosen_positions(index, self.positions) | (index < 0)
         for row, position in self.places:
+            if row >= len(index):
+                raise SinkscopeError(
+                    f"places has ({row}, {position}), and the batch has {len(index)} rows: expected pairs of a row, "
+                    f"from 0 to {len(index) - 1}, and a position"
+                )
             exact[row] |= index[row] == position
         return exact
 
@@ -145,15 +156,6 @@ class Quantize(PlacedEdit):
 
 def _as_one_head(values: Tensor) -> Tensor:
     return values.unsqueeze(-2)
-
-
-def _refuse_experts(target: Target, layer: int) -> None:
-    """Refuse a layer whose experts' inputs are not seen."""
-    if target.is_mixture(layer):
-        raise UnsupportedError(
-            f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs of their "
-            f"projections are not seen: add {layer} to layers, or round keys and values only (kv=8)"
-        )
 
 
 def rounded(

@@ -18,7 +18,7 @@ from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.hooks import beside
 from sinkscope.models.target import Target
 
-_WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+_WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class Add(PlacedEdit):
 
     Attributes:
         vector: `[d_model]`, a tensor or numbers.
-        site: Site by its TransformerLens name: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`,
-            `hook_mlp_out` or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
+        site: Site by its TransformerLens name: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_mlp_out`
+            or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
             "blocks.*.hook_resid_post" adds the vector at every site that it matches.
         scale: Factor on the vector.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
@@ -64,10 +64,7 @@ class Add(PlacedEdit):
 
     def places_in(self, target: Target) -> list[tuple[Place, Callable[[Tensor], Tensor]]]:
         """The modules whose input or output the sites are, each with what is added there."""
-        # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
-        sites = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
-        if self.site.endswith("hook_resid_mid"):
-            resolve(target, [self.site])  # refuses architectures that have no such place
+        sites = resolve(target, self.site)
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"

@@ -102,12 +102,11 @@ class Files:
                 return name
         return None
 
-    def _shard(self, name: str, index: str) -> Path:
+    def _shard(self, name: str) -> Path:
         """A weight file that an index names; that of a hub repo is downloaded."""
         if self.repo is None:
             return self.folder / name
-        absent = SinkscopeError(f"{self.repo} lacks {name}, named in its {index}; try another revision")
-        return hub_file(self.repo, name, self.commit, absent)
+        return hub_file(self.repo, name, self.commit)
 
     def weights(self) -> list[Path]:
         """The weight files that transformers would load: safetensors, or else pickles; those of a repo are downloaded.
@@ -127,7 +126,7 @@ class Files:
         if not name.endswith("index.json"):
             return [self.folder / name]
         names = sorted(set(_index_map(self.folder / name).values()))
-        shards = [self._shard(shard, name) for shard in names]
+        shards = [self._shard(shard) for shard in names]
         absent = [shard.name for shard in shards if not shard.is_file()]
         if absent:
             raise SinkscopeError(
@@ -195,7 +194,7 @@ class SafetensorsSource(Files):
             by_shard.setdefault(self.weight_map[name], []).append(name)
         tensors: dict[str, Tensor] = {}
         for shard in sorted(by_shard):
-            with open_weights(self._shard(shard, _INDEX)) as file:
+            with open_weights(self._shard(shard)) as file:
                 for name in by_shard[shard]:
                     tensors[name] = file.get_tensor(name)
         self.read |= tensors.keys()

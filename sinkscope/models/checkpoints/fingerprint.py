@@ -52,9 +52,9 @@ def _of_model(model: Any) -> str:
     for name in parameters:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
+        plain = name.replace("._original_component", "")  # a bridge around it is the same model
         with brought(module):
-            described = _described(getattr(module, attribute), share)
-        parts[name.replace("._original_component", "")] = described  # a bridge around it is the same model
+            parts[plain] = _described(getattr(module, attribute), share)
     return _digest(model.config.to_dict(), parts)
 
 
@@ -81,10 +81,7 @@ def _tensor_digest(tensor: Tensor, share: int) -> str:
         quantised: Any = tensor
         names, _ = quantised.__tensor_flatten__()
         return " ".join(_tensor_digest(getattr(quantised, name), share) for name in names)
-    part = tensor.detach()
-    while part.ndim > 1 and not part.is_contiguous():  # it is not worth a copy
-        part = part[len(part) // 2]
-    flat = part.reshape(-1)
+    flat = tensor.detach().reshape(-1)
     count = share // flat.itemsize
     start = max(0, (len(flat) - count) // 2)
     middle = flat[start : start + count].cpu().contiguous()

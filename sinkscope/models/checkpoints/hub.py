@@ -13,17 +13,20 @@ class HubError(SinkscopeError):
     """A file of the hub cannot be had here."""
 
 
-def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
+class AbsentError(SinkscopeError):
+    """A repo of the hub has no such file."""
+
+
+def hub_file(repo: str, name: str, revision: str | None) -> Path:
     """Download one file of a model's hub repo, or find it in the cache.
 
     Args:
         repo: Hub id, org/name.
         name: Name of the file.
         revision: Branch, tag or commit.
-        absent: Error to raise if the repo has no such file. None raises a FileNotFoundError.
 
     Raises:
-        FileNotFoundError: The repo has no such file.
+        AbsentError: The repo has no such file.
         SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
     """
     from huggingface_hub import errors, hf_hub_download
@@ -33,7 +36,10 @@ def hub_file(repo: str, name: str, revision: str | None = None, absent: Exceptio
     except errors.LocalEntryNotFoundError as error:
         raise _refusal(error, repo, name, revision) from None
     except errors.EntryNotFoundError:
-        raise absent or FileNotFoundError(f"{repo} has no {name}") from None
+        raise AbsentError(
+            f"{repo} has no {name}: give a whole model of transformers, or another revision; of an adapter, the model "
+            "that it was made for"
+        ) from None
     except Exception as error:
         raise _refusal(error, repo, name, revision) from None
 
@@ -72,11 +78,7 @@ def hub_folder(repo: str, revision: str | None) -> Path:
     Raises:
         SinkscopeError: There is no config.json, or an adapter.
     """
-    absent = SinkscopeError(
-        f"{repo} has no config.json, so it is no whole model of transformers; give one that has, and of an adapter the "
-        "model that it was made for"
-    )
-    folder = hub_file(repo, "config.json", revision, absent).parent
+    folder = hub_file(repo, "config.json", revision).parent
     if optional_file(repo, ADAPTER_CONFIG, folder.name) is not None:
         raise refuse_adapter(repo)
     return folder
@@ -97,7 +99,7 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
         return None
     try:
         return hub_file(repo, name, commit)
-    except FileNotFoundError:
+    except AbsentError:
         return None
     except SinkscopeError:
         # Offline, nobody can tell whether the repo has the file; a file that the cache lacks then counts as absent.

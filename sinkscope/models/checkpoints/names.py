@@ -47,16 +47,11 @@ def models() -> list[ModelEntry]:
 
 def find(name: str) -> ModelEntry | None:
     """A model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
-    wanted = name.strip().rstrip("/").lower()
-    last = wanted.replace("\\", "/").rpartition("/")[2]
-    loose = None
+    last = name.strip().rstrip("/").lower().rpartition("/")[2]
     for entry in models():
-        hub_id = entry.hub_id.lower()
-        if wanted in (entry.name, hub_id):
+        if last in (entry.name, entry.hub_id.lower().rpartition("/")[2]):
             return entry
-        if loose is None and last in (entry.name, hub_id.rpartition("/")[2]):
-            loose = entry
-    return loose
+    return None
 
 
 def resolve(name: str) -> str:

@@ -18,9 +18,7 @@ def is_quantised(config: Any) -> bool:
     return False
 
 
-def check_unexpected(
-    model: nn.Module, unexpected: Iterable[str], name: str, origins: Mapping[str, str] | None = None
-) -> None:
+def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str, origins: Mapping[str, str]) -> None:
     """Check that no tensor that was left out belongs to a part that the model has.
 
     Whole parts that a model does not have are harmless: towers for images, heads of training, layers that predict
@@ -48,9 +46,8 @@ def check_unexpected(
                 break
             part = children[step]
         if next(part.parameters(recurse=False), None) is not None:
-            origin = (origins or {}).get(tensor, tensor)
             raise UnsupportedError(
-                f"{name} has the tensor {origin}, for which its configuration has no place, so the model would run "
-                "without it: config and weights are of different models, or the weights hold an adapter or a "
-                "quantisation; download both from one revision, or merge the adapter"
+                f"{name} has the tensor {origins.get(tensor, tensor)}, for which its configuration has no place, so "
+                "the model would run without it: config and weights are of different models, or the weights hold an "
+                "adapter or a quantisation; download both from one revision, or merge the adapter"
             )

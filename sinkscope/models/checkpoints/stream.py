@@ -134,12 +134,6 @@ class LayerStore:
         single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, 0
         if getattr(single, "layer_types", None):
             single.layer_types = [self._config.layer_types[index]]
-        if hasattr(single, "mlp_only_layers"):
-            # The rule of the whole model goes by the number of a layer, so the single layer is told what it is there.
-            single.mlp_only_layers = []
-            if not any(parameter.ndim == 3 for parameter in self._layers[index].parameters()):
-                single.mlp_only_layers = [0]
-            single.decoder_sparse_step = 1
         if hasattr(single, "first_k_dense_replace"):
             single.first_k_dense_replace = int(index < single.first_k_dense_replace)
         alone = f"{self._path}.0"

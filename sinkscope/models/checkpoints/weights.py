@@ -11,15 +11,14 @@ from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
 from sinkscope.models.loading.config import causal_class
 
 
-def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any], *, is_cut: bool) -> Any:
+def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any]) -> Any:
     """A model in eval mode, with the weights of the files.
 
     Args:
         source: Where it comes from, for errors.
         files: Its files on this machine.
         config: Its configuration.
-        options: What transformers takes beside it; None means its default.
-        is_cut: Whether it is only the first layers of the model.
+        options: What transformers takes beside it.
 
     Raises:
         SinkscopeError: The weights do not belong to the configuration.
@@ -33,20 +32,16 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
         ignore_mismatched_sizes=True,  # reported below, with names
         trust_remote_code=False,
         weights_only=True,  # no code in pickles runs
-        **{name: value for name, value in options.items() if value is not None},
+        **options,
     )
     model, info = loaded
     wrong = sorted(info["missing_keys"]) + [name for name, *_ in sorted(info["mismatched_keys"])]
     if wrong:
-        remedy = "the weights belong to another config.json: download both from one revision"
-        if is_cut:
-            remedy = (
-                f"unless a file is damaged, {config.model_type} cannot be cut to its first layers: leave out layers="
-            )
         raise SinkscopeError(
             f"{source.name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
-            f"{remedy}"
+            "the weights belong to another config.json: download both from one revision; or with layers=, "
+            f"{config.model_type} cannot be cut to its first layers: leave it out"
         )
     if not is_quantised(config):  # else factors belong there
-        check_unexpected(model, info["unexpected_keys"], source.name)
+        check_unexpected(model, info["unexpected_keys"], source.name, {})
     return model.eval()

@@ -9,7 +9,6 @@ from torch import nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.modules.parts import Kind
 from sinkscope.models.shards import split_weight
-from sinkscope.models.target import Target
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
 """Classes of modules that are there only if a model is split in a way that is not served."""
@@ -59,8 +58,6 @@ def _is_served(hf: Any, kind: Kind) -> bool:
 
 
 def _inside(model: object) -> tuple[nn.Module, Kind]:
-    if isinstance(model, Target):
-        return model.hf, model.kind
     inside = getattr(model, "_orig_mod", None)  # of a compiled model
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inside = model.module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -19,8 +18,6 @@ from sinkscope.models.shards import local
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
-_BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
-_LOCK = threading.Lock()
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -35,11 +32,10 @@ def first_line(error: Exception) -> str:
 def read_checkpoint_json(file: Path) -> Any:
     """The content of a JSON file of a checkpoint."""
     if not file.is_file():
-        remedy = "give the folder of a Hugging Face checkpoint, as save_pretrained writes it"
-        gguf = sorted(file.parent.glob("*.gguf"))
-        if gguf:
-            remedy = f"give the file itself: {gguf[0]}"
-        raise SinkscopeError(f"{file.parent} has no {file.name}; {remedy}")
+        raise SinkscopeError(
+            f"{file.parent} has no {file.name}; give the folder of a Hugging Face checkpoint, as save_pretrained "
+            "writes it, or a .gguf file itself"
+        )
     return read_json(file, "download it again")
 
 
@@ -47,18 +43,15 @@ def read_checkpoint_json(file: Path) -> Any:
 def float32_by_default() -> Iterator[None]:
     """Context manager, and decorator, in which new tensors are float32 and on the CPU, whatever the caller set.
 
-    The setting is torch's own, which all threads share. Measurements that overlap in several threads share this one,
-    and the last that ends sets back what the caller had; where that is float32, nothing changes.
+    The setting is torch's own, which all threads share; where the caller's is float32, nothing changes.
     """
-    with _LOCK:
-        _BEFORE.append(torch.get_default_dtype())
-        torch.set_default_dtype(torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     try:
         with cpu_by_default():
             yield
     finally:
-        with _LOCK:
-            torch.set_default_dtype(_BEFORE.pop())  # of the earliest if it is the last one
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -98,16 +91,13 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         SinkscopeError: This machine has no such device; the message lists the available ones.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = ["cpu", *(f"cuda:{i}" for i in range(count))]
+    here = ["cpu", *(f"cuda:{number}" for number in range(count))]
+    if device is None:
+        device = "cuda:0" if count > 0 else "cpu"
     if torch.backends.mps.is_available():
         here.append("mps")
-    if device is None:
-        return torch.device("cuda:0" if count > 0 else "cpu")
-    with suppress(RuntimeError):
-        place = torch.device(device)
-        name = f"{place.type}:{place.index or 0}"
-        if name in here or name.removesuffix(":0") in here:
-            return place
+    if str(device) in here or str(device).removesuffix(":0") in here or f"{device}:0" in here:
+        return torch.device(device)
     raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}")
 
 
@@ -255,14 +245,9 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     except ImportError:
         raise
     except Exception as error:  # a damaged file may fail in any way
-        if "custom code" in str(error):
-            raise SinkscopeError(
-                f"the tokenizer of {name} is code of its own, which is not run; if you trust it, load it "
-                "with transformers and give it with tokenizer=..."
-            ) from None
         raise SinkscopeError(
-            f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first_line(error)}); download its files "
-            "again, or give tokenizer=..."
+            f"the tokenizer of {name} cannot be read, and code of its own is not run ({type(error).__name__}: "
+            f"{first_line(error)}); download its files again, or give a tokenizer that you trust with tokenizer=..."
         ) from error
 
 

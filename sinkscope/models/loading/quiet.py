@@ -20,8 +20,5 @@ def quiet() -> Generator[None]:
         if logging.is_progress_bar_enabled():
             undo.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
-        if not (sys.stderr.isatty() or hub.are_progress_bars_disabled()):
-            undo.callback(hub.enable_progress_bars)
-            hub.disable_progress_bars()
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield

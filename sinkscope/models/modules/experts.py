@@ -112,21 +112,17 @@ class Experts:
 
     def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
         """Outputs of the input projections of an expert, of some neurons or of all: gate and up, or the only one."""
-        if self._shards.size > 1:
-            return self._split_factors(expert, hidden, list(range(self.width)) if neurons is None else neurons)
-        rows = slice(None) if neurons is None else neurons
+        is_split = self._shards.size > 1
+        rows: Any = slice(None)
+        if neurons is not None and not is_split:
+            rows = neurons
         factors = list[Tensor]()
         for weight, bias in self.inputs(expert):
-            factors.append(torch.nn.functional.linear(hidden, weight[rows], None if bias is None else bias[rows]))
-        return factors
-
-    def _split_factors(self, expert: int, hidden: Hidden, neurons: list[int]) -> list[Neurons]:
-        places, here = self._shards.axis(self.width).here(neurons)
-        factors = list[Tensor]()
-        for weight, _ in self.inputs(expert):
-            part = hidden.new_zeros(len(hidden), len(neurons))
-            part[:, places] = torch.nn.functional.linear(hidden, weight[here])
-            factors.append(self._shards.sum(part))
+            factor = torch.nn.functional.linear(hidden, weight[rows], None if bias is None else bias[rows])
+            if is_split:
+                chosen = range(self.width) if neurons is None else neurons
+                factor = self._shards.columns(factor, chosen, self.width)
+            factors.append(factor)
         return factors
 
     def activate(self, *factors: Neurons) -> Neurons:
@@ -145,13 +141,9 @@ class Experts:
             return down[neurons]
         return self._shards.columns(down, neurons, self.width).T
 
-    def beside(self, hidden: Hidden) -> Hidden | float:
-        """What the module adds to what the experts write."""
-        return 0.0
-
     def output(self, routed: Routed) -> Hidden:
         """What the module must give according to this layout."""
-        total = torch.zeros_like(routed.hidden) + self.beside(routed.hidden)
+        total = torch.zeros_like(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
         for expert in routed.weight.any(0).nonzero().flatten().tolist():
             post = self.activate(*self.factors(expert, routed.entering(expert)))
@@ -191,9 +183,9 @@ class ScaledInputExperts(Experts):
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
 
-    def beside(self, hidden: Hidden) -> Hidden:
-        """What the shared expert writes."""
-        return self.module.shared_expert(hidden)
+    def output(self, routed: Routed) -> Hidden:
+        """The same, and what the shared expert writes."""
+        return super().output(routed) + self.module.shared_expert(routed.hidden)
 
 
 def _tokens(args: Args, kwargs: Kwargs) -> Hidden:

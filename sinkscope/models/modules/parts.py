@@ -51,7 +51,7 @@ class Parts:
     @cached_property
     def available_tokenizer(self) -> Any:
         """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
-        origin = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
+        origin = getattr(self.hf.config, "_name_or_path", "")
         if self.tokenizer is not None or not origin:
             return self.tokenizer
         from transformers import AutoTokenizer
@@ -77,7 +77,7 @@ class Parts:
         found = split_weight(self.hf)
         if found is None:
             return ALONE
-        shards = shards_of(found[1])
+        shards = shards_of(found)
         check_divides(self.hf.config, self.name, shards.size)
         return shards
 
@@ -108,14 +108,8 @@ class Parts:
 
     @property
     def n_heads(self) -> int:
-        """Query heads of a layer.
-
-        Raises:
-            UnsupportedError: Layers have different numbers of them.
-        """
-        with suppress(RuntimeError):  # of transformers, for configurations with a number for each layer
-            return int(self.config.num_attention_heads)
-        raise UnsupportedError(f"the layers of {self.name} have different numbers of heads: use another model")
+        """Query heads of a layer."""
+        return int(self.config.num_attention_heads)
 
     @property
     def n_kv_heads(self) -> int:
@@ -129,7 +123,7 @@ class Parts:
 
     def head_columns(self, layer: int, head: int) -> list[int]:
         """The inputs of the output projection that hold a head; layers may have heads of different widths."""
-        width = input_width(self.output_projection(layer)) // self.n_heads
+        width = input_width(self.sub(layer, "o")) // self.n_heads
         return list(range(head * width, (head + 1) * width))
 
     def n_experts(self, layer: int) -> int:
@@ -213,18 +207,6 @@ class Parts:
         """Whether a layer has an MLP, dense or a mixture."""
         return self.is_mixture(layer) or self.has_part(layer, "down")
 
-    def output_projection(self, layer: int) -> nn.Module:
-        """The module that reads the heads of a layer side by side.
-
-        Raises:
-            UnsupportedError: There is none.
-        """
-        if self.adapter.o is None:
-            raise UnsupportedError(
-                f"no module of {self.name} reads its heads side by side, so none can be edited alone"
-            )
-        return self.sub(layer, "o")
-
     def is_mixture(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
         return self.has_part(layer, "experts")
@@ -244,15 +226,10 @@ class Parts:
             UnsupportedError: Their weights are not plain tensors.
         """
         experts = experts_of(self.sub(layer, "experts"))
-        if experts is None and self.shards.size > 1:
-            raise UnsupportedError(
-                f"the experts of {self.name} are split over processes, and their layout is not served there: load it "
-                "in one process (device_map= spreads it over devices)"
-            )
         if experts is None:
             raise UnsupportedError(
-                f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
-                "neurons of an expert"
+                f"the experts of {self.name} hold no plain weights here: load it dequantised and, if this layout is "
+                "split over processes, in one process (device_map= spreads it over devices)"
             )
         return experts
 

@@ -34,7 +34,7 @@ def stack_of(hf: nn.Module) -> str:
     if row is not None:
         return row.layers
     try:
-        return stack_path(hf, {module: name for name, module in hf.named_modules()})
+        return _stack_path(model)
     except NotInferredError as error:
         raise not_inferred(replace(DRAFT, model_type=model.config.model_type, layers="..."), error) from None
 
@@ -48,12 +48,13 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
     )
 
 
-def stack_path(model: Any, names: dict[nn.Module, str]) -> str:
+def _stack_path(model: Any) -> str:
     """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
     Raises:
         NotInferredError: There is none.
     """
+    names = {module: name for name, module in model.named_modules()}
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     sizes = dict[nn.ModuleList, int]()
     for module in names:

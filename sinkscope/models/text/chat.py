@@ -10,7 +10,7 @@ from sinkscope.files.plain import visible
 from sinkscope.models.loading.config import first_line
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "") -> str:
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str) -> str:
     """Format the messages with the chat template, up to the beginning of the model's answer.
 
     Args:
@@ -21,11 +21,10 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str =
     Raises:
         SinkscopeError: There is no template, or it rejects the messages.
     """
-    whose = f" of {name}" if name else ""
     if not getattr(tokenizer, "chat_template", None):
-        raise SinkscopeError(f"the tokenizer{whose} has no chat template: leave out chat")
+        raise SinkscopeError(f"the tokenizer of {name} has no chat template: leave out chat")
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
         reason = visible(first_line(error))
-        raise SinkscopeError(f"the chat template{whose} failed ({reason}): leave out chat") from None
+        raise SinkscopeError(f"the chat template of {name} failed ({reason}): leave out chat") from None

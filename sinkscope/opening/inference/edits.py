@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,16 +84,14 @@ class MlpEdits:
     these may then change in post and, if `up` is the linear factor, by the same factor (those of the gate would not).
 
     Attributes:
-        errors: Relative distances between the actual and the expected changes.
+        errors: Relative distances between the actual and the expected changes; infinite where they cannot be compared.
         factors: Constants between a down projection and what the MLP gives, as measured, by the adapter's fields.
-        problem: Why they cannot be compared.
     """
 
     def __init__(self, target: Target, layer: int) -> None:
         self.target, self.layer, self.adapter = target, layer, target.adapter
         self.errors = list[float]()
         self.factors = dict[str, float]()
-        self.problem: str | None = None
         self.is_mixture = target.is_mixture(layer)
         self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing() for _ in range(5))
         neuron: int | None = 0
@@ -118,10 +117,10 @@ class MlpEdits:
 
     def finish(self) -> None:
         """Compare the actual changes with the expected ones, at the end of the layer."""
-        if self.is_silent or self.problem is not None:
+        if self.is_silent:
             return
         if not (self.mlp.ran and (self.experts if self.is_mixture else self.post).ran):
-            self.problem = f"parts of the MLP that the adapter names did not run in layer {self.layer}"
+            self.errors.append(math.inf)
             return
         if self.post.ran:
             column = w_out(self.target, self.layer, [self.neuron])[0]
@@ -145,7 +144,7 @@ class MlpEdits:
 
     def _error_of_up(self) -> float:
         if self.up.rows.shape[-1] != self.post.rows.shape[-1] * (1 + self.adapter.fused_gate_up):
-            return float("inf")
+            return math.inf
         post, change = self.post.rows[0], self.post.change(_SCALED)
         is_gated = self.target.is_gated(self.layer)
         if not self.up.rows[0].any() or (is_gated and not post.any()):  # weights of zero
@@ -162,7 +161,7 @@ class MlpEdits:
             try:
                 computed = experts.output(experts.routed(args, kwargs)).float()
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                self.problem = f"its experts ({type(module).__name__}) compute something else than an MLP each"
+                self.errors.append(math.inf)  # they compute something else than an MLP each
             else:
                 if given.any():
                     self.errors.append(relative_error(given, computed, given))

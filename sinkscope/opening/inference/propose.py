@@ -24,7 +24,7 @@ from sinkscope.models.hooks import Hook, on_input
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.experts import experts_of
 from sinkscope.models.modules.linear import input_width, is_transposed
-from sinkscope.models.modules.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_path
+from sinkscope.models.modules.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_of
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
@@ -55,12 +55,10 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
     model: Any = hf
     draft = replace(DRAFT, model_type=str(model.config.model_type))
     try:
-        paths = {module: path for path, module in model.named_modules()}
         if row is not None:
             draft = Found(**vars(row))
-            stack = row.layers
-        else:
-            stack = stack_path(model, paths)
+        stack = stack_of(model)
+        paths = {module: path for path, module in model.named_modules()}
         embed = paths[model.get_input_embeddings()]
         draft = replace(draft, base=base_path(model, stack), layers=stack, embed=embed)
         with torch.no_grad():

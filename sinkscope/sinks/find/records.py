@@ -26,7 +26,6 @@ class Candidate(Neuron):
         control_drop: Largest loss when a random neuron of the layer is zeroed instead, over 20 draws.
         causal: Whether the ablation drop exceeds the control drop and is at least 0.1.
         neutral_post: Median `hook_post` on typical text, the value that SinkPatch writes instead.
-        neutral_up: Median output of the up projection on typical text; None if the MLP has no such factor.
     """
 
     contribution_norm: float
@@ -35,7 +34,6 @@ class Candidate(Neuron):
     control_drop: float
     causal: bool
     neutral_post: float
-    neutral_up: float | None
 
 
 Candidates = tuple[Candidate, ...]

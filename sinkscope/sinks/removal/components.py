@@ -64,7 +64,7 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
             module = target.sub(layer, "attn")
             original = getattr(module, "original_component", module)  # also below a bridge's wrapper
             if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
-                return [target.output_projection(layer)]
+                return [target.sub(layer, "o")]
             return [module]
         case "mixer":
             return [_mixer(target, layer)]

@@ -94,7 +94,7 @@ def attention_outputs(target: Target, rows: TokenRows, layers: Sequence[int]) ->
     written = [einsum(mixed[sites[0]].float(), factors, "row pos head d_head, head d_head width -> row pos head width")]
     for layer, site in zip(layers, sites, strict=True):
         with target.loaded(layer):
-            output = target.output_projection(layer)(mixed[site].flatten(2).to(target.device))
+            output = target.sub(layer, "o")(mixed[site].flatten(2).to(target.device))
         written.append(output.float().cpu())
     return written
 
