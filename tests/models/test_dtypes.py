@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
 import pytest
 import torch
 from calls_kit import edits
 from checkpoints import checkpoint
 from covering import every_nth
+from kv_kit import model_of
 from organisms import organism, tiny_model
 
 import sinkscope as ss
+from sinkscope.models.loading.config import float32_by_default
 from sinkscope.opening.live import target_of
 
 ACTING = edits(tiny_model("llama")[0].config) | {"guard": ss.LoopGuard(64)}
@@ -53,13 +59,40 @@ def test_what_acts_in_generation_under_another_default(name, default):
         model.generate(ids, **ask)
 
 
+def test_measurements_that_overlap_in_two_threads(default):
+    """The first that began ends before the second, which still measures in float32."""
+    default()
+    began, ended = threading.Event(), threading.Event()
+
+    @float32_by_default()
+    def second() -> torch.dtype:
+        began.set()
+        ended.wait(10)
+        return torch.zeros(1).dtype
+
+    with ThreadPoolExecutor(1) as pool:
+        with float32_by_default():
+            running = pool.submit(second)
+            began.wait(10)
+        ended.set()
+        assert running.result() == torch.float32
+    assert torch.get_default_dtype() == torch.float64
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "bloom"])  # an attention of its own; usual; outside the interface
-def test_a_model_loaded_under_another_default(family, default):
+def test_loading_a_model_leaves_another_and_torch_as_they_are(family, default):
+    """torch's default is set by nobody but transformers, while it makes the modules, and then set back."""
+    model = model_of("llama")
     ids = torch.arange(5, 45)[None]
+    logits, config = model(ids).logits, str(model.config)
     want = ss.load(checkpoint(family), device="cpu")
     default()
-    loaded = ss.load(checkpoint(family), device="cpu")
+    with mock.patch("torch.set_default_dtype", side_effect=torch.set_default_dtype) as chosen:
+        loaded = ss.load(checkpoint(family), device="cpu")
+    assert [call.args[0] for call in chosen.mock_calls] == [torch.float32, torch.float64]
     assert torch.get_default_dtype() == torch.float64
     torch.set_default_dtype(torch.float32)
     assert target_of(loaded).adapter == target_of(want).adapter
     assert torch.equal(loaded(ids).logits, want(ids).logits)
+    assert str(model.config) == config and model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, logits)

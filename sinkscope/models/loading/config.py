@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -18,6 +19,8 @@ from sinkscope.models.shards import local
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
+_BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
+_LOCK = threading.Lock()
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -43,15 +46,18 @@ def read_checkpoint_json(file: Path) -> Any:
 def float32_by_default() -> Iterator[None]:
     """Context manager, and decorator, in which new tensors are float32 and on the CPU, whatever the caller set.
 
-    The setting is torch's own, which all threads share; where the caller's is float32, nothing changes.
+    The setting is torch's own, which all threads share. Measurements that overlap in several threads share this one,
+    and the last that ends sets back what the caller had; where that is float32, nothing changes.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    with _LOCK:
+        _BEFORE.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
     try:
         with cpu_by_default():
             yield
     finally:
-        torch.set_default_dtype(before)
+        with _LOCK:
+            torch.set_default_dtype(_BEFORE.pop())  # of the earliest if it is the last one
 
 
 @contextmanager
