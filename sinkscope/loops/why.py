@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 
-from sinkscope.hooks.edit.decode import decode, watched
+from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
@@ -188,7 +188,7 @@ class Case:
             removed = torch.zeros(len(trials), cut, dtype=torch.bool)
             for row, trial in enumerate(trials):
                 removed[row, self.positions(trial, cut)] = True
-            edit = watched(self.setup.edit, Without(removed))
+            edit = Without(removed) if self.setup.edit is None else self.setup.edit | Without(removed)
             rows = torch.tensor([self.ids[:cut]] * len(trials))
             found, _ = decode(self.setup.target, rows, max(CONTINUED, 4 * self.loop.period), edit)
             for trial, tokens in zip(trials, found, strict=True):
