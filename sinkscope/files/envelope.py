@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
 
-SCHEMA = 1
+SCHEMA = 2
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""
@@ -111,8 +111,7 @@ class Envelope:
             )
         if data["schema"] != SCHEMA:
             raise SinkscopeError(
-                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: install the version that wrote it "
-                "or make it again"
+                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: run the command again that wrote it"
             )
         result_class = class_of(str(data["kind"]), name)
         if not issubclass(result_class, cls):

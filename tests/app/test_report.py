@@ -67,7 +67,7 @@ def test_nothing_is_fetched(seen):
 REASONS = {
     "cut.json": "is not a JSON file",
     "foreign.json": "is not a result of sinkscope: expected an object with schema, kind and result",
-    "newer.json": "has schema 2, this version reads 1",
+    "older.json": "has schema 1, this version reads 2",
     "unknown.json": f"holds the unknown kind {BAD!r}",
     "uneven.json": "",
 }
