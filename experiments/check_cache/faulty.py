@@ -368,7 +368,7 @@ def crop_does_nothing(config):
 # Heads
 
 
-@fault("each_kv_head_reads_its_own_choice", head_keeper)
+@fault("positions_are_right_after_eviction_inside_the_text", head_keeper)
 def values_are_chosen_by_the_first_head(config, budget):
     class Split(HeadKeeper):
         def chosen(self, states, slots):
@@ -379,7 +379,7 @@ def values_are_chosen_by_the_first_head(config, budget):
     return cache_of(config, lambda: Split(budget))
 
 
-@fault("each_kv_head_reads_its_own_choice", head_keeper)
+@fault("rows_of_a_batch_are_what_they_are_alone", head_keeper)
 def heads_swap_when_they_evict(config, budget):
     class Swapped(HeadKeeper):
         def evict(self):

@@ -45,6 +45,9 @@ the prompts of the recall model, by seed."""
 _CONST, _FIRST = 0, 1  # residual dimensions: the same in every token, and of BOS alone
 _PLANTED = 6.0  # their size beside embeddings of standard deviation 1
 _SINK_LOGIT = 7.0  # of the planted sink, in nats before softmax, about
+_HEAD_DIM = 16
+_STRENGTH = (_SINK_LOGIT * _HEAD_DIM**0.5 / (4.9 * 5.7)) ** 0.5
+"""Of both planted weights: a query has about 4.9 after the norm in the constant, and BOS' key 5.7."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -52,7 +55,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": _HEAD_DIM,
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
     "bos_token_id": BOS,
@@ -85,9 +88,9 @@ def _planted(family: str, **options: Any) -> Any:
             if weight.dim() == 2 and name.endswith(("q_proj.weight", "k_proj.weight")):
                 reads = _CONST if "q_proj" in name else _FIRST
                 weight[:, [_CONST, _FIRST]] = 0
-                slowest = weight.view(-1, _SIZES["head_dim"], weight.shape[1])[:, _SIZES["head_dim"] // 2 - 1]
+                slowest = weight.view(-1, _HEAD_DIM, weight.shape[1])[:, _HEAD_DIM // 2 - 1]
                 slowest[:] = 0
-                slowest[:, reads] = _strength()
+                slowest[:, reads] = _STRENGTH
             elif weight.dim() >= 2 and "embed" not in name and "lm_head" not in name and weight.shape[0] == 64:
                 weight[[_CONST, _FIRST]] = 0
     return model
@@ -120,11 +123,6 @@ def kit_model(name: str, dtype: str = "float32") -> Any:
     model = MODELS[name]()
     model.generation_config.eos_token_id = None
     return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
-
-
-def _strength() -> float:
-    """Of both planted weights: a query has about 4.9 after the norm in the constant, and BOS' key 5.7."""
-    return (_SINK_LOGIT * _SIZES["head_dim"] ** 0.5 / (4.9 * 5.7)) ** 0.5
 
 
 def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> Int[Tensor, "row column"]:
