@@ -35,7 +35,6 @@ def print_generated(
     patch: Annotated[str | None, Option(metavar="FILE")] = None,
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
-    rewind: bool = True,
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
@@ -53,8 +52,7 @@ def print_generated(
         bos: Whether the prompt begins with BOS. By default the tokenizer decides.
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
-        guard: Break repetition loops with LoopGuard.
-        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete.
+        guard: Break repetition loops with LoopGuard, and take them out of the text.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
@@ -67,8 +65,7 @@ def print_generated(
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
     if prompt is None:
         prompt = prompt_file
-    rewinds = guard and rewind
-    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewinds))
+    edit = edit_from_options(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=True))
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent
     progress("writing", 0, 0)

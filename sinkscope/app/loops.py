@@ -21,6 +21,7 @@ from sinkscope.results.console import note
 from sinkscope.results.options import Option, command
 
 LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
+HOST, PORT = "127.0.0.1", 8790
 
 
 @command(
@@ -37,8 +38,8 @@ def check_loops(
     variant: str = "repeats",
     first: bool = False,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
-    port: Annotated[int, Field(ge=0, le=65535)] = 8790,
-    host: Annotated[str, Option(metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, Field(ge=0, le=65535)] = PORT,
+    host: Annotated[str, Option(metavar="ADDRESS")] = HOST,
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -68,9 +69,13 @@ def check_loops(
         raise SinkscopeError(f'{settings} holds no settings: expected an object such as {{"window": 128}}')
     monitor = MonitorSettings.variant(variant, **data)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
+    if first and not follow:
+        raise SinkscopeError("--first has no effect without --follow: leave it out")
+    if proxy is None and (host, port) != (HOST, PORT):
+        raise SinkscopeError("--host and --port have no effect without --proxy: leave them out")
     if proxy is not None:
-        if file is not None or follow:
-            raise SinkscopeError("FILE and --follow have no effect with --proxy: leave them out")
+        if file is not None or follow or form != "auto":
+            raise SinkscopeError("FILE, --follow and --format have no effect with --proxy: leave them out")
         return _proxy(proxy, monitor, host, port)
     name = "standard input" if file in (None, "-") else Path(file).name
     if follow:
@@ -112,14 +117,10 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, name: str) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     loops = False
-    try:
-        for alarm in Watch(monitor).follow(_open_bytes(file), form=form, name=name):
-            loops = True
-            print(visible(str(alarm)), flush=True)
-            if first:
-                break
-    except OSError:  # standard output cannot be written; that there was a loop is still said
-        if not loops:
-            raise
+    for alarm in Watch(monitor).follow(_open_bytes(file), form=form, name=name):
+        loops = True
+        print(visible(str(alarm)), flush=True)
+        if first:
+            break
     if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)

@@ -33,6 +33,8 @@ def print_models(
     Example:
         sinkscope models llama
     """
+    if check is not None and word is not None:
+        raise SinkscopeError(f"{word} has no effect with --check: leave it out")
     if check is not None:
         show_progress = progress or silent
         show_progress(f"loading {check}, and proving its parts", 0, 0)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.card import CARD
-from sinkscope.app.pages import Section, document, result_section, save_document
+from sinkscope.app.pages import Section, document, result_section
 from sinkscope.errors import SinkscopeError, one_line
-from sinkscope.files.output import check_output, read_json
+from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.store import RECORDS, SETTINGS
@@ -25,7 +25,7 @@ from sinkscope.results.result import Result
 )
 def report(
     folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
-    out: Annotated[str | Path | None, Option(metavar="FILE", writes="Page")] = None,
+    out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
     *,
     progress: Hidden = None,
 ) -> None:
@@ -70,7 +70,7 @@ def report(
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
-    save_document(target, document(visible(root.resolve().name), sections, count, left_out))
+    write_output(target, document(visible(root.resolve().name), sections, count, left_out))
     end_bar(progress)
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
 

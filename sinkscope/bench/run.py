@@ -39,7 +39,7 @@ def run_bench(
     task: Task | str,
     methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
     *,
-    out: Annotated[PathName | None, Option(metavar="DIR", writes="Answers")] = None,
+    out: Annotated[PathName | None, Option(metavar="DIR", writes=True)] = None,
     tokenizer: Hidden = None,
     max_new_tokens: Natural | None = None,
     batch_size: Natural = 1,

@@ -57,7 +57,7 @@ def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
 
 @check
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
-    """Tokens on both sides of a hole are as far from new ones as they were, and each kv head has its own keys and values."""
+    """Tokens on both sides of a hole are as far from new ones as they were, in each kv head by itself."""
     worst = 0.0
     for flow in (_tight(Flow(steps=6)), _tight(Flow(model="bundled", lengths=(48,), steps=6))):
         outcome = kit.outcome(flow)

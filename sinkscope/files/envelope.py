@@ -111,7 +111,7 @@ class Envelope:
             )
         if data["schema"] != SCHEMA:
             raise SinkscopeError(
-                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: run the command again that wrote it"
+                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: run the command again"
             )
         result_class = class_of(str(data["kind"]), name)
         if not issubclass(result_class, cls):

@@ -36,7 +36,7 @@ def write_output(path: PathName, data: bytes | str) -> Path:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
     if isinstance(data, str):
-        data = data.encode()
+        data = data.encode(errors="backslashreplace")  # a token may be half of a surrogate pair, which UTF-8 lacks
     check_output(path, [kind_of(data)])
     return write_atomic(path, data)
 

@@ -35,15 +35,11 @@ class Section:
     """A result on a page.
 
     Attributes:
-        kind: Kind of the result.
-        model: Name of the model, or "" if there is none.
-        file: Displayed name of the result's file, or "" if it was not read from one.
-        html: The section without its heading; everything in it is escaped.
+        heading: Its heading, escaped.
+        html: What stands below; everything in it is escaped.
     """
 
-    kind: str
-    model: str
-    file: str
+    heading: str
     html: str
 
 
@@ -65,20 +61,16 @@ def save_html(result: Result, path: PathName) -> Path:
     Raises:
         SinkscopeError: The file cannot be written.
     """
-    return save_document(path, page(result))
+    return write_output(path, page(result))
 
 
-def save_document(path: PathName, text: str) -> Path:
-    """Write a page as `write_output` does; a token in it may be half of a surrogate pair, which UTF-8 lacks."""
-    return write_output(path, text.encode(errors="backslashreplace"))
-
-
-def result_section(result: Result, file: str = "") -> Section:
+def result_section(result: Result, file: str = "", kind: str = "") -> Section:
     """The section of a result: its text, table and figure, and its settings and provenance.
 
     Args:
         result: The result.
-        file: Displayed name of its file.
+        file: Displayed name of its file. Empty: the model's name is displayed.
+        kind: What it is, if not a result of its kind.
     """
     shown = result.to_html()
     if type(result).drawing is not None:
@@ -90,7 +82,7 @@ def result_section(result: Result, file: str = "") -> Section:
         parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
         parts.append("</dl></details>")
     html = visible("\n".join(parts))  # HTML does not allow control characters
-    return Section(result.kind, result.model.name, file, html)
+    return Section(f"{text(kind or result.kind)} <small>{text(file or result.model.name)}</small>", html)
 
 
 def folded(one: Section, sentence: str) -> Section:
@@ -120,11 +112,10 @@ def document(
     body: list[str] = []
     links: list[str] = []
     for number, one in enumerate(sections):
-        name = f"{text(one.kind)} <small>{text(one.file or one.model)}</small>"
-        links.append(f'<li><a href="#r{number}">{name}</a></li>')
+        links.append(f'<li><a href="#r{number}">{one.heading}</a></li>')
         title = ""
         if about or len(sections) > 1:  # a page with one result has its name as the heading
-            title = f"<h2>{name}</h2>"
+            title = f"<h2>{one.heading}</h2>"
         body.append(f'<section id="r{number}">\n{title}{one.html}\n</section>')
     words = [text(about), f"sinkscope {__version__}"]
     if skipped:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sinkscope.app.pages import save_html
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.page import module, source
+from sinkscope.app.view.page import SCRIPTS, source
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.options import checks_arguments
 
@@ -38,7 +38,7 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
     shown = explorer.view(text)
 
     class ViewWidget(anywidget.AnyWidget):
-        _esm = module()
+        _esm = source(*SCRIPTS)
         _css = source("view.css")
         view = traitlets.Dict().tag(sync=True)
         result = shown
