@@ -105,7 +105,7 @@ def rotated(keys, places: int, config):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-@fault("facts_on_both_sides_of_a_hole_are_recalled", keeper)
+@fault("rows_of_a_batch_are_what_they_are_alone", keeper)
 def evicted_twice_rotated(config, budget):
     class Moved(Keeper):
         def evict(self):

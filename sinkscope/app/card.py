@@ -125,10 +125,6 @@ class SinkCard(Result):
             grids.append(Grid(strings(self.rows()), f"Compared with {self.against}", RULE, important))
         important = ("label", "value", "control", "margin")
         rows = replace(self, against=None).rows()
-        for row in rows:
-            for name in important[1:]:
-                if row["share"] and row[name] is not None:
-                    row[name] = cell(row[name], percent=True)
         return [*grids, Grid(strings(rows), title="Numbers, each with its control", important=important)]
 
     def compared(self, other: SinkCard) -> SinkCard:

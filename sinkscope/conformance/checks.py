@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.conformance.flow import Flow, Logits, Outcome, right_logits
 from sinkscope.conformance.kit import ROTATED, SEEN, ApartError, Check, FaultError, Kit
-from sinkscope.conformance.models import QUESTIONS, WINDOW, kit_model
+from sinkscope.conformance.models import WINDOW, kit_model
 from sinkscope.conformance.subject import parameters
 
 CHECKS: dict[str, Check] = {}
@@ -65,30 +65,6 @@ def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
             raise ApartError(ROTATED)
         worst = max(worst, kit.close(outcome.logits, right_logits(flow, outcome.sees), flow))
     return f"an error of {worst:.1g}"
-
-
-@check
-def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
-    """The recall model answers from facts that were kept, as it does if a mask hides the others."""
-    asked = 0
-    for seed in range(len(QUESTIONS)):
-        flow = Flow(model="recall", lengths=(65,), steps=3, budget=32, seed=seed)
-        outcome = kit.outcome(flow)
-        answer = flow.tokens()[0][:, flow.prompt + 1 :]
-        if not torch.equal(_said(right_logits(flow, outcome.sees)), answer):
-            continue  # not enough was kept
-        asked += 1
-        if not torch.equal(_said(outcome.logits), answer):
-            expected = "the answer that stands in what was kept"
-            raise FaultError(expected, "another answer", flow, "outcome.logits.argmax(-1)")
-    if not asked:
-        raise ApartError(f"of {len(QUESTIONS)} facts none was kept")
-    return f"{asked} of {len(QUESTIONS)} are kept, all right"
-
-
-def _said(logits: Logits) -> Tensor:
-    """What is answered after the first token of the answer."""
-    return logits[:, 1:-1].argmax(-1)
 
 
 @check

@@ -125,7 +125,7 @@ def test_on_a_full_disk_finished_parts_are_kept(model, tmp_path, monkeypatch):
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     few_parts(monkeypatch, PARTS)
     options = {"out": folder, "quick": True, **other}
-    with refused("begun with other settings"):
+    with refused("begun with another "):
         scan(model, **options)
 
 

@@ -179,8 +179,6 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
-        ("find-sinks --json x --html ./x", "x is given for two outputs"),
-        ("find-sinks --json - --csv -", "- is given for two outputs"),
         ("generate", "give a prompt as an argument, or --prompt-file FILE"),
         ("generate hi --prompt-file file", "one of the two"),
         ("generate --prompt-file none.txt", "cannot read none.txt: no such file"),

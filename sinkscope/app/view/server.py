@@ -25,13 +25,12 @@ def check_server() -> None:
     """Say now, before the work, if no live page can be served here.
 
     Raises:
-        SinkscopeError: starlette or uvicorn is missing.
+        SinkscopeError: uvicorn or, which is installed with it, starlette is missing.
     """
-    for name in ("starlette", "uvicorn"):
-        if find_spec(name) is None:
-            raise SinkscopeError(
-                f'a live page needs {name}: pip install -e ".[view]" in the clone, or write a page with --html FILE'
-            )
+    if find_spec("uvicorn") is None:
+        raise SinkscopeError(
+            'a live page needs uvicorn: pip install -e ".[view]" in the clone, or write a page with --html FILE'
+        )
 
 
 def application(explorer: Explorer, token: str) -> Any:
