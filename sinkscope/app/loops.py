@@ -14,6 +14,7 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
+from sinkscope.files.records import checked_value
 from sinkscope.loops import LoopCheck, Monitor, MonitorSettings, Watch, check_file
 from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
 from sinkscope.loops.text.forms import StreamForm
@@ -62,11 +63,11 @@ def check_loops(
         tail -f server.log | sinkscope loops --follow
         sinkscope loops --proxy http://127.0.0.1:11434
     """
-    data: Any = {}
+    data: dict[str, Any] = {}
     if settings is not None:
-        data = read_json(settings, 'expected an object such as {"window": 128}')
-    if not isinstance(data, dict):
-        raise SinkscopeError(f'{settings} holds no settings: expected an object such as {{"window": 128}}')
+        data = checked_value(
+            dict[str, Any], read_json(settings, 'expected an object such as {"window": 128}'), settings
+        )
     monitor = MonitorSettings.variant(variant, **data)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if first and not follow:

@@ -271,18 +271,15 @@ def free_memory(device: torch.device) -> int:
     group="Look",
     help="Take a two-minute tour of the bundled model.",
 )
-def demo(
-    *,
-    out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
-    progress: Hidden = None,
-) -> SinkCard:
+def demo(*, progress: Hidden = None) -> SinkCard:
     """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
 
+    The page is sinkscope-demo/card.html.
+
     Args:
-        out: Folder of the results and the page.
         progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope demo
     """
-    return scan(out=out, quick=True, progress=progress)
+    return scan(out="sinkscope-demo", quick=True, progress=progress)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from io import StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +180,7 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
     """
     name = os.fspath(path)
     if name == "-":
-        raw = getattr(sys.stdin, "buffer", None)
-        if raw is not None:
-            return raw.read()
-        return (sys.stdin or StringIO()).read().encode()  # None: it is closed
+        return getattr(sys.stdin, "buffer", BytesIO()).read()  # there is none if it is closed
     shown = pathless(name) or "a file without a name"
     file = path_of(name, remedy)
     try:

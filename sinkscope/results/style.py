@@ -21,17 +21,14 @@ LINE_OF_TITLE = 18
 """Pixels."""
 
 
-def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spacing: float = 0.09) -> Any:
+def panels(titles: Sequence[str], *, spacing: float = 0.09) -> Any:
     """Make a figure with panels side by side.
 
     Args:
         titles: One title per panel.
-        widths: Relative widths of the panels. None makes all equal.
         spacing: Space between panels, as a share of the figure's width.
     """
-    return make_subplots(
-        cols=len(titles), subplot_titles=list(titles), column_widths=widths, horizontal_spacing=spacing
-    )
+    return make_subplots(cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing)
 
 
 def figure_of(
@@ -43,7 +40,6 @@ def figure_of(
     height: int,
     legend: float = -0.27,
     bottom: int = 110,
-    top: int = 90,
     **more: Any,
 ) -> go.Figure:
     """Give a figure its title and the layout that all figures share.
@@ -58,14 +54,13 @@ def figure_of(
         height: Height in pixels.
         legend: Vertical position of the legend, below the panels.
         bottom: Margin in pixels for axis titles and legend.
-        top: Margin in pixels for the titles.
         more: Further options of plotly's `update_layout`.
     """
     if result is not None:
         sentence = result.conclusion().partition(". ")[0].removesuffix(".")
         title = f"{result.model.name}: {sentence}"
     lines = textwrap.wrap(title, int(width / PIXELS_PER_CHARACTER))
-    top += LINE_OF_TITLE * max(0, len(lines) - 2)
+    top = 90 + LINE_OF_TITLE * max(0, len(lines) - 2)
     text = "<br>".join(html.escape(line) for line in lines)
     place = {"x": 0.01, "xanchor": "left", "y": 1 - 16 / height, "yanchor": "top"}
     fig.update_layout(

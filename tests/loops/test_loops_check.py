@@ -153,7 +153,12 @@ FOLLOW = ["--follow"]
         (["--variant", "p2"], "x.txt", "a b c", "unknown variant 'p2': there are repeats, full"),
         (["--variant", "p1"], "x.txt", "a b c", "only the top-1 streak (p1) votes, and no probability came"),
         (["--variant", "p1", *FOLLOW], "x.txt", "a b c", "only the top-1 streak (p1) votes"),
-        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE and --follow have no effect with --proxy"),
+        (
+            ["--proxy", "http://localhost:1"],
+            "x.txt",
+            "a b c",
+            "FILE, --follow and --format have no effect",
+        ),
         # Streams.
         (FOLLOW, "-", b"", "standard input is empty"),
         (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),

@@ -30,7 +30,7 @@ def view_model(
     to_files: Hidden = True,
     **settings: Any,
 ) -> ModelView | None:
-    """Explore a model on a text: norms, attention, sink neurons, heads, the circuit, and what edits change.
+    """Explore a model on a text: norms, attention, heads, the circuit, and what edits change.
 
     Without a file to write, the page is served on this machine only, at an address that it prints, until Ctrl-C. Other
     texts can then be typed, and any neuron or head switched off. With --html the page is a file that stands alone.
