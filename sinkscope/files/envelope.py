@@ -133,10 +133,5 @@ def class_of(kind: str, name: str = "data") -> type[Envelope]:
     if kind not in _CLASSES and kind in modules:
         import_module(modules[kind])
     if kind not in _CLASSES:
-        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(known_kinds())}")
+        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(modules)}")
     return _CLASSES[kind]
-
-
-def known_kinds() -> tuple[str, ...]:
-    """Kinds that `Result.load` can read: those of sinkscope, then those defined elsewhere and imported so far."""
-    return tuple(dict.fromkeys((*kind_modules(), *_CLASSES)))
