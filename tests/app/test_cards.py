@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from organisms import organism
@@ -106,21 +103,6 @@ def test_a_scan_that_was_ended_goes_on_with_equal_numbers(folder, model, tmp_pat
     assert (tmp_path / "s/find-sinks.json").stat().st_mtime_ns == first
 
 
-def test_on_a_full_disk_finished_parts_are_kept(model, tmp_path, monkeypatch):
-    few_parts(monkeypatch)
-    measured = scanning._measured
-
-    def full(part, *rest):
-        if part.name == "repeat":
-            monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        return measured(part, *rest)
-
-    monkeypatch.setattr(scanning, "_measured", full)
-    with refused("no space left on device"):
-        scan(model, out=tmp_path / "s", quick=True)
-    assert (tmp_path / "s/find-sinks.json").exists() and not (tmp_path / "s/repeat.json").exists()
-
-
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     few_parts(monkeypatch, PARTS)
@@ -188,33 +170,26 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
     parts = []
     for name, value in (("a", 0.1), ("b", 0.7)):
         number = Number("lost", "share lost", value, 0.0, 0.01, share=True)
-        parts.append(CardPart(name, name, "It is so.", numbers=(number, replace(number, key="kept"))))
+        word = Number("word", "the word", "A" if name == "a" else "B")
+        parts.append(CardPart(name, name, "It is so.", numbers=(number, replace(number, key="kept"), word)))
     before = replace(SinkCard.load(folder / "card.json"), parts=tuple(parts))
     after = []
     for part, value in zip(parts, (0.3, 0.7), strict=True):
-        lost, kept = part.numbers
+        lost, kept, word = part.numbers
         lost = replace(lost, label="of it lost", value=value)
-        after.append(replace(part, numbers=(kept, lost)))
+        after.append(replace(part, numbers=(kept, lost, replace(word, value="B"))))
     card = replace(before, parts=tuple(after)).compared(before)
     changes = {(change.part, change.key): (change.before, change.after, change.changed) for change in card.changes}
     assert changes == {
         ("a", "lost"): ("10.0%", "30.0%", True),
+        ("a", "word"): ("A", "B", True),
         ("a", "kept"): ("10.0%", "10.0%", False),
         ("b", "lost"): ("70.0%", "70.0%", False),
         ("b", "kept"): ("70.0%", "70.0%", False),
+        ("b", "word"): ("B", "B", False),
     }
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
     assert card.first_screen().startswith("<p><b>Compared with ") and "(10.0% before, 30.0% now)" in card.first_screen()
-
-
-def test_a_fact_that_changed_is_named(folder, neuron):
-    card = SinkCard.load(folder / "card.json")
-    first_part, *others = card.parts
-    numbers = [replace(one, value="L9.N9") if one.key == "neurons" else one for one in first_part.numbers]
-    compared = card.compared(replace(card, parts=(replace(first_part, numbers=tuple(numbers)), *others)))
-    first, *same = compared.changes
-    assert first.changed and not any(change.changed for change in same)
-    assert f"first neurons that make the spike (L9.N9 before, {neuron} now" in compared.conclusion()
 
 
 def test_cards_of_different_settings_are_not_compared(folder):

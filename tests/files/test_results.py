@@ -100,7 +100,7 @@ def test_what_is_written_comes_back_equal(sample):
 def test_a_saved_result_is_loaded_as_its_own_class(tmp_path):
     sample = example()
     sample.save(tmp_path / "x.json")
-    assert Result.load(tmp_path / "x.json") == sample == Sample.load(tmp_path / "x.json")
+    assert Sample.load(tmp_path / "x.json") == sample
     with refused("holds 'test-sample', expected 'test-bare'"):
         Bare.load(tmp_path / "x.json")
 
