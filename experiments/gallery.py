@@ -15,7 +15,7 @@ from typing import Any
 from experiments.drawn import write_png
 from experiments.record import Row
 from experiments.script import run as run_script
-from sinkscope.files.envelope import known_kinds
+from sinkscope.files.catalog import kind_modules
 from sinkscope.files.output import read_json, write_atomic
 from sinkscope.results.result import Result
 
@@ -46,7 +46,7 @@ def entry(picture: Path) -> str:
 def figure_of(picture: Path) -> Any:
     """The plotly figure of a picture, from the JSON beside it."""
     data = read_json(picture.with_suffix(".json"))
-    if data["kind"] in known_kinds():
+    if data["kind"] in kind_modules():
         return Result.load(picture.with_suffix(".json")).figure()
     argv = data["provenance"]["argv"]
     return import_module(argv[argv.index("-m") + 1]).figure(data)
@@ -68,7 +68,7 @@ def pictures(folder: Path = FIGURES) -> list[Path]:
 
 def _page(picture: Path, data: Row) -> str:
     """Return the page of the result, or the first one that shows or names the picture of a script."""
-    if data["kind"] in known_kinds():
+    if data["kind"] in kind_modules():
         return type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
     texts = {}
     for each in sorted(DOCS.rglob("*.md")):
@@ -83,7 +83,7 @@ def _page(picture: Path, data: Row) -> str:
 def gallery() -> str:
     """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
     order = {}
-    for i, kind in enumerate(known_kinds()):
+    for i, kind in enumerate(kind_modules()):
         order[kind] = i
     kinds = {}
     for each in pictures():

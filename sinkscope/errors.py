@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import site
 import sysconfig
@@ -72,15 +71,3 @@ _NO_MEMORY = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch, CUDA or the dynamic linker ran out of memory; each says so in its own way."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
-
-
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def is_full_disk(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised for, is that there is no room on a disk."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL_DISK:
-            return True
-        error = error.__context__
-    return False

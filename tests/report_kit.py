@@ -112,10 +112,10 @@ def files_shown(path: Path) -> list[str]:
 def spoil(folder: Path):
     (folder / "cut.json").write_text((folder / "atlas.json").read_text()[:200])
     (folder / "foreign.json").write_text('{"a": 1}')
-    newer = json.loads((folder / "atlas.json").read_text())
-    (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
-    (folder / "unknown.json").write_text(json.dumps({**newer, "kind": BAD}))
-    uneven = {**newer, "result": {**newer["result"], "tokens": ["a"]}}
+    atlas = json.loads((folder / "atlas.json").read_text())
+    (folder / "older.json").write_text(json.dumps({**atlas, "schema": 1}))
+    (folder / "unknown.json").write_text(json.dumps({**atlas, "kind": BAD}))
+    uneven = {**atlas, "result": {**atlas["result"], "tokens": ["a"]}}
     (folder / "uneven.json").write_text(json.dumps(uneven))
     (folder / "notes.txt").write_text("not JSON")
     (folder / f"{BAD}\n\x1b[2J.json").write_text("{")

@@ -184,7 +184,7 @@ def figure(data: Row) -> Any:
     """A dot for each head: how far scores, and the tail operator, are from those a shift apart."""
     result = data["result"]
     titles = ["scores a shift apart, over their spread", "tail operator (Eq. 4) a shift apart, over its length"]
-    fig = panels([*titles, "what a perturbation of the cache leaves at each step"], [0.3, 0.3, 0.4])
+    fig = panels([*titles, "what a perturbation of the cache leaves at each step"])
     layers, count = np.array(result["heads"]["change"]).shape
     at = (np.arange(layers)[:, None] + (np.arange(count) + 0.5) / count * 0.8 - 0.4).ravel()
     for prefix, title, colour in SHIFTS:

@@ -322,8 +322,8 @@ def figure(data: Row) -> Any:
         fig.update_yaxes(**axis, row=at["row"], col=at["col"])
     fig.update_xaxes(type="category")
     size = {"width": 1750, "height": 230 + 450 * lines, "bottom": 190}
-    style = {"legend": -0.38, "barmode": "group", "font": {"size": 12}} | legends
-    return figure_of(fig, None, finding(panels[0], rows), **size, **style)
+    style: Row = {"legend": -0.38, "barmode": "group", "font": {"size": 12}}
+    return figure_of(fig, None, finding(panels[0], rows), **size, **style).update_layout(legends)
 
 
 def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:

@@ -255,7 +255,7 @@ def figure(data: Row) -> Any:
     del faster["full"]
     best = max(faster, key=lambda arm: faster[arm])
     title = f"A turn of {last} tokens after {shown:,} is {faster[best]:.1f} times faster with {best} than without"
-    return figure_of(fig, None, title, width=1500, height=900, legend=-0.1, top=100)
+    return figure_of(fig, None, title, width=1500, height=900, legend=-0.1)
 
 
 def main(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from math import hypot
-from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
@@ -24,10 +22,9 @@ TOPICS = {
     "precision": "Precision",
 }
 """What the parts on the first screen are about."""
-SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 RULE = (
-    "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
-    "without a margin is shown and not judged."
+    "A number changed if it moved by more than the margins of both cards together; a number without a margin is shown "
+    "and not judged."
 )
 
 
@@ -39,16 +36,12 @@ class CardPart:
         name: Name of the measurement.
         command: Command that runs it alone.
         conclusion: What it found, or why there is no result.
-        finished: Whether there is a result.
-        seconds: Time it took, in seconds.
         numbers: Its numbers and words, each with its control.
     """
 
     name: str
     command: str
     conclusion: str
-    finished: bool = True
-    seconds: float = 0.0
     numbers: tuple[Number, ...] = ()
 
 
@@ -106,12 +99,11 @@ class SinkCard(Result):
         return f"{finding}."
 
     def details(self) -> list[str]:
-        """What every part says, and the time that all took."""
-        finished = sum(part.finished for part in self.parts)
-        seconds = sum(part.seconds for part in self.parts)
-        quick = ", from few prompts" if self.quick else ""
+        """What every part says."""
         lines = [f"{part.command}: {part.conclusion}" for part in self.parts]
-        return [*lines, f"{finished} of {len(self.parts)} parts took {seconds:.0f} s{quick}."]
+        if self.quick:
+            lines.append("With --quick, most parts rest on fewer samples.")
+        return lines
 
     def first_screen(self) -> str:
         """A tile for each topic (number, control, conclusion) as escaped HTML; in a comparison, what changed first."""
@@ -133,10 +125,6 @@ class SinkCard(Result):
             grids.append(Grid(strings(self.rows()), f"Compared with {self.against}", RULE, important))
         important = ("label", "value", "control", "margin")
         rows = replace(self, against=None).rows()
-        for row in rows:
-            for name in important[1:]:
-                if row["share"] and row[name] is not None:
-                    row[name] = cell(row[name], percent=True)
         return [*grids, Grid(strings(rows), title="Numbers, each with its control", important=important)]
 
     def compared(self, other: SinkCard) -> SinkCard:
@@ -184,21 +172,6 @@ def _change(part: str, before: Number, after: Number) -> CardChange:
         changed = before.value != after.value
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-        moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
-        changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
+        changed = abs(float(after.value or 0.0) - float(before.value or 0.0)) > margin
     old, new = cell(before.value, percent=after.share), cell(after.value, percent=after.share)
     return CardChange(after.label, old, new, margin, changed, part, after.key)
-
-
-def read_card(path: str | Path) -> SinkCard:
-    """Read the card in a file, or in the folder of a scan.
-
-    Raises:
-        SinkscopeError: There is no card.
-    """
-    file = path_of(path)
-    if file.is_dir():
-        file = file / CARD
-    if not file.is_file():
-        raise SinkscopeError(f"{path} holds no card: give the card.json of a scan, or the scan's folder")
-    return SinkCard.load(file)

@@ -17,7 +17,7 @@ import click
 from click.exceptions import NoSuchCommand
 
 from sinkscope import __version__
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_full_disk, is_out_of_memory, one_line
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
 from sinkscope.files.processes import is_first
 from sinkscope.files.provenance import documented_at
@@ -133,11 +133,8 @@ def _unforeseen(error: BaseException) -> str:
     """What is said about an error that is no SinkscopeError."""
     if is_out_of_memory(error):
         return NO_MEMORY
-    if isinstance(error, OSError) and is_full_disk(error):
-        from sinkscope.files.output import reason_of
-
-        drop(sys.stdout)
-        return f"cannot write to standard output: {reason_of(error)}; make room and run the command again"
+    if isinstance(error, OSError):
+        drop(sys.stdout)  # it may be full, and what is still in its buffer would fail again at exit
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 

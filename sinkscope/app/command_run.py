@@ -14,7 +14,7 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
-from sinkscope.files.output import check_output, check_writable, is_device, read_text, write_output
+from sinkscope.files.output import check_output, check_writable, read_text, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
@@ -36,44 +36,29 @@ class Output:
     Attributes:
         name: Name of the option, without dashes.
         help: One sentence for the help.
-        write: Called with the result and the path; it writes the whole file or nothing.
+        text: Its content, of a result.
         word: What stands before its path once it is written.
-        metavar: Placeholder for the path in the help; with "|-", a dash is standard output.
     """
 
     name: str
     help: str
-    write: Callable[[Result, str], object]
+    text: Callable[[Result], str]
     word: str
-    metavar: str = "FILE|-"
 
 
-def _emit(path: str, text: str) -> None:
-    """Write text to a file as `write_output` does, or to standard output for `-`."""
-    if path == "-":
-        sys.stdout.write(visible(text))
-    else:
-        write_output(path, text)
+def _page(result: Result) -> str:
+    from sinkscope.app.pages import page  # loads what the help need not wait for
 
-
-def _save_page(result: Result, path: str) -> None:
-    from sinkscope.app.pages import save_html  # loads what the help need not wait for
-
-    save_html(result, path)
+    return page(result)
 
 
 OUTPUTS = (
-    Output(
-        "json",
-        "Write the result as JSON; - is standard output.",
-        lambda result, path: _emit(path, result.to_json()),
-        "JSON",
-    ),
-    Output("html", "Write conclusion, tables and figures into one HTML file.", _save_page, "Page", "FILE"),
+    Output("json", "Write the result as JSON; - is standard output.", lambda result: result.to_json(), "JSON"),
+    Output("html", "Write conclusion, tables and figures as one HTML page; - is standard output.", _page, "Page"),
     Output(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
-        lambda result, path: _emit(path, result.to_csv()),
+        lambda result: result.to_csv(),
         "Table",
     ),
 )
@@ -141,7 +126,7 @@ class CommandRun:
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
         if self.kinds:
             for one in OUTPUTS:
-                params.append(click.Option([f"--{one.name}"], metavar=one.metavar, help=one.help))
+                params.append(click.Option([f"--{one.name}"], metavar="FILE|-", help=one.help))
             params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
 
@@ -160,52 +145,28 @@ class CommandRun:
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         if world_size() > 1 and not self.command.measures and self.command.words != "generate":
             raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
-        written: dict[str, Any] = {}
         with ProgressBar() as progress:
             if "model" in self.parameters:
                 progress(f"Loading {arguments.get('model', 'bundled')} ...", 0, 0)
             self._check_files(files, arguments)
             for name, words in arguments.items():
                 arguments[name] = read_words(self.parameters[name], words)
-            own = {"to_files": bool(files), "written": written.__setitem__, "progress": progress}
+            own = {"to_files": bool(files), "progress": progress}
             arguments |= {name: value for name, value in own.items() if name in self.parameters}
             result = self._result(arguments)
         if result is not None and self.kinds:
-            for one in self.parameters.values():
-                if one.option.writes and "written" not in self.parameters:
-                    written[one.option.writes] = arguments.get(one.name)
-            self._end(result, files if is_first() else {}, explain, written)
-
-    def _end(self, result: Any, files: Mapping[str, str], explain: bool, written: Mapping[str, Any]) -> None:
-        """Deliver a result, say what was written, and end with its status."""
-        try:
-            self._deliver(result, files, explain)
-        except BrokenPipeError:  # the reader has gone; the status is still said
-            if not result.exit_code:
-                raise
-        for what, path in written.items():
-            if path is not None:
-                note(f"{what}: {path}")
-        if result.exit_code:
-            raise click.exceptions.Exit(result.exit_code)
+            self._deliver(result, files if is_first() else {}, explain)
+            if result.exit_code:
+                raise click.exceptions.Exit(result.exit_code)
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        targets: list[Path] = []
-        for one in OUTPUTS:
-            path = files.get(one.name)
-            if path == "-":
-                targets.append(Path(path))
-                if "-" not in one.metavar:
-                    raise SinkscopeError(f"--{one.name} -: a page is not printed; give the name of a file")
-            elif path is not None:
-                targets.append(check_output(path, self.kinds))
+        for path in files.values():
+            if path != "-":
+                check_output(path, self.kinds)
         for one in self.parameters.values():
             if one.option.writes and one.name in arguments:
-                targets.append(check_writable(str(arguments[one.name]), folder=True))
-        for target in targets:
-            if targets.count(target) > 1 and not is_device(target):
-                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
+                check_writable(str(arguments[one.name]), folder=True)
 
     def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""
@@ -218,14 +179,16 @@ class CommandRun:
     def _deliver(self, result: Result, files: Mapping[str, str], explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
         try:
-            if "-" not in (files.get("json"), files.get("csv")):
+            if "-" not in files.values():
                 print_result(result, explain=explain)
         finally:  # the files are wanted also if the reader of the output, `head` say, has gone
             for one in OUTPUTS:
-                if one.name in files:
-                    one.write(result, files[one.name])
-                    if files[one.name] != "-":
-                        note(f"{one.word}: {files[one.name]}")
+                path = files.get(one.name)
+                if path == "-":
+                    sys.stdout.write(visible(one.text(result)))
+                elif path is not None:
+                    write_output(path, one.text(result))
+                    note(f"{one.word}: {path}")
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

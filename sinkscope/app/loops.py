@@ -14,6 +14,7 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
+from sinkscope.files.records import checked_value
 from sinkscope.loops import LoopCheck, Monitor, MonitorSettings, Watch, check_file
 from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
 from sinkscope.loops.text.forms import StreamForm
@@ -62,17 +63,17 @@ def check_loops(
         tail -f server.log | sinkscope loops --follow
         sinkscope loops --proxy http://127.0.0.1:11434
     """
+    data: dict[str, Any] = {}
+    if settings is not None:
+        data = checked_value(
+            dict[str, Any], read_json(settings, 'expected an object such as {"window": 128}'), settings
+        )
+    monitor = MonitorSettings.variant(variant, **data)
+    Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if first and not follow:
         raise SinkscopeError("--first has no effect without --follow: leave it out")
     if proxy is None and (host, port) != (HOST, PORT):
         raise SinkscopeError("--host and --port have no effect without --proxy: leave them out")
-    data: Any = {}
-    if settings is not None:
-        data = read_json(settings, 'expected an object such as {"window": 128}')
-    if not isinstance(data, dict):
-        raise SinkscopeError(f'{settings} holds no settings: expected an object such as {{"window": 128}}')
-    monitor = MonitorSettings.variant(variant, **data)
-    Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if proxy is not None:
         if file is not None or follow or form != "auto":
             raise SinkscopeError("FILE, --follow and --format have no effect with --proxy: leave them out")
@@ -117,14 +118,10 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, name: str) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     loops = False
-    try:
-        for alarm in Watch(monitor).follow(_open_bytes(file), form=form, name=name):
-            loops = True
-            print(visible(str(alarm)), flush=True)
-            if first:
-                break
-    except OSError:  # standard output cannot be written; that there was a loop is still said
-        if not loops:
-            raise
+    for alarm in Watch(monitor).follow(_open_bytes(file), form=form, name=name):
+        loops = True
+        print(visible(str(alarm)), flush=True)
+        if first:
+            break
     if loops:
         raise click.exceptions.Exit(LOOP_IN_STREAM)

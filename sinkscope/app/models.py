@@ -33,10 +33,10 @@ def print_models(
     Example:
         sinkscope models llama
     """
+    if check is not None and word is not None:
+        raise SinkscopeError(f"{word} has no effect with --check: leave it out")
     if check is not None:
-        show_progress = progress or silent
-        show_progress(f"loading {check}, and proving its parts", 0, 0)
-        _check(check, show_progress)
+        _check(check, progress or silent)
         return
     rows: Table = []
     for entry in models():
@@ -55,6 +55,7 @@ def _check(name: str, progress: Progress) -> None:
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
 
+    progress(f"loading {name}, and proving its parts", 0, 0)
     target = target_of(load(name, probe=False))
     report = probe(target)
     end_bar(progress)

@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.card import CARD
-from sinkscope.app.pages import Section, document, result_section, save_document
+from sinkscope.app.pages import Section, document, result_section, text
 from sinkscope.errors import SinkscopeError, one_line
-from sinkscope.files.output import check_output, read_json
+from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
-from sinkscope.files.progress import silent
 from sinkscope.files.store import RECORDS, SETTINGS
-from sinkscope.results.console import end_bar
 from sinkscope.results.notation import count_of
-from sinkscope.results.options import Hidden, Option, command
+from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 
 
@@ -25,9 +23,7 @@ from sinkscope.results.result import Result
 )
 def report(
     folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
-    out: Annotated[str | Path | None, Option(metavar="FILE", writes="Page")] = None,
-    *,
-    progress: Hidden = None,
+    out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
@@ -36,7 +32,6 @@ def report(
     Args:
         folder: Folder with the JSON files of results and folders of `sinkscope bench`, also in its subfolders.
         out: The page; by default report.html in the folder.
-        progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope report results --out everything.html
@@ -50,10 +45,8 @@ def report(
     page = out or root / "report.html"
     target = check_output(page, ["report"])
     sections: list[Section] = []
-    left_out: dict[str, str] = {}
-    files = _listed(root)
-    for number, path in enumerate(files):
-        (progress or silent)("reading", number, len(files))
+    left_out: list[str] = []
+    for path in _listed(root):
         name = visible(path.relative_to(root).as_posix())
         try:
             if path.is_file():
@@ -64,14 +57,16 @@ def report(
                 result = bench_table([path])
             sections.append(result_section(result, name))
         except SinkscopeError as error:
-            left_out[name] = str(error)
+            left_out.append(f"{name}: {error}")
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            left_out[name] = visible(one_line(f"{type(error).__name__}: {error}"))
+            left_out.append(one_line(f"{name}: {type(error).__name__}: {error}"))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
-    save_document(target, document(visible(root.resolve().name), sections, count, left_out))
-    end_bar(progress)
+    if left_out:
+        rows = "".join(f"<li>{text(line)}</li>" for line in left_out)
+        sections.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
+    write_output(target, document(visible(root.resolve().name), sections, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
 
 

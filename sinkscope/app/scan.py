@@ -13,19 +13,20 @@ import psutil
 import torch
 
 from sinkscope import __version__
-from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
-from sinkscope.app.pages import document, folded, result_section, save_document
+from sinkscope.app.card import CARD, CardPart, SinkCard
+from sinkscope.app.pages import document, folded, result_section
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.progress import part_of
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
 from sinkscope.models.target import Target
+from sinkscope.results.console import note
 from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
@@ -128,10 +129,9 @@ class FinishedPart(Keyed):
 def scan(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
-    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes="Card")] = None,
+    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes=True)] = None,
     quick: bool = False,
     against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
-    written: Hidden = None,
     **settings: Any,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
@@ -143,8 +143,7 @@ def scan(
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         out: Folder for the results and the card. By default scan-NAME.
         quick: Use smaller numbers: a minute instead of several for a small model.
-        against: A card.json, or the folder of a scan, to compare with.
-        written: Called as `written("Card", path)` when the page is there.
+        against: The card.json of a scan to compare with.
         settings: As for `sinkscope.measure.Setup.open`.
 
     Example:
@@ -154,7 +153,7 @@ def scan(
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
-    other = None if against is None else read_card(against)
+    other = None if against is None else SinkCard.load(against)
     setup = Setup.open(model, **settings)
     target = setup.target
     target.shards.check_alone("scan")
@@ -165,14 +164,12 @@ def scan(
     with Folder(folder, decisive, FinishedPart, option="--out") as kept:
         outcomes = _outcomes(kept, folder, setup, quick)
         parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
-        made = replace(setup.provenance(), seconds=round(sum(part.seconds for part in parts), 3))
-        card = SinkCard(quick=quick, parts=parts, model=setup.info(), settings=decisive, provenance=made)
+        card = SinkCard(quick=quick, parts=parts, model=setup.info(), settings=decisive, provenance=setup.provenance())
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        save_document(folder / PAGE, _page(card, outcomes))
-    if written is not None:
-        written("Card", folder / PAGE)
+        write_output(folder / PAGE, _page(card, outcomes))
+    note(f"Card: {folder / PAGE}")
     return card
 
 
@@ -181,14 +178,13 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
     outcomes: Outcomes = []
     chosen = [part for part in PARTS if not quick or part.quick is not None]
     for number, part in enumerate(chosen):
-        setup.progress(f"scan: {part.command}", 100 * number, 100 * len(chosen))
-        inside = part_of(setup.progress, 100 * number, 100, 100 * len(chosen))
+        setup.progress(f"scan: {part.command}", number, len(chosen))
         outcome: Result | str | None = None
         if part.name in kept.records:
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                 outcome = Result.load(folder / part.file)
         if outcome is None:
-            outcome = _measured(part, replace(setup, progress=inside), quick)
+            outcome = _measured(part, setup, quick)
             if isinstance(outcome, Result):
                 outcome.save(folder / part.file)
                 kept.append([FinishedPart(part.name)])
@@ -201,7 +197,7 @@ def _page(card: SinkCard, outcomes: Outcomes) -> str:
     sections = [result_section(card)]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
-            section = replace(result_section(outcome), kind=part.command)
+            section = result_section(outcome, kind=part.command)
             if part.name != "find_sinks":
                 section = folded(section, outcome.conclusion())
             sections.append(section)
@@ -246,13 +242,12 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
     """A part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
-        return CardPart(part.name, part.command, missing, finished=False)
+        return CardPart(part.name, part.command, missing)
     return CardPart(
         part.name,
         part.command,
         outcome.conclusion(),
-        seconds=outcome.provenance.seconds,
-        numbers=tuple(number for number in outcome.numbers() if number.value is not None),
+        tuple(number for number in outcome.numbers() if number.value is not None),
     )
 
 
@@ -276,20 +271,15 @@ def free_memory(device: torch.device) -> int:
     group="Look",
     help="Take a two-minute tour of the bundled model.",
 )
-def demo(
-    *,
-    out: Annotated[Path, Option(metavar="FOLDER", writes="Card")] = Path("sinkscope-demo"),
-    progress: Hidden = None,
-    written: Hidden = None,
-) -> SinkCard:
+def demo(*, progress: Hidden = None) -> SinkCard:
     """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
 
+    The page is sinkscope-demo/card.html.
+
     Args:
-        out: Folder of the results and the page.
         progress: Called as `progress(what, done, total)`.
-        written: Called as `written("Card", path)` when the page is there.
 
     Example:
         sinkscope demo
     """
-    return scan(out=out, quick=True, progress=progress, written=written)
+    return scan(out="sinkscope-demo", quick=True, progress=progress)

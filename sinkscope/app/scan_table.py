@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from sinkscope.app.card import CARD, read_card
+from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of
+from sinkscope.files.output import path_of, read_text
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
+from sinkscope.files.store import SETTINGS
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
@@ -98,7 +99,7 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
     for place in sorted(path_of(folder).glob("*/"), key=_natural):
         row: dict[str, Any] = {**dict.fromkeys(ScanTable.glossary), "scan": place.name, "problem": NO_CARD}
         if (place / CARD).is_file():
-            card = read_card(place)
+            card = SinkCard.load(place / CARD)
             made, row["problem"] = card.provenance, ""
             numbers = {(part.name, number.key): number for part in card.parts for number in part.numbers}
             for column, key in ON_CARDS.items():
@@ -106,11 +107,19 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
                     row[column] = numbers[key].value
             if ON_CARDS["loops"] in numbers:
                 row["loops_margin"] = numbers[ON_CARDS["loops"]].margin
+        elif not _is_scan(place):
+            continue
         rows.append(row)
     if all(row["problem"] for row in rows):
         raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give the folder of their folders")
     model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
     return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))
+
+
+def _is_scan(folder: Path) -> bool:
+    """Whether a scan was begun in a folder."""
+    settings = folder / SETTINGS
+    return settings.is_file() and '"command": "scan"' in read_text(settings)
 
 
 def _natural(path: Path) -> str:

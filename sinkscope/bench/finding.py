@@ -57,7 +57,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
         score = f"{score} ({', '.join(notes)})"
     found = f"{best.method} has {score} {where}"
     rival = next(iter(others), control)
-    if rival is not None and not best.differs(rival):
+    if rival is not None and not (best.low > rival.high or best.high < rival.low):  # their intervals overlap
         found = f"{found}, too close to {rival.method} to rank"
     elif others:
         found = f"{best.method} is the best of {len(compared)} {where} with {score}"

@@ -39,17 +39,8 @@ class BenchGroup:
     metrics: Metrics = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        """What methods are compared on."""
-        return self.task, self.set, self.model
-
-    @property
     def title(self) -> str:
         """The task, and its set of prompts if that has a name of its own."""
         if self.set.startswith(self.task):
             return self.set
         return f"{self.task} {self.set}"
-
-    def differs(self, other: BenchGroup) -> bool:
-        """Whether the two intervals part."""
-        return self.low > other.high or self.high < other.low

@@ -28,7 +28,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
-VERSION = 6
+VERSION = 7
 """Version of the records; a change of what they hold is another setting."""
 
 
@@ -39,7 +39,7 @@ def run_bench(
     task: Task | str,
     methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
     *,
-    out: Annotated[PathName | None, Option(metavar="DIR", writes="Answers")] = None,
+    out: Annotated[PathName | None, Option(metavar="DIR", writes=True)] = None,
     tokenizer: Hidden = None,
     max_new_tokens: Natural | None = None,
     batch_size: Natural = 1,

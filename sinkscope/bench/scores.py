@@ -14,7 +14,7 @@ from sinkscope.errors import SinkscopeError
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
-PERCENT = frozenset("loop tail_loop loop_paper eos chance prefix score agree cells".split())
+PERCENT = frozenset("loop loop_paper eos chance prefix score agree cells".split())
 """Metrics that are shares."""
 
 

@@ -81,7 +81,7 @@ class BenchTable(Result):
         """The groups of each task, set and model."""
         places: dict[tuple[str, str, str], list[BenchGroup]] = {}
         for group in self.groups:
-            places.setdefault(group.place, []).append(group)
+            places.setdefault((group.task, group.set, group.model), []).append(group)
         return list(places.values())
 
     def conclusion(self) -> str:

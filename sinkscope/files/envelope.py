@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
 
-SCHEMA = 1
+SCHEMA = 2
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""
@@ -111,8 +111,7 @@ class Envelope:
             )
         if data["schema"] != SCHEMA:
             raise SinkscopeError(
-                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: install the version that wrote it "
-                "or make it again"
+                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: run the command again"
             )
         result_class = class_of(str(data["kind"]), name)
         if not issubclass(result_class, cls):
@@ -134,10 +133,5 @@ def class_of(kind: str, name: str = "data") -> type[Envelope]:
     if kind not in _CLASSES and kind in modules:
         import_module(modules[kind])
     if kind not in _CLASSES:
-        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(known_kinds())}")
+        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(modules)}")
     return _CLASSES[kind]
-
-
-def known_kinds() -> tuple[str, ...]:
-    """Kinds that `Result.load` can read: those of sinkscope, then those defined elsewhere and imported so far."""
-    return tuple(dict.fromkeys((*kind_modules(), *_CLASSES)))

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from io import StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def write_output(path: PathName, data: bytes | str) -> Path:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
     if isinstance(data, str):
-        data = data.encode()
+        data = data.encode(errors="backslashreplace")  # a token may be half of a surrogate pair, which UTF-8 lacks
     check_output(path, [kind_of(data)])
     return write_atomic(path, data)
 
@@ -180,10 +180,7 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
     """
     name = os.fspath(path)
     if name == "-":
-        raw = getattr(sys.stdin, "buffer", None)
-        if raw is not None:
-            return raw.read()
-        return (sys.stdin or StringIO()).read().encode()  # None: it is closed
+        return getattr(sys.stdin, "buffer", BytesIO()).read()  # there is none if it is closed
     shown = pathless(name) or "a file without a name"
     file = path_of(name, remedy)
     try:

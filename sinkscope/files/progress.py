@@ -10,15 +10,3 @@ Progress = Callable[[str, int, int], None]
 
 def silent(what: str, done: int, total: int) -> None:
     """Show nothing; the progress of a measurement that nobody watches."""
-
-
-def part_of(progress: Progress, before: int, share: int, whole: int) -> Progress:
-    """The progress of a part of some work, shown as that of all of it.
-
-    Args:
-        progress: That of all of it.
-        before: How much is done when the part begins.
-        share: How much the part is.
-        whole: How much there is.
-    """
-    return lambda what, done, total: progress(what, before + share * done // max(total, 1), whole)

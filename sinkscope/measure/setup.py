@@ -103,7 +103,7 @@ class Setup:
             seed: Seed of every random choice.
             tokenizer: For live models that carry none.
             texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first
-                tokens differ. With 0 pieces, no tokenizer is needed.
+                tokens differ.
             progress: Called as `progress(what, done, total)`.
             loading: "stream" reads layer by layer where possible; "whole" loads a model given by name into memory.
 
@@ -112,13 +112,11 @@ class Setup:
         """
         started, content = time.perf_counter(), typical_text(text)
         options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
-        target = open_target(model, **options, needed=texts > 0, whole=loading == "whole")
+        target = open_target(model, **options, whole=loading == "whole")
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
-        ids = torch.zeros(0, length, dtype=torch.long)
-        if texts:
-            pieces = texts if start is not None else WITHOUT_BOS * texts
-            ids = text_rows(target.tokenizer, content, pieces, length, start)
+        pieces = texts if start is not None else WITHOUT_BOS * texts
+        ids = text_rows(target.tokenizer, content, pieces, length, start)
         source = (model, options)
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)

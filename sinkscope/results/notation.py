@@ -7,12 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from sinkscope.errors import SinkscopeError
 
-A_SINK = (
-    "The attention of a head adds up to 100%. A head that has nothing to read gives it to one token, mostly the first: "
-    "the attention sink. In many models a neuron makes the sink: its output gives that token a far larger norm (the "
-    "length of its vector) than any other, which heads of later layers look for."
-)
-"""What a view, a tour or a page says first."""
 MOST_WORDS = 30
 """Words of a conclusion."""
 _NUMBER = r"(\d{1,9})"

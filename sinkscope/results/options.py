@@ -29,7 +29,7 @@ class Option:
         argument: Whether it is a positional argument.
         hidden: Whether only Python callers can give it.
         required: Whether the command line requires it although it has a default in Python.
-        writes: What the file or folder is that it names for writing, as a word before its path; empty: it names none.
+        writes: Whether it names a file or folder for writing.
     """
 
     name: str | None = None
@@ -38,7 +38,7 @@ class Option:
     argument: bool = False
     hidden: bool = False
     required: bool = False
-    writes: str = ""
+    writes: bool = False
 
 
 Hidden = Annotated[Any, Option(hidden=True)]

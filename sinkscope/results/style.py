@@ -21,17 +21,14 @@ LINE_OF_TITLE = 18
 """Pixels."""
 
 
-def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spacing: float = 0.09) -> Any:
+def panels(titles: Sequence[str], *, spacing: float = 0.09) -> Any:
     """Make a figure with panels side by side.
 
     Args:
         titles: One title per panel.
-        widths: Relative widths of the panels. None makes all equal.
         spacing: Space between panels, as a share of the figure's width.
     """
-    return make_subplots(
-        cols=len(titles), subplot_titles=list(titles), column_widths=widths, horizontal_spacing=spacing
-    )
+    return make_subplots(cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing)
 
 
 def figure_of(
@@ -41,9 +38,8 @@ def figure_of(
     *,
     width: int,
     height: int,
-    legend: float | dict[str, Any] = -0.27,
+    legend: float = -0.27,
     bottom: int = 110,
-    top: int = 90,
     **more: Any,
 ) -> go.Figure:
     """Give a figure its title and the layout that all figures share.
@@ -56,19 +52,17 @@ def figure_of(
         title: Title of a figure without a result; it is escaped here.
         width: Width in pixels.
         height: Height in pixels.
-        legend: Vertical position of the legend below the panels, or plotly's options for the legend.
+        legend: Vertical position of the legend, below the panels.
         bottom: Margin in pixels for axis titles and legend.
-        top: Margin in pixels for the titles.
         more: Further options of plotly's `update_layout`.
     """
     if result is not None:
         sentence = result.conclusion().partition(". ")[0].removesuffix(".")
         title = f"{result.model.name}: {sentence}"
     lines = textwrap.wrap(title, int(width / PIXELS_PER_CHARACTER))
-    top += LINE_OF_TITLE * max(0, len(lines) - 2)
+    top = 90 + LINE_OF_TITLE * max(0, len(lines) - 2)
     text = "<br>".join(html.escape(line) for line in lines)
     place = {"x": 0.01, "xanchor": "left", "y": 1 - 16 / height, "yanchor": "top"}
-    below = {"orientation": "h", "y": -0.27, "x": 0.5, "xanchor": "center", "yanchor": "top"}
     fig.update_layout(
         template="plotly_white",
         width=width,
@@ -76,7 +70,7 @@ def figure_of(
         font={"size": 13},
         margin={"l": 70, "r": 20, "t": top, "b": bottom},
         title={"text": text, "font": {"size": 15}, **place},
-        legend=below | (legend if isinstance(legend, dict) else {"y": legend}),
+        legend={"orientation": "h", "y": legend, "x": 0.5, "xanchor": "center", "yanchor": "top"},
     )
     fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
     return fig.update_layout(**more)

@@ -20,13 +20,11 @@ WIDTH = 80
 """Characters of a line where there is no terminal."""
 MOST_ROWS = 64
 """Rows of a table that are shown; a file of it holds all."""
-ROUNDING = 1e-6
-"""Below it a number in a table is what float32 leaves of zero."""
 BETWEEN, WIDEST = 2, 10_000
 """Spaces between columns, and the longest line of a table that shows every column."""
 Table = list[dict[str, Any]]
 """One dict per row."""
-_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|nan|yes|no|about 0|")
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|nan|yes|no|")
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _words(name: str) -> str:
 
 
 def cell(value: Any, *, percent: bool = False) -> str:
-    """A value as text: four significant digits or per cent, "about 0" below 1e-6, yes or no, and a dash for None."""
+    """A value as text: four significant digits or per cent, yes or no, and a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -133,8 +131,6 @@ def cell(value: Any, *, percent: bool = False) -> str:
         return f"{value:.1%}".replace("-0.0%", "0.0%")
     if isinstance(value, float) and 1e4 <= abs(value) < 1e7:
         return f"{value:.0f}"
-    if isinstance(value, float) and 0 < abs(value) < ROUNDING:
-        return "about 0"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ from sinkscope.measure import Option, Setup
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 
-Resume = Annotated[str | Path | None, Option(metavar="DIR", writes="Sequences")]
+Resume = Annotated[str | Path | None, Option(metavar="DIR", writes=True)]
 """The folder that keeps finished chunks."""
 Columns = dict[str, list[Any]]
 """What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""

@@ -32,13 +32,10 @@ def nobos(tmp_path_factory):
     return organism("llama", 0, bos=False).save(tmp_path_factory.mktemp("saved") / "nobos")
 
 
-def _nan(name: str) -> Callable[[Path], object]:
-    def change(folder: Path):
-        tensors = load_file(folder / "model.safetensors")
-        tensors[name].view(-1)[3] = float("nan")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return change
+def _nan(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _written(name: str, text: str) -> Callable[[Path], object]:
@@ -51,17 +48,12 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     ({"num_hidden_layers": 0}, ("no list of 0 layers",)),
     ({"num_hidden_layers": 5}, ("m lacks ", "tensors")),
-    ({"vocab_size": -1}, ("m",)),
     ({"intermediate_size": 48}, ("m", "download both from one revision")),
     ({"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is another kind", "llama-2-7b or")),
-    ({"model_type": "t5", "is_encoder_decoder": True}, ("m is another kind", "decoder-only")),
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is another kind", "llama-2-7b")),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
-    *(
-        (_nan(name), (f"tensor {name}", "NaN", "download"))
-        for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")
-    ),
+    (_nan, ("tensor model.norm.weight", "NaN", "download")),
     (word_tokenizer(100).save_pretrained, ("has 100 tokens and the embedding 96", "use the")),
     (_written("tokenizer.json", "{}"), ("tokenizer of m cannot be read", "download its files again")),
 ]
@@ -134,11 +126,9 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
         ("find-sinks --model org/none", ("config.json of org/none is not in the cache", "give a folder")),
         ("find-sinks --bos", ("--bos: the tokenizer", "use --no-bos")),
         ("find-sinks --max-repeats 99999", ("--max-repeats 99999 and", "but the context of", "there is room for")),
-        ("find-sinks --text none.txt", ("cannot read none.txt: no such file", "give the path of a text file")),
         ("find-sinks --device cuda:9", ("device 'cuda:9' is not there", "this machine has cpu")),
         ("find-sinks --revision v2", ("revision 'v2' means nothing for the folder", "hub ids")),
         ("generate --prompt-file {}/long.txt", ("has 5000 tokens and", "shorten the prompt")),
-        ("generate poem --max-new-tokens 99999", ("99999 more are to come", "at most")),
         ("generate poem --bos", ("--bos: the tokenizer of this llama model has no BOS token", "use --no-bos")),
     ],
 )

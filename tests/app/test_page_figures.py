@@ -27,7 +27,7 @@ def test_a_page_is_svg_and_small(name):
 
 
 def test_a_figure_that_the_page_cannot_draw_is_refused():
-    text = document("x", [Section("x", "", "", plot(go.Figure(go.Scatter(x=[1], y=[2]))))])
+    text = document("x", [Section("x", plot(go.Figure(go.Scatter(x=[1], y=[2]))))])
     assert len(text) < LARGEST and text.count("Copyright 2012") == 1
     with refused("a page draws no scatter3d"):
         plot(go.Figure(go.Scatter3d(x=[1], y=[2])))

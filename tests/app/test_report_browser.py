@@ -6,7 +6,8 @@ import pytest
 from report_kit import BAD, WORSE, fill, made_report, spoil
 from sample_results import sample_find_sinks
 
-from sinkscope.app.pages import save_html
+from sinkscope.app.pages import page
+from sinkscope.files.output import write_output
 
 DRAWN = """(async () => {
   for (const box of document.querySelectorAll('.plot')) {
@@ -35,7 +36,7 @@ def test_in_a_browser(tmp_path, chrome):
 
     chrome.open(path, 360, phone=True)
     assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-    chrome.open(save_html(sample_find_sinks(), tmp_path / "single.html"), 1400)
+    chrome.open(write_output(tmp_path / "single.html", page(sample_find_sinks())), 1400)
     assert chrome.run(DRAWN) == 1
 
     assert chrome.errors == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from organisms import organism
 
-from sinkscope.app.card import SinkCard, read_card
+from sinkscope.app.card import SinkCard
 from sinkscope.app.scan_table import scan_table
 from sinkscope.results.result import Number
 
@@ -29,7 +30,9 @@ def checkpoint(folder: Path, card: SinkCard, name: str, share: float | None):
 
 def test_the_numbers_of_the_table_are_those_of_the_cards(alone, typed):
     _, row = csv.DictReader(StringIO(typed(f"scan table {alone} --csv -").out))
-    numbers = {number.label: number for part in read_card(alone / "llama").parts for number in part.numbers}
+    numbers = {
+        number.label: number for part in SinkCard.load(alone / "llama/card.json").parts for number in part.numbers
+    }
     heads = numbers["share of heads that attend to the sink"]
     assert float(row["heads"]) == heads.value
     ((layer, neuron),) = organism("llama", 2).truth.neurons
@@ -37,11 +40,14 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(alone, typed):
     assert (row["scan"], row["loops"], row["problem"]) == ("llama", "", "")  # the part about loops did not run
 
 
-def test_scans_stand_in_the_order_of_their_numbers_and_those_without_a_card_are_named(alone, tmp_path):
-    card = read_card(alone / "llama")
+def test_scans_alone_stand_in_the_order_of_their_numbers_and_those_without_a_card_are_named(alone, tmp_path):
+    card = SinkCard.load(alone / "llama/card.json")
     for step, share in ((1000, 0.5), (20, 0.1), (100, None), (9, None)):
         checkpoint(tmp_path, card, f"run-checkpoint-{step}", share)
-    (tmp_path / "run-checkpoint-30").mkdir()
+    for name, command in (("run-checkpoint-30", "scan"), ("answers", "bench")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.json").write_text(json.dumps({"command": command}))
+    (tmp_path / "pictures").mkdir()
     table = scan_table(tmp_path)
     assert [row["scan"].rpartition("-")[2] for row in table.scans] == ["9", "20", "30", "100", "1000"]
     assert table.conclusion() == "2 of 4 models have an attention sink."

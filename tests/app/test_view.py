@@ -49,9 +49,6 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
     at_sink = [variant.norm[found.layer, 0] for variant in (intact, zeroed, patched, control)]
     assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)
-    assert (np.abs(intact.activation[:, 0]) > 5 * np.abs(intact.activation[:, 1:]).max(1)).all()
-    if family != "mixtral":  # values of experts are those before an edit
-        assert not zeroed.activation.any() and (patched.activation[:, 0] == intact.activation[:, 0]).all()
     assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g} (random control: {at_sink[3]:.4g})" in zeroed.sentence
     assert control.name == found.control
 
@@ -137,7 +134,7 @@ def test_the_live_page_answers_only_under_its_address(bundled, client):
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]
-    assert len(passes) == 3  # the edited model, its sink neurons, and the control: the text is not read intact again
+    assert len(passes) == 2  # the edited model and the control: the text is not read intact again
     inner.remove()
     (own,) = off["texts"][0]["variants"]
     assert own["name"] == "without L1.N338" and "from 6" in own["sentence"] and "random" in own["sentence"]

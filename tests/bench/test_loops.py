@@ -28,7 +28,7 @@ def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> d
 
 def test_a_loop_and_a_text_without_one():
     loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
-    assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
+    assert (loop["loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 0.0)
     assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
     assert loop["ttr"] == 3 / 300
     assert loop["interventions"] is None

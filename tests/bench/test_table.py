@@ -107,9 +107,6 @@ GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
         ("file", ["h2o:8 1 0*3 cells=0.5 read=5.5", "full 1*4"],
          "h2o:8 has 25% (5%-70%, reads 61%) in file s (score), too close to full to rank; "
          "full, the control, has 100%."),
-        ("loops", ["loopguard:64 0*3", "full 1 1 0"],
-         "loopguard:64 has 0% (0%-56%, reads 100%) in loops s (answers that loop), too close to full to rank; "
-         "full, the control, has 67%."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
          "loopguard:64 has 0% (0%-56%, reads 100%) in loops s (answers that loop), too close to h2o:8 to rank; full, "
          "the control, has 67%."),

@@ -21,8 +21,7 @@ from repository import ROOT, ran
 import sinkscope
 from experiments.script import run as run_script
 from sinkscope.app.cli import main
-from sinkscope.files.catalog import commands
-from sinkscope.files.envelope import known_kinds
+from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.kv import registry
 from sinkscope.models import adapters
 from sinkscope.results.result import Result
@@ -239,6 +238,6 @@ def test_a_conclusion_that_a_page_quotes_is_that_of_a_figure_that_it_shows(page)
     text = page.read_text()
     quoted = [" ".join(quote.replace("\n> ", " ").split()) for quote in re.findall(r"^> (.+(?:\n> .+)*)", text, re.M)]
     files = [(page.parent / image[1]).with_suffix(".json") for image in _IMAGE.finditer(text)]
-    results = [file for file in files if json.loads(file.read_text())["kind"] in known_kinds()]
+    results = [file for file in files if json.loads(file.read_text())["kind"] in kind_modules()]
     assert quoted or not results  # figures of scripts are no results and have no conclusion
     assert {*quoted} <= {f"Conclusion: {Result.load(file).conclusion()}" for file in results}

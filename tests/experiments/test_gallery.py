@@ -11,7 +11,7 @@ from repository import FIGURES, ROOT, python, ran
 
 from experiments.gallery import figure_of
 from experiments.script import run
-from sinkscope.files.envelope import known_kinds
+from sinkscope.files.catalog import kind_modules
 from sinkscope.results.result import Result
 
 FILES = sorted(FIGURES.glob("*.json"))
@@ -43,7 +43,7 @@ def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
     made = data["provenance"]
     words = made.get("argv", [])
     assert (words or made["command"]) and isinstance(made["seed"], int) and {"python"} < set(made["versions"])
-    if data["kind"] in known_kinds():
+    if data["kind"] in kind_modules():
         assert keys(json.loads(Result.load(file).to_json())["result"]) == keys(data["result"])
     if list(words[:2]) == ["python", "-m"]:
         taken = []

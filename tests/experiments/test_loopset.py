@@ -10,8 +10,6 @@ from loop_texts import prose
 
 from experiments.loopset import compare
 from experiments.loopset.compare import exact_copies, plain_suffix, suffix
-from experiments.loopset.texts import texts_of
-from sinkscope.loops import check
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import split
 
@@ -59,20 +57,6 @@ def test_scores_are_counted_as_by_hand():
     assert (mine["their_delay"], mine["our_delay"], mine["we_first"]) == (40, 10, 1.0)  # of the one loop that both find
     assert mine["by_class"] == {"a": 0.5, "c": 0.0, "e": 1.0, "g": 0.0} and ours["recall"] == round(2 / 3, 4)
     assert (found["loops"], found["honest"], found["looping"]) == (3, 2, ["a", "c"])
-
-
-def test_the_default_finds_the_first_of_each_class_for_choosing():
-    """Not one of the other half, which is looked at only for the report."""
-    seen: set[str] = set()
-    for text in texts_of("choose"):
-        if text["class"] in seen or text["class"] == "ids":  # random ids in each copy: some of these are missed
-            continue
-        seen.add(text["class"])
-        verdict = check(text["text"]).records[0].verdict
-        expected = {"clean"} if text["start"] is None else {"loops", "looped", "suspicious"}
-        if text["class"] == "left again":
-            expected = {"looped"}
-        assert verdict in expected, text["class"]
 
 
 def echoes(text: str) -> int | None:

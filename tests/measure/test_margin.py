@@ -1,4 +1,4 @@
-"""Two standard errors by bootstrap, against the formula, and against the spread of repeated samples."""
+"""Two standard errors by bootstrap, against the formula."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ def test_the_margin_of_a_mean_is_two_standard_errors_and_more_of_few_samples(cou
     values = np.random.default_rng(count).normal(3.0, 2.0, count)
     assert margin_of(values) == pytest.approx(errors * values.std(ddof=1) / np.sqrt(count), rel=0.15)
     assert margin_of(np.append(values, np.nan)) == margin_of(values)
-
-
-def test_the_margin_of_a_median_is_that_of_repeated_samples():
-    generator = np.random.default_rng(0)
-    samples = generator.normal(size=(400, 30))
-    spread = 2 * np.median(samples, axis=1).std()
-    margins = [margin_of(sample, np.median) or 0.0 for sample in samples[:60]]
-    assert float(np.median(margins)) == pytest.approx(spread, rel=0.25)
 
 
 def test_too_few_values_have_no_margin_and_equal_ones_none_at_all():

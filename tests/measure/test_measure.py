@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,19 +66,6 @@ def test_drawn_words_are_distinct_ordinary_tokens_of_the_text():
         assert not set(words) & set(o.tokenizer.all_special_ids)
 
     check()
-
-
-def test_strings_that_are_not_one_token_are_taken_apart():
-    from transformers import AutoTokenizer
-
-    folder = Path(__file__).parents[2] / "sinkscope" / "models" / "bundled"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    one = tokenizer(" the", add_special_tokens=False)["input_ids"]
-    assert len(one) == 1 and single_token(tokenizer, " the") == one[0]
-    with pytest.raises(SinkscopeError, match=r"'circumlocution' is not one known token here, but \['c.*give a string"):
-        single_token(tokenizer, "circumlocution")
-    with pytest.raises(SinkscopeError, match=r"^'' is not one known token here, but \[\]; give a string"):
-        single_token(tokenizer, "")
 
 
 def test_a_word_the_tokenizer_does_not_know_is_refused():

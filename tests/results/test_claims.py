@@ -56,14 +56,6 @@ def test_a_part_without_which_there_is_more_is_not_enough():
     assert claim(0.9, 0.0, 0.1).verdict == "sufficient"  # an intact model without it
 
 
-def test_copies_of_a_token_that_has_the_spike_at_once_do_not_suffice():
-    copies = Claim(
-        "repeats", (Tokens("copies", 9),), Outcome("norm"), "'a'", 1.0,
-        (Contrast("one copy", 0.95), Contrast("other tokens", 0.0)), 1, Search("tokens", 1),
-    )  # fmt: skip
-    assert copies.verdict == "not shown"
-
-
 def test_opposite_verdicts_about_the_same_are_contradictions():
     needed, nothing = claim(0.0, 1.0, 0.98), claim(0.97, 1.0, 0.98)
     assert contradictions([needed, nothing]) == [(needed, nothing)]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 from typing import Any
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
-from sinkscope.files.output import PathName, write_output
 from sinkscope.files.plain import visible
-from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import cell
 
@@ -35,15 +32,11 @@ class Section:
     """A result on a page.
 
     Attributes:
-        kind: Kind of the result.
-        model: Name of the model, or "" if there is none.
-        file: Displayed name of the result's file, or "" if it was not read from one.
-        html: The section without its heading; everything in it is escaped.
+        heading: Its heading, escaped.
+        html: What stands below; everything in it is escaped.
     """
 
-    kind: str
-    model: str
-    file: str
+    heading: str
     html: str
 
 
@@ -55,30 +48,13 @@ def page(result: Result) -> str:
     return document(f"{result.kind}: {result.model.name}", [result_section(result)], kind=result.kind)
 
 
-def save_html(result: Result, path: PathName) -> Path:
-    """Write `page(result)` to `path`, completely or not at all.
-
-    Args:
-        result: The result to show.
-        path: The file.
-
-    Raises:
-        SinkscopeError: The file cannot be written.
-    """
-    return save_document(path, page(result))
-
-
-def save_document(path: PathName, text: str) -> Path:
-    """Write a page as `write_output` does; a token in it may be half of a surrogate pair, which UTF-8 lacks."""
-    return write_output(path, text.encode(errors="backslashreplace"))
-
-
-def result_section(result: Result, file: str = "") -> Section:
+def result_section(result: Result, file: str = "", kind: str = "") -> Section:
     """The section of a result: its text, table and figure, and its settings and provenance.
 
     Args:
         result: The result.
-        file: Displayed name of its file.
+        file: Displayed name of its file. Empty: the model's name is displayed.
+        kind: What it is, if not a result of its kind.
     """
     shown = result.to_html()
     if type(result).drawing is not None:
@@ -90,7 +66,7 @@ def result_section(result: Result, file: str = "") -> Section:
         parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
         parts.append("</dl></details>")
     html = visible("\n".join(parts))  # HTML does not allow control characters
-    return Section(result.kind, result.model.name, file, html)
+    return Section(f"{text(kind or result.kind)} <small>{text(file or result.model.name)}</small>", html)
 
 
 def folded(one: Section, sentence: str) -> Section:
@@ -102,35 +78,30 @@ def document(
     heading: str,
     sections: Sequence[Section],
     about: str = "",
-    skipped: Mapping[str, str] | None = None,
     *,
     kind: str = "report",
     first: str = "",
 ) -> str:
-    """Make the whole page: contents, sections, files that were left out, and plotly.js once.
+    """Make the whole page: contents, sections, and plotly.js once.
 
     Args:
         heading: Subject of the page.
         sections: The sections, in order.
         about: A few words below the heading.
-        skipped: The reason for each file that was left out, by its name.
         kind: What an earlier page must say so that this one may replace it.
         first: HTML above the contents, fully escaped.
     """
     body: list[str] = []
     links: list[str] = []
     for number, one in enumerate(sections):
-        name = f"{text(one.kind)} <small>{text(one.file or one.model)}</small>"
-        links.append(f'<li><a href="#r{number}">{name}</a></li>')
+        links.append(f'<li><a href="#r{number}">{one.heading}</a></li>')
         title = ""
         if about or len(sections) > 1:  # a page with one result has its name as the heading
-            title = f"<h2>{name}</h2>"
+            title = f"<h2>{one.heading}</h2>"
         body.append(f'<section id="r{number}">\n{title}{one.html}\n</section>')
-    words = [text(about), f"sinkscope {__version__}"]
-    if skipped:
-        words.append(f'<a href="#skipped">{count_of(len(skipped), "file")} left out</a>')
-        rows = "".join(f"<li><b>{text(file)}</b>: {text(reason)}</li>" for file, reason in skipped.items())
-        body.append(f'<section id="skipped">\n<h2>Left out</h2>\n<ul>{rows}</ul>\n</section>')
+    words = f"sinkscope {__version__}"
+    if about:
+        words = f"{text(about)} · {words}"
     contents = ""
     if len(links) > 1:
         contents = f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>'
@@ -144,7 +115,7 @@ def document(
         kind=kind,
         title=text(heading),
         heading=text(heading),
-        about=" · ".join(word for word in words if word),
+        about=words,
         first=first,
         contents=contents,
         plotly=plotly,

@@ -1,5 +1,8 @@
 // What a view draws with: elements, packed values, names, movement by keys, pictures of attention.
 
+const A_SINK = "The attention of a head adds up to 100%. A head that has nothing to read gives it to one token, mostly the " +
+  "first: the attention sink. In many models a neuron makes the sink: its output gives that token a far larger norm (the " +
+  "length of its vector) than any other, which heads of later layers look for."; // what a page says first
 const LEVELS = 255;
 const SHADES = 24; // shades of a picture of attention
 const PLOT = { left: 44, top: 6, right: 16, below: 36, width: 200 }; // a picture of attention, in units of its drawing

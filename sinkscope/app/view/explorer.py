@@ -116,7 +116,6 @@ class Explorer:
                 name=name,
                 sentence=sentence,
                 norm=_rounded(reading.norm),
-                activation=_rounded(reading.activation),
                 received=Packed.of(codes_of(reading.received)),
                 rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
                 following=reading.following,

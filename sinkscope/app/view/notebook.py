@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sinkscope.app.pages import save_html
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.page import module, source
+from sinkscope.app.view.page import SCRIPTS, source, view_page
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_output
 from sinkscope.results.options import checks_arguments
 
 
@@ -38,13 +38,13 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
     shown = explorer.view(text)
 
     class ViewWidget(anywidget.AnyWidget):
-        _esm = module()
+        _esm = source(*SCRIPTS)
         _css = source("view.css")
         view = traitlets.Dict().tag(sync=True)
         result = shown
 
         def save_html(self, path: str | Path) -> Path:
-            return save_html(shown, path)
+            return write_output(path, view_page(shown, shown.model.name))
 
     widget = ViewWidget(view=shown.to_dict())
 

@@ -11,7 +11,6 @@ from importlib.resources import files
 from string import Template
 
 from sinkscope.files.plain import visible
-from sinkscope.results.notation import A_SINK
 from sinkscope.results.result import Result
 
 START = "\nstart(document);\n"
@@ -20,12 +19,6 @@ START = "\nstart(document);\n"
 
 SCRIPTS = ("drawing.js", "panels.js", "text.js", "view.js")
 """The parts of the module, in their order; a page holds them as one."""
-
-
-@cache
-def module() -> str:
-    """The module, which begins with what is written elsewhere: what a sink is."""
-    return f"const A_SINK = {json.dumps(A_SINK)};\n{source(*SCRIPTS)}"
 
 
 @cache
@@ -42,7 +35,7 @@ def view_page(view: Result | None, title: str) -> str:
         view: The `ModelView` that is shown. None: the page asks the server that it came from.
         title: Name of the model.
     """
-    style, script = source("view.css"), module() + START
+    style, script = source("view.css"), source(*SCRIPTS) + START
     connect = "'self'" if view is None else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "

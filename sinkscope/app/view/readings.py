@@ -1,4 +1,4 @@
-"""One pass of an open model over a text: norms, attention, sink neurons, and what an edit changes in them."""
+"""One pass of an open model over a text: norms, attention, and what an edit changes in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import codes_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
-from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
 from sinkscope.sinks.find.places import SPIKE_RATIO
@@ -30,24 +29,21 @@ class Reading:
         norm: L2 norm of the residual stream after each layer.
         rows: Attention, in the codes of `Packed`.
         received: Attention that each position receives from later queries, on average.
-        activation: Values of the sink neurons.
         following: The likeliest next tokens after the text, with their probabilities.
     """
 
     norm: Float[np.ndarray, "layer pos"]
     rows: UInt8[np.ndarray, "layer head query key"]
     received: Float[Tensor, "layer head pos"]
-    activation: Float[np.ndarray, "neuron pos"]
     following: tuple[tuple[str, float], ...] = ()
 
 
 @torch.no_grad()
 def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> Reading:
-    """Read a text under an edit, or intact (None), in one pass, and sink neurons in one to their layer."""
-    target, length, row = sink.setup.target, len(ids), torch.tensor([ids])
+    """Read a text under an edit, or intact (None), in one pass."""
+    target, length = sink.setup.target, len(ids)
     shape = (sink.setup.n_layers, sink.setup.n_heads, length)
     rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
-    activation = np.zeros((len(sink.neurons), length))
 
     def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
         rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
@@ -60,17 +56,10 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
     hooks = list[Hook]()
     for number, layer in enumerate(target.layers):
         hooks.append((layer, "post", on_output(partial(keep, number))))
-    posts: dict[int, Float[Tensor, "pos neuron"]] = {}
-    with under(edit, target):
-        with attention_rows(target, see), target.hooks(*hooks):
-            logits = target.forward(row, unembed=True).logits[0, -1].float().cpu()
-        for layer in {one.layer for one in sink.neurons}:
-            posts[layer] = view_layer(target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
-    for number, one in enumerate(sink.neurons):
-        column = flat_number(target, one.layer, one.expert, one.neuron)
-        activation[number] = posts[one.layer][:, column].cpu()
+    with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
+        logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return Reading(norms, rows, received, activation, likeliest(sink, logits))
+    return Reading(norms, rows, received, likeliest(sink, logits))
 
 
 def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:

@@ -20,8 +20,6 @@ class Variant:
         name: "intact", or what is edited.
         sentence: What the edit changed, and by how much, beside its control.
         norm: L2 norm of the residual stream after each layer.
-        activation: `hook_post` of the sink neurons (in a mixture, before the edit and times the
-            routing weight).
         received: Attention that each position receives, mean over later queries; 0 at the last position.
         rows: Attention `[query key]` of each head in `ViewedText.heads`.
         following: The likeliest next tokens after the text, with their probabilities.
@@ -32,7 +30,6 @@ class Variant:
     name: str
     sentence: str
     norm: Float[np.ndarray, "layer pos"]
-    activation: Float[np.ndarray, "neuron pos"]
     received: Packed
     rows: tuple[Packed, ...]
     following: tuple[tuple[str, float], ...] = ()

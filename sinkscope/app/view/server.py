@@ -25,13 +25,12 @@ def check_server() -> None:
     """Say now, before the work, if no live page can be served here.
 
     Raises:
-        SinkscopeError: starlette or uvicorn is missing.
+        SinkscopeError: uvicorn or, which is installed with it, starlette is missing.
     """
-    for name in ("starlette", "uvicorn"):
-        if find_spec(name) is None:
-            raise SinkscopeError(
-                f'a live page needs {name}: pip install -e ".[view]" in the clone, or write a page with --html FILE'
-            )
+    if find_spec("uvicorn") is None:
+        raise SinkscopeError(
+            'a live page needs uvicorn: pip install -e ".[view]" in the clone, or write a page with --html FILE'
+        )
 
 
 def application(explorer: Explorer, token: str) -> Any:
@@ -62,16 +61,12 @@ def application(explorer: Explorer, token: str) -> Any:
     return Starlette(routes=routes, middleware=[hosts])
 
 
-def serve(explorer: Explorer, port: int, ready: Callable[[str], object]) -> None:
-    """Serve the live page until Ctrl-C.
+def serve(explorer: Explorer, ready: Callable[[str], object]) -> None:
+    """Serve the live page until Ctrl-C, at a free port.
 
     Args:
         explorer: The open model.
-        port: Port on 127.0.0.1; 0 takes a free one.
         ready: Called with the address once connections are accepted.
-
-    Raises:
-        SinkscopeError: The port is taken.
     """
     token = secrets.token_urlsafe(16)
-    listen(application(explorer, token), "127.0.0.1", port, lambda address: ready(f"{address}/{token}/"))
+    listen(application(explorer, token), "127.0.0.1", 0, lambda address: ready(f"{address}/{token}/"))

@@ -68,16 +68,11 @@ class Strips {
         return [sum / heads, Math.sqrt(sum / heads)];
       });
     }
-    if (colour === "row") {
-      const line = Math.min(query, length - 1) * length;
-      return text.tokens.map((_, token) => {
-        const value = rows ? rows[line + token] : 0;
-        return [value, Math.sqrt(value)];
-      });
-    }
-    const number = Number(colour.split(" ")[1]);
-    const top = Math.max(...intact.activation[number].map(Math.abs)) || 1;
-    return reading.activation[number].map((value) => [value, Math.abs(value) / top]);
+    const line = Math.min(query, length - 1) * length; // a row of a head
+    return text.tokens.map((_, token) => {
+      const value = rows ? rows[line + token] : 0;
+      return [value, Math.sqrt(value)];
+    });
   }
 
   /** Say the value of one token. */
@@ -89,7 +84,7 @@ class Strips {
       norm: `norm ${shown(value)} after layer ${layer}, ${shown(value / data.typical_norm[layer])} times the typical one`,
       attention: `${percent(value)} of the attention in layer ${layer}`,
       row: `${percent(value)} of the attention of ${headName(head)} at token ${query}`,
-    }[colour] || `activation ${shown(value)}`;
+    }[colour];
     const where = variant === "intact" ? "" : " in the intact model";
     const sink = text.spikes.includes(number) ? `; an attention sink${where}` : "";
     this.readout.textContent = `Token ${number}, ${quoted(text.tokens[number])}: ${words}${sink}.`;

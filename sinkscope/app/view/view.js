@@ -318,7 +318,6 @@ class View {
     }
     this.picker = element("select", { id: "colour", onchange: () => this.pickColour(this.picker.value) });
     const choices = [["norm", "norm after the layer"], ["attention", "attention received in the layer"]];
-    this.data.neurons.forEach((neuron, number) => choices.push([`neuron ${number}`, `activation of ${neuron}`]));
     choices.push(["row", "attention of the chosen token"]);
     for (const [value, words] of choices) this.picker.append(element("option", { value }, words));
     this.picker.value = this.colour;

@@ -54,7 +54,7 @@ class Loops(Task):
     main = "loop"
     low_is_good = True
     unit = "answers that loop"
-    columns = ("loop_paper", "tail_loop", "eos", "ttr", "cr", "length", "interventions", "alarm", "chance")
+    columns = ("loop_paper", "eos", "ttr", "cr", "length", "interventions", "alarm", "chance")
     budget = 1024
 
     source: str = "small"
@@ -103,8 +103,8 @@ class Loops(Task):
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """How repetitive the answer is, how it ended, and what a guard did.
 
-        - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.
-        - tail_loop: the paper's rule without the length, on the last 256 tokens.
+        - loop: it ends in three copies of a period with 24 tokens in all, or as the paper's rule says, without the
+          length, of the last 256 tokens.
         - loop_paper: the paper's rule (Eq. 7), length included.
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
         """
@@ -121,7 +121,6 @@ class Loops(Task):
             chance = float(loops(tokenizer_of(target)(turn.answers[0])["input_ids"]))
         return {
             "loop": float(loops(tokens)),
-            "tail_loop": float(ends_in_loop(tokens)),
             "loop_paper": float(is_loop(tokens, batch.new)),
             "eos": float(answer.ended == "eos"),
             "ttr": type_token_ratio(tokens),

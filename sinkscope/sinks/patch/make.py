@@ -20,7 +20,7 @@ from sinkscope.files.output import check_output
 from sinkscope.files.processes import is_first
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Hidden, Option, Result, Setup, measurement
+from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of
@@ -198,8 +198,7 @@ def patch_make(
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
     pieces: Pieces = 32,
     length: Length = 256,
-    out: Annotated[str | Path | None, Option(metavar="FILE", required=True, writes="Patch")] = None,
-    written: Hidden = None,
+    out: Annotated[str | Path | None, Option(metavar="FILE", required=True, writes=True)] = None,
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
@@ -213,7 +212,6 @@ def patch_make(
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
         out: Where the patch is written, if one is made.
-        written: Called as `written("Patch", path)` when it is there.
 
     Example:
         sinkscope patch make --model llama-2-7b --out patch.json
@@ -223,8 +221,6 @@ def patch_make(
     result = _made(setup, max_repeats, limit, pieces, length)
     if out is not None and result.verdict == "made" and is_first():
         replace(result, model=setup.info()).patch.save(out)
-        if written is not None:
-            written("Patch", out)
     return result
 
 
