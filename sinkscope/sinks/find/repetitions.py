@@ -169,7 +169,7 @@ def repetition_spike(
     edited = read.norms[..., layer]
     intact = edited[0]
     behind_others, _ = beside_copies(setup, rows, 1)  # before the copy stand the other tokens
-    (others,) = norms_at(scan, [f"blocks.{layer}.hook_resid_post"], behind_others, 1)[..., 0]
+    (others,) = norms_at(scan, [layer], behind_others, 1)[..., 0]
     heights = torch.stack([intact[0], others[-1], others[-2]]) / scan.spike_norm[layer]
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)

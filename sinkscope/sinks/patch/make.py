@@ -277,12 +277,11 @@ def proof_of(
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
     layers = list(range(max(scan.stages), len(scan.layers)))
-    after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     norms: list[Tensor] = []
     random, once = random_patch(setup, patch), one_copy(others, rows)
     for edit, texts in ((None, rows), (patch, rows), (random, rows), (None, once), (None, others)):
         with under(edit, setup.target):
-            norms.append(norms_at(scan, after, texts)[:, -1])
+            norms.append(norms_at(scan, layers, texts)[:, -1])
         setup.progress("patches", len(norms), len(CASES))
     return PatchProof(
         words=tuple(word.token for word in words),

@@ -206,16 +206,20 @@ def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind ca
 
 @torch.no_grad()
 def norms_at(
-    scan: LayerScan, sites: Sequence[str], ids: TokenRows, size: int = SEQUENCES
-) -> Float[Tensor, "row pos site"]:
-    """Norms of the residual stream, as those of the spike: without the dimensions that are massive on all tokens."""
+    scan: LayerScan, layers: Sequence[int], ids: TokenRows, size: int = SEQUENCES
+) -> Float[Tensor, "row pos layer"]:
+    """Norms of the residual stream after some layers, without the dimensions that are massive on all tokens.
+
+    Each pass of so many sequences ends at the last of these layers.
+    """
+    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     norms = trace(scan.target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
     return torch.stack([norms[site] for site in sites], dim=2)
 
 
 def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
-    """Norms after the sink layer, where each pass of so many sequences ends."""
-    return norms_at(scan, [f"blocks.{scan.layer}.hook_resid_post"], ids, size)[..., 0]
+    """The norms after the sink layer."""
+    return norms_at(scan, [scan.layer], ids, size)[..., 0]
 
 
 def rounded(values: Tensor) -> np.ndarray:
