@@ -45,7 +45,7 @@ COMMANDS = {
     "repeat-distance": "repeat --read distance --max-repeats 256 {model} {json}",
     "repeat-distance-all-layers": "repeat --read distance --all-layers --max-repeats 32 {model} {json}",
     "repeat-probability": "repeat --read probability --max-repeats 256 --answer-after 20 --new-tokens 16 {all}",
-    "repeat-all": "repeat --tokens all --sample 64 --max-repeats 256 {all}",
+    "repeat-all": "repeat --tokens all --max-repeats 128 {all}",
     "circuit": "circuit --max-repeats 256 {all}",
     "heads": "heads --count 8 {all}",
     "attack": "attack --length 8 --length 24 --sequences 16 {all}",

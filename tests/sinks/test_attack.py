@@ -135,7 +135,7 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
     m = hard("second_special", "llama")
     found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
-    assert found.conclusion().startswith("MLPs make a norm spike at ") and "first token" not in found.conclusion()
+    assert found.conclusion().startswith("No neurons are known that make a norm spike at the first token")
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("neox", 2, True)])

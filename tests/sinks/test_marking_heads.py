@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from itertools import compress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,25 +62,6 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     assert by_position.conclusion().startswith("No head marks the first token: without all, ")
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.rows() == []
-
-
-class ThreeHeads(Replacement):
-    """Each of three heads gives a third of the mark, so that two of them are needed to keep half."""
-
-    def __init__(self) -> None:
-        self.setup, self.sink_layer, self.means = SimpleNamespace(n_heads=3, seed=0), 0, {0: torch.zeros(3, 4)}
-
-    def post(self, tokens, replaced=None):
-        if replaced is None:
-            replaced = self.none_of(len(tokens))
-        return (~replaced).float().mean((1, 2))[:, None]
-
-
-def test_where_most_heads_mark_it_is_not_said_that_none_does():
-    found = MarkingHeads(sink_layer=0, neurons=(Neuron(0, None, 1),), tokens=("a",))
-    found = module.with_heads(found, ThreeHeads(), torch.tensor([5]), torch.ones(1))
-    assert found.serves.sum() == 2
-    assert found.conclusion().startswith("Most heads mark the first token") and "0% of the mark" in found.conclusion()
 
 
 def test_replacement_equals_an_edited_pass(monkeypatch, tmp_path):

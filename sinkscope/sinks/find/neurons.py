@@ -9,7 +9,6 @@ from sinkscope.hooks.trace.layer_view import (
     contributions,
     expert_and_neuron,
     neutral_post,
-    neutral_up,
     neutral_view,
     view_layer,
 )
@@ -63,15 +62,15 @@ def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int 
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
         members = tuple(Neuron(stage, *expert_and_neuron(target, stage, number)) for number in top)
-        beside = random_sets(target, members[:1], members, seed)
-        neutral = [(neutral_post(target, text, number), neutral_up(text, number)) for number in top]
+        beside = random_sets(target, members[:1], seed, members)
+        neutral = [neutral_post(target, text, number) for number in top]
         read = max(stage, upto)
         (edited,) = side_by_side(target, [scan.trial([*one_by_one(members), *beside], upto=read)])
         drops = edited.drops(read).tolist()
     control = max(drops[len(top) :])
     mlp_norm = float(place.mlp.norm(dim=-1).median())
     neurons = []
-    for number, member, drop, (post, up) in zip(top, members, drops, neutral, strict=False):
+    for number, member, drop, post in zip(top, members, drops, neutral, strict=False):
         norm = float(contribution[number])
         verified = Candidate(
             layer=stage,
@@ -83,7 +82,6 @@ def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int 
             control_drop=control,
             causal=drop > control and drop >= CAUSAL_DROP,
             neutral_post=post,
-            neutral_up=up,
         )
         neurons.append(verified)
     return tuple(neurons)

@@ -155,7 +155,7 @@ def repetition_spike(
     copies, tried = min(round(TIMES * (token.repeats or 0)), needed.max_repeats), len(needed.tokens)
     rows = repeated([before], [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
-    drawn = [random_neurons(scan.target, neurons, neurons, setup.seed, number) for number in range(RANDOM)]
+    drawn = [random_neurons(scan.target, neurons, setup.seed, number) for number in range(RANDOM)]
     trial = Trial(
         rows,
         [neurons, *drawn] if neurons else [],
@@ -180,4 +180,4 @@ def repetition_spike(
         place = f"the last of {copies} copies of {token.token!r}"
         contrasts, search = [INTACT, by_chance(neurons, left[1:, 0])], Search("repeated tokens", tried)
         claims.append(claim_of("repeats", neurons, outcome, place, left[0], contrasts, search))
-    return RepetitionSpike(token.token, copies, tuple(claims))
+    return RepetitionSpike(token.token, token.id, copies, tuple(claims))

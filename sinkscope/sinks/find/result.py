@@ -89,7 +89,7 @@ class FindSinks(SinkPlaces):
 
     percent = ("share", "ablation_drop", "control_drop")
     table_of = "neurons"
-    table_without = ("neutral_post", "neutral_up")
+    table_without = ("neutral_post",)
 
     other_spikes: Place | None = None
     other_sinks: Place | None = None

@@ -37,7 +37,7 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
         return ()
     layer = max(scan.layer, *(neuron.layer for neuron in chosen))
     alone = one_by_one(chosen) if len(chosen) > 1 else []
-    sets = [chosen, *alone, *random_sets(scan.target, chosen, candidates, seed)]
+    sets = [chosen, *alone, *random_sets(scan.target, chosen, seed, candidates)]
     (read,) = side_by_side(scan.target, [scan.trial(sets, upto=layer, directions=scan.directions)])
     along = read.along[..., layer]
     left = (along[1:] / along[0]).clamp(min=0)

@@ -111,7 +111,7 @@ def _group(
     neurons = tuple(part for part in parts if isinstance(part, Neuron))
     others: list[Parts] = []
     if neurons:
-        others += random_sets(setup.target, neurons, neurons, setup.seed)
+        others += random_sets(setup.target, neurons, setup.seed)
     elif parts:
         if not by_spike:
             parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts)
@@ -120,11 +120,9 @@ def _group(
     if others:
         trials.append(effect.in_texts(RANDOM_TEXTS).trial(others))
     by_text, *beside_it = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
-    intact, edited = by_text.mean(1)
+    attention, left = (tuple(means.tolist()) for means in by_text.mean(1))
     tried = Search("components and makers of a spike", len(effect.components) + len(makers))
-    ranked = intact.argsort(descending=True, stable=True).tolist()
-    heads = tuple(Head(*effect.heads[number]) for number in ranked)
-    attention, left = tuple(intact[ranked].tolist()), tuple(edited[ranked].tolist())
+    heads = tuple(Head(*head) for head in effect.heads)
     if not others:  # nothing was found, or there are no other parts to compare with
         return Readers(heads, attention, attention, tried)
     chance = beside_it[0].mean((1, 2))

@@ -30,7 +30,7 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import RepeatedToken
-from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
@@ -233,12 +233,11 @@ def _made(setup: Setup, max_repeats: int | None, limit: float, pieces: int, leng
     most = repetition_limit(setup.target, max_repeats)
     sinks, made = find_sinks.on(setup), sink_spike(setup)
     setup.record(max_repeats=most)
-    if made is None:
-        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {instead_of_spike(setup)}.")
     try:
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError as error:
         return PatchMade(verdict="no-sink", reason=f"{error}.")
+    assert made is not None  # the patch is of its neurons
     words = sinks.repeats.tokens
     needed = [word.repeats for word in words if word.repeats is not None]
     if not needed and sinks.repetition is not None:  # copies become sinks after the sink layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -89,8 +88,7 @@ def draw(result: Precision) -> go.Figure:
     """Draw the shares that are left, beside those with random ones exact, a panel per scheme."""
     rows = result.rows()
     for row in rows:
-        row["outcome"] = html.escape(f"{row['outcome']}: {result.costs.get(row['outcome'], np.nan):.2g} nats")
-        row["place"] = html.escape(row["place"])
+        row["outcome"] += f": {result.costs[row['outcome']]:.2g} nats"
     axes: dict[str, Any] = {"x": "place", "y": ["left", "control"], "facet_col": "outcome", "range_y": (-0.05, 1.55)}
     fig = px.scatter(rows, **axes, labels={"value": "left", "place": "", "variable": "", "outcome": "rounded"})
     fig.update_xaxes(tickangle=30)
@@ -148,7 +146,7 @@ def precision(
         if places:
             kept = {"sink places": at_places, **kept}
         if neurons and "activations" in scheme:
-            sets = [neurons, *(random_neurons(target, neurons, neurons, setup.seed, number) for number in range(DRAWS))]
+            sets = [neurons, *(random_neurons(target, neurons, setup.seed, number) for number in range(DRAWS))]
             kept = {"sink neurons": (neurons, "neurons", sets), **kept}
         cost = texts.divergence(scheme)
         costs[name] = float(cost.mean())

@@ -43,7 +43,7 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
     edits: dict[str, Intervention | None] = {"intact": None}
     if ablate and made.neurons:
         neurons = tuple(neuron.address for neuron in made.neurons)
-        random = random_neurons(setup.target, neurons, neurons, setup.seed)
+        random = random_neurons(setup.target, neurons, setup.seed)
         edits |= {"sink neurons zeroed": Ablate(sites=neurons), "random neurons zeroed": Ablate(sites=random)}
 
     def shares(ids: TokenRows) -> Float[Tensor, "row n"]:
@@ -54,12 +54,10 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
     return Repeat(read="norm", **curves)
 
 
-def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, resume: Resume) -> Repeat:
     """The repetitions that every token needs at the layer of a spike."""
     target, scan = setup.target, made.scan
     ids = vocabulary(target, None)
-    if sample is not None:
-        ids = sample_tokens(ids, sample, setup.seed)
     hold_layers(target, scan.layer)
 
     def work(tokens: list[int]) -> Columns:

@@ -116,7 +116,7 @@ class Sweep:
             if last.numel():
                 claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit))
         curves = {"claims": tuple(claims), "conditions": tuple(edits), "repeats": repeats}
-        return {**self.fields(), **curves, "values": rounded(values[:, :, self.counts - 1])}
+        return {**self.fields(), **curves, "values": values[:, :, self.counts - 1].numpy()}
 
 
 def sweep_of(
@@ -220,9 +220,3 @@ def norms_at(
 def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
     """The norms after the sink layer."""
     return norms_at(scan, [scan.layer], ids, size)[..., 0]
-
-
-def rounded(values: Tensor) -> np.ndarray:
-    """The values with seven significant digits, so that a JSON file stays small."""
-    digits = [f"{value:.7g}" for value in values.flatten().tolist()]
-    return np.array(digits, dtype=float).reshape(tuple(values.shape))
