@@ -185,11 +185,10 @@ def test_from_result(tmp_path):
     found = sample_find_sinks()
     found = replace(found, spikes=(replace(found.spikes[0], claims=()),))
     one, other, idle = found.neurons
-    found = replace(found, neurons=(one, replace(other, layer=3, expert=2, neutral_up=None), idle))
-    patch, up = SinkPatch.from_result(found), SinkPatch.from_result(found, site="up")
-    assert patch.sites == up.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
+    found = replace(found, neurons=(one, replace(other, layer=3, expert=2), idle))
+    patch = SinkPatch.from_result(found)
+    assert patch.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
-    assert up.calibrated == {}  # not for some neurons alone
     patch.save(tmp_path / "patch.json")
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
     for nothing in ({"sink_layer": None}, {"neurons": (idle,)}, {"neurons": ()}):

@@ -180,7 +180,9 @@ def test_effects_of_components_in_both_directions_are_those_of_plain_hooks(at, o
             edits = [(component,) for component in components]
             of_norm, of_heads = norm.values(edits, bool(reverse))[1:, 0], received.values(edits, bool(reverse))[1:]
             if not reverse:
-                assert norm.necessity(edits) == pytest.approx(((top - of_norm) / (top - floor)).tolist(), abs=1e-4)
+                assert norm.necessity(edits).tolist() == pytest.approx(
+                    ((top - of_norm) / (top - floor)).tolist(), abs=1e-4
+                )
             for number, component in enumerate(components):
                 with swapped(o.model, ids, component, here, source):
                     assert_close(of_norm[number], norms(o.model, ids)[last, :, here].mean(), rtol=1e-4, atol=1e-4)

@@ -195,7 +195,6 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
         ),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
-        ({"sample": 4}, "--sample belongs to --tokens all"),
         ({"resume": "parts"}, "--resume belongs to --tokens all, and not to --read norm"),
     ],
 )

@@ -83,7 +83,7 @@ class SinkPatch(NeuronEdit):
             )
 
     @classmethod
-    def from_result(cls, result: Any, *, site: Where = "post") -> SinkPatch:
+    def from_result(cls, result: Any) -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
         Raises:
@@ -108,11 +108,8 @@ class SinkPatch(NeuronEdit):
                 f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons: this "
                 "patch would not repair repetition; give the neurons yourself with SinkPatch(sites=...)"
             )
-        calibrated = {neuron.address: getattr(neuron, f"neutral_{site}") for neuron in chosen}
-        sites = tuple(calibrated)
-        if None in calibrated.values():  # of neurons without an up factor
-            calibrated = {}
-        return cls(sites=sites, site=site, calibrated=calibrated, model=asdict(result.model))
+        calibrated = {neuron.address: neuron.neutral_post for neuron in chosen}
+        return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patch.json atomically. It may replace an earlier patch.

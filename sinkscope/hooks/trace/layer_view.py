@@ -33,7 +33,6 @@ class LayerView:
         layer: Number of the layer.
         mlp: Output of the MLP, before any norm after it; times the factor that the layer puts on it.
         post: `hook_post`; in a mixture, times the weight in `routing`.
-        up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
         routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
             the layer is not a mixture.
     """
@@ -41,7 +40,6 @@ class LayerView:
     layer: int
     mlp: Float[Tensor, "n d_model"]
     post: Float[Tensor, "n neuron"]
-    up: Float[Tensor, "n neuron"] | None = None
     routing: Float[Tensor, "n expert"] | None = None
 
 
@@ -63,7 +61,6 @@ def view_layer(
         entering: What entered the layers when these texts, or longer ones, were read; the pass begins there.
     """
     start = entering.part(slice(len(ids)), ids.shape[1]).at(layer)
-    adapter = target.adapter
     chosen = where.flatten()
     parts = {}
 
@@ -90,10 +87,6 @@ def view_layer(
         hooks += target.part_hooks(layer, "shared_gate", "post", on_output(keep("shared weight", torch.sigmoid)))
     else:
         hooks += target.part_hooks(layer, "down", "pre", on_input(keep("post")))
-        if target.is_gated(layer):
-            factors = 2 if adapter.fused_gate_up else 1  # the up factor comes last
-            last_factor = on_output(keep("up", lambda output: output.chunk(factors, -1)[-1]))
-            hooks += target.part_hooks(layer, "up", "post", last_factor)
     with target.hooks(*hooks):
         target.forward(ids, upto=layer, start=start)
     if "shared" in parts:
@@ -101,8 +94,8 @@ def view_layer(
         parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
         parts["routing"] = torch.cat([parts["routing"], weight], 1)
 
-    mlp = parts["mlp"] * adapter.write_factor
-    return LayerView(layer, mlp, parts["post"], parts.get("up"), parts.get("routing"))
+    mlp = parts["mlp"] * target.adapter.write_factor
+    return LayerView(layer, mlp, parts["post"], parts.get("routing"))
 
 
 def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:
@@ -205,10 +198,3 @@ def neutral_post(target: Target, text: LayerView, number: int) -> float:
     if not bool(chosen.any()):
         return 0.0
     return float((post[chosen] / weight[chosen]).median())
-
-
-def neutral_up(text: LayerView, number: int) -> float | None:
-    """Median up factor of a neuron on typical text; None if the MLP has no such factor."""
-    if text.up is None:
-        return None
-    return float(text.up[:, number].median())

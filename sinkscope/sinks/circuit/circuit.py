@@ -171,7 +171,7 @@ def marks_of(
     others = beside(setup, marks, candidates)
     if not marks or not others:
         return ()
-    left = (1 - torch.tensor(effect.necessity([marks, *others]))).clamp(min=0)
+    left = (1 - effect.necessity([marks, *others])).clamp(min=0)
     kind = "norm" if role == MARKS else "norm of copies"
     outcome = Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike")
     contrasts, search = [INTACT, by_chance(marks, left[1:])], Search("components", len(candidates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -26,13 +27,7 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
         candidates: The neurons, the most promising first.
         seed: Seed of the random neurons.
     """
-    asked: list[Neurons] = []
-
-    def remove(sets: list[Neurons]) -> list[float | None]:
-        asked.extend(sets)
-        return removals(scan, sets)
-
-    chosen = smallest_set(candidates, remove)
+    chosen = smallest_set(candidates, partial(removals, scan))
     if chosen is None:
         return ()
     layer = max(scan.layer, *(neuron.layer for neuron in chosen))
@@ -42,7 +37,7 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
     along = read.along[..., layer]
     left = (along[1:] / along[0]).clamp(min=0)
     contrasts = [INTACT, by_chance(chosen, left[1 + len(alone) :].mean(1))]
-    search = Search("sets of neurons", len(asked))
+    search = Search("neurons", len(candidates))
     outcome = Outcome("spike", layers=(layer,))
     claims = [claim_of("makes", chosen, outcome, place, left[0], contrasts, search)]
     if claims[0].value >= claims[0].control.value:

@@ -50,13 +50,12 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
 
 
 def _makers(made: Sequence[MadeSpike], survey: Survey, place: Place) -> Parts:
-    """What makes the spikes that stand at nearly all of a place that heads attend to; nothing if there is none."""
+    """What makes the spike that stands at nearly all of a place that heads attend to; nothing if there is none."""
     ids = survey.received.ids
-    makers: Parts = ()
-    for one in made:  # several where the spike of a place comes back in another direction
+    for one in made:
         if float(one.spike.place.there(ids)[place.there(ids)].float().mean()) >= ENOUGH:
-            makers += tuple(maker for maker in one.spike.makers if maker not in makers)
-    return makers
+            return one.spike.makers
+    return ()
 
 
 def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts) -> tuple[Readers, ...]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -114,10 +113,10 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return alone & draws
 
-    def necessity(self, edits: Sequence[Parts]) -> list[float]:
+    def necessity(self, edits: Sequence[Parts]) -> Float[Tensor, " edit"]:
         """The share of the effect that is lost under each edit."""
         values = self.values(edits)
-        return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
+        return (values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()
 
     def with_heads(self, whole: Parts) -> Parts:
         """The same components, with heads in place of attention layers, where some heads are enough."""
@@ -131,7 +130,7 @@ class PositionEffect:
 
     def needed_of(self, candidates: Sequence[Part]) -> Parts:
         """The candidates that are needed alone."""
-        lost = torch.tensor(self.necessity(one_by_one(candidates)))
+        lost = self.necessity(one_by_one(candidates))
         return tuple(compress(candidates, needed(lost).tolist()))
 
 
