@@ -26,7 +26,7 @@ from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.removal.components import mixing, writers
 from sinkscope.sinks.removal.effects import Trial
 from sinkscope.sinks.removal.position_effect import PositionEffect
-from sinkscope.sinks.tokens import TokenRows, prefixes, repeated
+from sinkscope.sinks.tokens import TokenRows, prefix_of, repeated
 from sinkscope.sinks.values import HeadValue, values_of
 
 TRACED = 4  # spikes whose marks are traced at most
@@ -123,7 +123,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         claims += marks_of(setup, each, MARKS, each.spike.place.words, ids, at, other)
     copies = sinks.repetition
     if copies is not None:
-        ids = repeated(prefixes(setup, [copies.id]), [copies.id], copies.repeats)
+        ids = repeated(prefix_of(setup, [copies.id]), [copies.id], copies.repeats)
         place = f"the last of {copies.repeats} copies of {copies.token!r}"
         claims += marks_of(setup, made[0], COPIES, place, ids, torch.tensor([copies.repeats]), torch.tensor([1]))
     values, of_values = values_of(setup.target, survey)

@@ -16,7 +16,7 @@ from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
-from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
+from sinkscope.sinks.tokens import pick_tokens, prefix_of, repetition_limit, unknown_share
 
 
 @measurement(
@@ -77,6 +77,6 @@ def _repetition(
     """After how many copies tokens become sinks, and whether the neurons of the first spike make that, too."""
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, limit), None
-    scan, before = made[0].scan, prefixes(setup, words)
+    scan, before = made[0].scan, prefix_of(setup, words)
     repeats = repeat_until_half(scan, words, before, limit, setup.progress)
     return repeats, repetition_spike(setup, scan, repeats, before, made[0].spike.set)

@@ -44,7 +44,7 @@ def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int
 def repeat_until_half(
     scan: LayerScan,
     tokens: Sequence[int],
-    prefixes: Sequence[int],
+    before: Sequence[int],
     limit: int,
     progress: Progress = silent,
 ) -> RepeatsNeeded:
@@ -55,7 +55,7 @@ def repeat_until_half(
     Args:
         scan: The model and its sink layer, whose residual stream is read.
         tokens: The ids to repeat, one row each.
-        prefixes: The first token of each row (BOS, or a token that stands in for it).
+        before: The first token of each row (BOS, or a token that stands in for it).
         limit: Largest n.
         progress: Called after each pass.
 
@@ -64,7 +64,7 @@ def repeat_until_half(
     """
     target, length = scan.target, min(FIRST_LENGTH, limit)
     repeats: list[int | None] = [None] * len(tokens)
-    rows = repeated(prefixes, tokens, limit)
+    rows = repeated(before, tokens, limit)
     while True:
         waiting = [number for number, count in enumerate(repeats) if count is None]
         size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
@@ -88,7 +88,7 @@ def repetition_spike(
     setup: Setup,
     scan: LayerScan,
     needed: RepeatsNeeded,
-    prefixes: Sequence[int],
+    before: Sequence[int],
     neurons: Neurons,
 ) -> RepetitionSpike | None:
     """Whether copies of a token make a norm as high as that of a spike, and whether the same neurons do.
@@ -100,18 +100,17 @@ def repetition_spike(
         setup: The model and its text.
         scan: The model at the places of the spike.
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
-        prefixes: The token before each.
+        before: The token before each.
         neurons: The neurons that make the spike.
 
     Returns:
         None if no token reaches that by repetition.
     """
-    found = [(token, before) for token, before in zip(needed.tokens, prefixes, strict=True) if token.by_repetition]
-    if not found:
+    token = next((token for token in needed.tokens if token.by_repetition), None)
+    if token is None:
         return None
-    token, before = found[0]
     copies, tried = min(round(TIMES * (token.repeats or 0)), needed.max_repeats), len(needed.tokens)
-    rows = repeated([before], [token.id], copies)
+    rows = repeated(before, [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, setup.seed, number) for number in range(RANDOM)]
     behind_others, _ = beside_copies(setup, rows, 1)

@@ -36,7 +36,7 @@ from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
-from sinkscope.sinks.tokens import prefixes, repeated, repetition_limit
+from sinkscope.sinks.tokens import prefix_of, repeated, repetition_limit
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CASES = ("intact", "patched", "random", "one copy", "other tokens")
@@ -272,7 +272,7 @@ def proof_of(
         read: What `patch_eval` measures.
     """
     ids = [word.id for word in words]
-    rows = repeated(prefixes(setup, ids), ids, count)
+    rows = repeated(prefix_of(setup, ids), ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
     layers = list(range(max(scan.stages), len(scan.layers)))

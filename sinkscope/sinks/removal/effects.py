@@ -196,7 +196,7 @@ class Rows:
         there = self._here(hidden)
         self.norms[:, :, layer] = self._of_all(norm_of(there, self.trial.without))
         directions = self.trial.directions
-        if directions is not None and layer < len(directions):
+        if directions is not None:
             self.along[:, :, layer] = self._of_all(there.float() @ directions[layer].to(there.device))
         self._next = LayerInput(layer + 1, hidden, isinstance(output, tuple))
 

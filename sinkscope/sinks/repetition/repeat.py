@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Natural, Option, Setup, measurement
+from sinkscope.measure import Option, Setup, measurement
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.repetition.attention import TAIL, read_attention
@@ -47,7 +49,7 @@ def repeat(
     read: What = "norm",
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...|all", reads="commas")] = None,
     prefix: str | None = None,
-    max_repeats: Natural | None = None,
+    max_repeats: Annotated[int, Field(ge=2)] | None = None,
     ablate: bool = False,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
     resume: Resume = None,

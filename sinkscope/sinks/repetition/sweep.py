@@ -25,7 +25,7 @@ from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
-from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
@@ -146,10 +146,10 @@ def sweep_of(
     if not {*leading}.isdisjoint(words):
         raise SinkscopeError(f"--prefix {prefix!r} contains a repeated token, which would be one more repetition")
     # Any token in first place is marked, so it must not be a repeated one.
-    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefixes(setup, words)[:1]
+    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefix_of(setup, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
-    return Sweep(setup, len(before), torch.tensor([[*before, *[word] * count] for word in words]))
+    return Sweep(setup, len(before), repeated(before, words, count))
 
 
 def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
