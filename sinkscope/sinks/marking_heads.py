@@ -34,7 +34,7 @@ from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.left import INTACT, claim_of
-from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, sink_spike
+from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, first_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
@@ -180,8 +180,8 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
-    words, made = _first_tokens(setup, tokens, count), sink_spike(setup)
-    if made is None or not made.neurons or not made.spike.place.is_first:
+    words, made = _first_tokens(setup, tokens, count), first_spike(setup)
+    if made is None:
         return MarkingHeads(sink_layer=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     layer = max(made.neurons, key=lambda neuron: neuron.contribution_norm).layer
     neurons = tuple(neuron.address for neuron in made.neurons if neuron.layer == layer)

@@ -18,7 +18,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import Attack, Attempt, attack_patches, attempts_of
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, sink_spike
+from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, first_spike
 from sinkscope.sinks.tokens import vocabulary
 
 
@@ -99,8 +99,8 @@ def attack(
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    made, everyone = sink_spike(setup), vocabulary(setup.target, tokens)
-    if made is None or not made.neurons or not made.spike.place.is_first:
+    made, everyone = first_spike(setup), vocabulary(setup.target, tokens)
+    if made is None:
         return ClusterAttack(instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
     clusters, claims = find_clusters(setup, made, everyone, resume)
     if not claims:

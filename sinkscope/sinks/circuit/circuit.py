@@ -29,7 +29,6 @@ from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import TokenRows, prefix_of, repeated
 from sinkscope.sinks.values import HeadValue, values_of
 
-TRACED = 4  # spikes whose marks are traced at most
 TEXTS = 2  # pieces of typical text in which they are traced
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
@@ -117,7 +116,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     survey, made = surveyed(setup)
     claims: list[Claim] = []
-    for each in made[:TRACED]:
+    for each in made:
         ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
         other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
         claims += marks_of(setup, each, MARKS, each.spike.place.words, ids, at, other)

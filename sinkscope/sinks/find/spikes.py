@@ -86,6 +86,14 @@ def sink_spike(setup: Setup) -> MadeSpike | None:
     return None
 
 
+def first_spike(setup: Setup) -> MadeSpike | None:
+    """The spike that known neurons make at the first token, of all texts or of some. None: there is none."""
+    for made in surveyed(setup)[1]:
+        if made.neurons and made.spike.place.is_first:
+            return made
+    return None
+
+
 def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
     """The spike at a place where the norm stands out, and what makes it."""
     candidates: Candidates = ()

@@ -240,8 +240,6 @@ def _made(setup: Setup, max_repeats: int | None, limit: float, pieces: int, leng
     assert made is not None  # the patch is of its neurons
     words = sinks.repeats.tokens
     needed = [word.repeats for word in words if word.repeats is not None]
-    if not needed and sinks.repetition is not None:  # copies become sinks after the sink layer
-        needed = [sinks.repetition.repeats]
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * max(needed, default=most))
     read = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).read
