@@ -89,7 +89,6 @@ class Replacement:
             with target.hooks(*hooks):
                 view = view_layer(target, self.sink_layer, rows, torch.ones_like(rows, dtype=torch.bool))
             read.append(view.post[:, self.flat.to(view.post.device)].cpu())
-            self.setup.progress("heads", min(batch * len(read), len(tokens)), len(tokens))
         return torch.cat(read)
 
 
