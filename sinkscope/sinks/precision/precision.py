@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -88,7 +89,8 @@ def draw(result: Precision) -> go.Figure:
     """Draw the shares that are left, beside those with random ones exact, a panel per scheme."""
     rows = result.rows()
     for row in rows:
-        row["outcome"] += f": {result.costs[row['outcome']]:.2g} nats"
+        row["outcome"] = html.escape(f"{row['outcome']}: {result.costs.get(row['outcome'], np.nan):.2g} nats")
+        row["place"] = html.escape(row["place"])
     axes: dict[str, Any] = {"x": "place", "y": ["left", "control"], "facet_col": "outcome", "range_y": (-0.05, 1.55)}
     fig = px.scatter(rows, **axes, labels={"value": "left", "place": "", "variable": "", "outcome": "rounded"})
     fig.update_xaxes(tickangle=30)
