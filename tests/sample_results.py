@@ -19,8 +19,8 @@ from sinkscope.sinks.find.records import (
 )
 from sinkscope.sinks.find.result import FindSinks
 
-FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, 1.0, ("<s>",))
-STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,)), 0.2, 1.0, 0.5, ())
+FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, ("<s>",))
+STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,)), 0.2, 0.5, ())
 
 NEURONS = (
     Candidate(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01),
@@ -44,7 +44,7 @@ HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), TRIED, True, 
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (3,), ratio, 1.5, (MADE,))
+    return Spike(place, ((2, 3),), (1, 2), ratio, 1.5, (MADE,))
 
 
 def sample_find_sinks(**changes) -> FindSinks:
@@ -55,7 +55,7 @@ def sample_find_sinks(**changes) -> FindSinks:
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
         sinks=(Sink(FIRST, 32, (HEADS,)),),
-        other_spikes=Place(((0, 9), (3, 12)), None, 0.02, 1.0, 0.1, (".",)),
+        other_spikes=Place(((0, 9), (3, 12)), None, 0.02, 0.1, (".",)),
         most_attended=Search("positions", 48, 1.0, "position 0"),
         shared_dims=(7,),
         sink_layer=2,

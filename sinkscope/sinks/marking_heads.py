@@ -34,12 +34,11 @@ from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.left import INTACT, claim_of
-from sinkscope.sinks.find.spikes import sink_spike, without_spike
+from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, first_spike
 from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
-NO_HEAD = "No head marks the first token"
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 
 
@@ -90,7 +89,6 @@ class Replacement:
             with target.hooks(*hooks):
                 view = view_layer(target, self.sink_layer, rows, torch.ones_like(rows, dtype=torch.bool))
             read.append(view.post[:, self.flat.to(view.post.device)].cpu())
-            self.setup.progress("heads", min(batch * len(read), len(tokens)), len(tokens))
         return torch.cat(read)
 
 
@@ -181,14 +179,9 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
-    words, made = _first_tokens(setup, tokens, count), sink_spike(setup)
+    words, made = _first_tokens(setup, tokens, count), first_spike(setup)
     if made is None:
-        return MarkingHeads(sink_layer=None, instead=without_spike(setup, "a mark cannot be read"))
-    if not made.neurons or not made.spike.place.is_first:
-        instead = (
-            "No neurons are known that make a norm spike at the first token, so no mark can be read; see `circuit`."
-        )
-        return MarkingHeads(sink_layer=None, instead=instead)
+        return MarkingHeads(sink_layer=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     layer = max(made.neurons, key=lambda neuron: neuron.contribution_norm).layer
     neurons = tuple(neuron.address for neuron in made.neurons if neuron.layer == layer)
     bench = Replacement(setup, neurons)
@@ -219,7 +212,7 @@ def with_heads(
     """The result with what is lost without each head, and the heads of each token.
 
     The fewest heads of a token that keep half, those with the largest drop and share kept alone first, are compared
-    with as many others in random draws, of which the least that is left counts.
+    with as many heads in random draws, which leave these out where there are enough others; the least left counts.
 
     Args:
         found: The result without them.
@@ -248,13 +241,12 @@ def with_heads(
     generator = draws(bench.setup.seed, "heads beside those that mark")
     others = torch.rand(len(tokens), CONTROL_DRAWS, len(heads), generator=generator).masked_fill(serves[:, None], 1)
     random = others.argsort(-1).argsort(-1) < size[..., None]
-    compared = ((size > 0) & (2 * size <= len(heads)))[:, 0]  # with as many others
-    if not bool(compared.any()):
-        why = "Most heads mark the first token, so not as many others are left to compare" if size.any() else NO_HEAD
-        return replace(found, instead=f"{why}: without all, {float(without[:, 0].mean()):.0%} of the mark stays.")
-    left = kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
+    marking = tuple(compress(heads, serves.any(0).tolist()))
+    if not marking:
+        stays = float(without[:, 0].mean())
+        return replace(found, instead=f"No head marks the first token: without all, {stays:.0%} of the mark stays.")
+    left = kept(torch.cat([serves[:, None], random], 1)).clamp(min=0)
     control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
-    marking = tuple(compress(heads, serves[compared].any(0).tolist()))
     outcome, search = Outcome("mark", lost_of="the mark"), Search("heads", len(heads))
     claim = claim_of("marks", marking, outcome, "the first token", left[:, 0], (INTACT, control), search)
     return replace(found, claims=(claim,))

@@ -83,17 +83,16 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
     return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
 
 
-def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
-    """The token before each repeated token: BOS or, without BOS, a token of the text that is not repeated."""
-    first = setup.bos
-    if first is None:
-        first = next((token for token in setup.ids.flatten().tolist() if token not in tokens), 0)
-    return [first] * len(tokens)
+def prefix_of(setup: Setup, tokens: Sequence[int]) -> list[int]:
+    """What stands before repeated tokens: BOS or, without BOS, a token of the text that is not repeated."""
+    if setup.bos is not None:
+        return [setup.bos]
+    return [next((token for token in setup.ids.flatten().tolist() if token not in tokens), 0)]
 
 
-def repeated(befores: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
+def repeated(before: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
     """A row for each token: what stands before it, and so many copies."""
-    return torch.tensor([[before, *[token] * count] for before, token in zip(befores, tokens, strict=True)])
+    return torch.tensor([[*before, *[token] * count] for token in tokens])
 
 
 def unknown_share(setup: Setup) -> float:

@@ -78,7 +78,7 @@ def test_a_set_is_held_against_twenty_random_sets_of_other_neurons_of_its_layers
     target = target_of(organism("llama", 0).model)
     layers, candidates = (0, 1, 1), [(1, neuron) for neuron in range(target.d_mlp - 3)]
     chosen = tuple(map(Neuron.of, [(0, 5), (1, 1), (1, 2)]))
-    sets = [sites_of(drawn) for drawn in random_sets(target, chosen, tuple(map(Neuron.of, candidates)), 0)]
+    sets = [sites_of(drawn) for drawn in random_sets(target, chosen, 0, tuple(map(Neuron.of, candidates)))]
     assert len(sets) == 20 and len(set(sets)) > 10
     for drawn in sets:
         assert tuple(layer for layer, _ in drawn) == layers and len(set(drawn)) == 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import setup_of, text_file
-from covering import every_nth, slow
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, hard
@@ -105,19 +105,6 @@ def by_kind(found: ClusterAttack) -> dict[tuple[str, str, str], Attempt]:
     return {(one.patch, one.context, one.source): one for one in found.attempts}
 
 
-@pytest.mark.parametrize(
-    ("family", "seed", "bos"),
-    every_nth([("llama", 1, False), ("neox", 2, True), ("qwen3_moe", 1, True)], 3),
-)
-def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
-    found = attack_once(family, seed, bos)
-    made = by_kind(found)
-    assert {one.context for one in found.attempts} == {"BOS", "no BOS"} - ({"BOS"} if not bos else set())
-    assert made["none", "no BOS", "cluster"].positions == 1 and made["none", "no BOS", "random"].positions < 0.3
-    if bos:  # BOS outweighs eight tokens
-        assert made["none", "BOS", "cluster"].positions == 0
-
-
 def test_rates_are_counts_of_norms_of_plain_passes():
     o = organism("neox", 2)
     found, layer = attack_once("neox", 2), o.truth.sink_layer
@@ -135,7 +122,7 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
     m = hard("second_special", "llama")
     found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
-    assert found.conclusion().startswith("MLPs make a norm spike at ") and "first token" not in found.conclusion()
+    assert found.conclusion().startswith("No neurons are known that make a norm spike at the first token")
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("neox", 2, True)])
@@ -144,13 +131,16 @@ def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it(fami
     found = attack_once(family, seed, bos)
     made = by_kind(found)
     success = {patch: one.positions for (patch, *kind), one in made.items() if kind == ["no BOS", "cluster"]}
+    assert {one.context for one in found.attempts} == {"BOS", "no BOS"} - ({"BOS"} if not bos else set())
+    if bos:  # it outweighs eight tokens
+        assert made["none", "BOS", "cluster"].positions == 0
     listing = {"Listing 1": 1} if family == "llama" else {}
     assert success == {"none": 1, **listing, "patch": 0, "random neurons": 1}
     none, patched, random = (made[patch, "no BOS", "cluster"] for patch in ("none", "patch", "random neurons"))
     assert none.divergence == 0 and patched.divergence > 0.1 and random.divergence < 0.2 * patched.divergence
     assert none.attention > 1.2 * made["none", "no BOS", "random"].attention > 0
     attacked, _ = found.claims
-    assert attacked.verdict == "sufficient"
+    assert attacked.verdict == "sufficient" and attacked.contrasts[1].value < 0.3
     assert attacked.contrasts[1].value == pytest.approx(made["none", "no BOS", "random"].positions)
 
 

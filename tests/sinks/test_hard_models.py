@@ -67,7 +67,6 @@ def check(h: HardModel, result: FindSinks):
     assert bool(result.spikes) == bool(truth.spike) and result.sink_layer == truth.sink_layer
     assert sorted(result.shared_dims) == sorted(truth.shared_dims) and carried(sink) == truth.carried_by
     if result.spikes:
-        assert result.spikes[0].step_down == truth.step_down
         assert result.spikes[0].step_up == truth.step_up
     if sink is not None:
         share = 1.0 if sink.place is None else sink.place.share
@@ -135,16 +134,15 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family, tmp_pa
     options = options_of(h, tmp_path)
     results = [
         repeat(h.model, max_repeats=4, **options),
-        repeat(h.model, max_repeats=4, tokens=["all"], sample=4, **options),
+        repeat(h.model, read="attention", max_repeats=4, **options),
         heads(h.model, count=2, **options),
         attack(h.model, lengths=[2], sequences=2, **options),
     ]
-    attended = str(repeat(h.model, read="attention", max_repeats=4, **options))
     for result in results:
         said = result.conclusion()
-        assert said.startswith("No MLP makes a norm spike, so ") and "heads attend to" in said
-        assert len(said.split()) <= 30
-    assert "no attention sink" not in attended and "the first token" in attended
+        assert re.match("No (MLP makes|neurons are known that make) a norm spike", said) and said.endswith(
+            "see `circuit`."
+        )
 
 
 def test_repeat_zeroes_the_set_that_find_sinks_names(tmp_path):

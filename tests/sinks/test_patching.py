@@ -142,7 +142,7 @@ def test_a_refusal_ends_with_status_1_and_no_sink_does_not(here, typed):
     out, err = typed("patch make --model none --out p.json --json made.json --max-repeats 8")
     made = Result.load("made.json")
     made.figure()
-    assert "no MLP makes a norm spike" in out and err == "JSON: made.json\n" and not Path("p.json").exists()
+    assert "no sink neuron was found" in out and err == "JSON: made.json\n" and not Path("p.json").exists()
     assert [replace(made, verdict=one).exit_code for one in ("refused", "not-repaired", "made", "no-sink")] == [
         1,
         1,

@@ -91,7 +91,7 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
     assert layer is not None and result.conditions[0] == "intact" and len(result.conditions) == 3
     claim, _ = result.claims
     assert set(sites_of(claim.subject)) == set(two.truth.neurons)
-    random = random_neurons(target_of(two.model), claim.subject, claim.subject, 0)
+    random = random_neurons(target_of(two.model), claim.subject, 0)
     assert len(random) == len(claim.subject) and not set(random) & set(claim.subject)
     count = int(result.at[-1])
     rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in result.ids])
@@ -195,7 +195,6 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
         ),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
-        ({"sample": 4}, "--sample belongs to --tokens all"),
         ({"resume": "parts"}, "--resume belongs to --tokens all, and not to --read norm"),
     ],
 )

@@ -36,7 +36,7 @@ def test_the_planted_mark_separates_perfectly_and_its_reader_is_found(tmp_path):
     assert (chosen.probes[1].neuron, chosen.probes[1].auroc) == (plan.cleaner, 1)
     other = separated(o, tmp_path, neuron=plan.cleaner + 1).probes[1]
     assert other.neuron == plan.cleaner + 1 and other.auroc < 0.9
-    with refused("--neuron 100000 is not in layer 0; give 0 to"):
+    with refused("neuron 100000 is not in "):
         separated(o, tmp_path, neuron=100_000)
 
 

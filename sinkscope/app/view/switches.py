@@ -65,7 +65,7 @@ def switch_off(sink: ModelSink, name: str, neurons: Neurons, heads: Sequence[Hea
     if len(others) < len(heads):
         return Switch(name, edit)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
-    other_neurons = random_neurons(setup.target, neurons, sink.neurons, setup.seed)
+    other_neurons = random_neurons(setup.target, neurons, setup.seed, excluded=sink.neurons)
     return Switch(name, edit, _off(other_neurons, other_heads))
 
 

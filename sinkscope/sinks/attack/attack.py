@@ -18,7 +18,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import Attack, Attempt, attack_patches, attempts_of
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.find.spikes import sink_spike, without_spike
+from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, first_spike
 from sinkscope.sinks.tokens import vocabulary
 
 
@@ -31,7 +31,7 @@ class ClusterAttack(Result):
     in memory.
 
     Attributes:
-        clusters: The head of layer 0 that serves each token. None if no neuron is causal.
+        clusters: The head of layer 0 that serves each token. None if no neurons are known.
         instead: What there is instead of a finding.
         attempts: What the sequences do.
         claims: What the tokens do in the longest sequences without BOS; and what the heads of the clusters do.
@@ -99,16 +99,14 @@ def attack(
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    made, everyone = sink_spike(setup), vocabulary(setup.target, tokens)
+    made, everyone = first_spike(setup), vocabulary(setup.target, tokens)
     if made is None:
-        return ClusterAttack(instead=without_spike(setup, "there are no sink neurons to attack"))
-    if not made.spike.place.is_first:
-        what = "an attack is about tokens that stand first"
-        return ClusterAttack(instead=f"MLPs make a norm spike at {made.spike.place}, and {what}.")
+        return ClusterAttack(instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
     clusters, claims = find_clusters(setup, made, everyone, resume)
-    if clusters is None or not claims:
-        why = "No single neuron makes the sink, or no single head of layer 0 marks a token: there are no clusters."
-        return ClusterAttack(clusters=clusters, instead=why)
+    if not claims:
+        return ClusterAttack(
+            clusters=clusters, instead="No single head of layer 0 marks a token: there are no clusters."
+        )
     result = ClusterAttack(clusters=clusters, claims=claims)
     if sequences:
         tries = Attack(setup, made.scan, attack_patches(setup))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -23,19 +22,15 @@ from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.patch.patches import chosen_patch, random_patch
+from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import claim_of_cases, norms_at_sink, one_copy
+from sinkscope.sinks.repetition.sweep import SEQUENCES, claim_of_cases, norms_at_sink, one_copy
 from sinkscope.sinks.tokens import TokenRows
 
 SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
 SEQUENCES_AT_ONCE = 64  # sequences per pass
 TAIL = 16  # tokens of text after an attack, whose attention is read
-ROWS = 4  # sequences per pass; each has attention of every head and all logits
-Patch = Literal["none", "Listing 1", "patch", "random neurons"]
-Context = Literal["BOS", "no BOS"]
-Source = Literal["cluster", "random"]
-SOURCES: tuple[Source, Source] = ("cluster", "random")
+SOURCES = "cluster", "random"
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,18 @@ class Attempt:
             None: there is no patch.
     """
 
-    patch: Patch
-    context: Context
+    patch: str
+    context: str
     length: int
-    source: Source
+    source: str
     positions: float
     attention: float | None = None
     divergence: float | None = None
 
 
-def attack_patches(setup: Setup) -> dict[Patch, SinkPatch | None]:
+def attack_patches(setup: Setup) -> Patches:
     """No patch, and all others if the model is in memory and has causal neurons; Listing 1 needs an up factor."""
-    patches: dict[Patch, SinkPatch | None] = {"none": None}
+    patches: Patches = {"none": None}
     patch = chosen_patch(setup, None) if setup.target.resident else None
     if patch is not None:
         listing = SinkPatch(sites=patch.sites, site="up")
@@ -89,7 +84,7 @@ class Attack:
 
     setup: Setup
     scan: LayerScan
-    patches: Mapping[Patch, SinkPatch | None]
+    patches: Patches
 
     def spikes(self, ids: TokenRows) -> Float[Tensor, "row attacked"]:
         """Whether positions have at least half of the spike's norm."""
@@ -102,10 +97,10 @@ class Attack:
         ids = torch.cat([ids, self.setup.ids[:1, -TAIL:].expand(len(ids), -1)], 1)
         keys = torch.zeros(*ids.shape, 1)
         keys[:, 1:end] = 1
-        received = attention_from(self.setup.target, ids, keys, end, ROWS)
+        received = attention_from(self.setup.target, ids, keys, end)
         return float(received[..., self.scan.layer + 1 :].nanmean() / TAIL)
 
-    def tried(self, context: Context, source: Source, length: int, ids: TokenRows) -> list[Attempt]:
+    def tried(self, context: str, source: str, length: int, ids: TokenRows) -> list[Attempt]:
         """What sequences do under each patch."""
         made: list[Attempt] = []
         outputs: list[Tensor] = []
@@ -115,7 +110,7 @@ class Attack:
                 positions = float(self.spikes(ids).mean())
                 if len(self.patches) > 1:
                     attention = self.attention(ids)
-                    last = trace(self.setup.target, ids, ["logits"], "last", batch_size=ROWS)
+                    last = trace(self.setup.target, ids, ["logits"], "last", batch_size=SEQUENCES)
                     outputs.append(last["logits"].float().log_softmax(-1))
                     divergence = float(kl_div(outputs[0], outputs[-1], reduction="batchmean", log_target=True))
             made.append(Attempt(name, context, length, source, positions, attention, divergence))
@@ -157,9 +152,9 @@ def attempts_of(
     lengths = [length for length in sorted({*lengths}) if length <= limit]
     if not lengths:
         raise SinkscopeError(f"--length: the largest cluster, and the context, hold {limit} tokens; give at most that")
-    leads: dict[Context, list[int | None]] = {"BOS": [setup.bos], "no BOS": []}
-    if setup.bos is None:
-        del leads["BOS"]
+    leads: dict[str, list[int]] = {"no BOS": []}
+    if setup.bos is not None:
+        leads = {"BOS": [setup.bos], **leads}
     attempts: list[Attempt] = []
     drawn: dict[int, list[TokenRows]] = {}
     for length in lengths:

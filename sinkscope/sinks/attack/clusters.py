@@ -66,8 +66,8 @@ class TokenClusters:
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
-def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> tuple[TokenClusters | None, Claims]:
-    """The head that serves each token, seen at the sink neuron that writes most. None if there is no neuron.
+def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> tuple[TokenClusters, Claims]:
+    """The head that serves each token, seen at the sink neuron that writes most.
 
     The claim is of how many tokens one head alone marks, beside no head and another one; there is none if no head does.
 
@@ -77,8 +77,6 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
         ids: The tokens, which stand alone, thus first.
         resume: Folder that keeps finished chunks.
     """
-    if not made.neurons:
-        return None, ()
     target = setup.target
     largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
     hold_layers(target, largest.layer)

@@ -20,16 +20,15 @@ from sinkscope.results.style import BLUE, GREY, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import PerText
-from sinkscope.sinks.find.left import INTACT, beside, by_chance
+from sinkscope.sinks.find.left import INTACT, beside, by_chance, claim_of
 from sinkscope.sinks.find.result import SinkPlaces
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
 from sinkscope.sinks.removal.components import mixing, writers
 from sinkscope.sinks.removal.effects import Trial
 from sinkscope.sinks.removal.position_effect import PositionEffect
-from sinkscope.sinks.tokens import TokenRows, prefixes, repeated
+from sinkscope.sinks.tokens import TokenRows, prefix_of, repeated
 from sinkscope.sinks.values import HeadValue, values_of
 
-TRACED = 4  # spikes whose marks are traced at most
 TEXTS = 2  # pieces of typical text in which they are traced
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
@@ -108,29 +107,25 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
 
     Args:
         token: The token to repeat. By default one of five words of the text, drawn by the seed.
-        max_repeats: Largest number of repetitions in which a sink is looked for; its mark is traced after half as many
-            again as it needs. By default 1,024, or what the context holds.
+        max_repeats: Largest number of repetitions in which a sink is looked for; its mark is traced after a quarter
+            more than it needs. By default 1,024, or what the context holds.
 
     Example:
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    target, (survey, made) = setup.target, surveyed(setup)
+    survey, made = surveyed(setup)
     claims: list[Claim] = []
-    for each in made[:TRACED]:
+    for each in made:
         ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
         other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
         claims += marks_of(setup, each, MARKS, each.spike.place.words, ids, at, other)
-    words = [word for word in sinks.repeats.tokens if word.by_repetition]
-    if words:
-        word = min(words, key=lambda word: word.repeats or 0)
-        repeats = (word.repeats or 0) * 3 // 2
-        if target.max_positions is not None:
-            repeats = min(repeats, target.max_positions - 1)
-        ids = repeated(prefixes(setup, [word.id]), [word.id], repeats)
-        place = f"the last of {repeats} copies of {word.token!r}"
-        claims += marks_of(setup, made[0], COPIES, place, ids, torch.tensor([repeats]), torch.tensor([1]))
-    values, of_values = values_of(target, survey)
+    copies = sinks.repetition
+    if copies is not None:
+        ids = repeated(prefix_of(setup, [copies.id]), [copies.id], copies.repeats)
+        place = f"the last of {copies.repeats} copies of {copies.token!r}"
+        claims += marks_of(setup, made[0], COPIES, place, ids, torch.tensor([copies.repeats]), torch.tensor([1]))
+    values, of_values = values_of(setup.target, survey)
     attended = [claim for claim in sinks.claims if claim.role == "carries"]
     parts = [*attended, *claims]
     if sinks.sinks and any(group.by_spike for group in sinks.sinks[0].groups[:1]):
@@ -155,7 +150,7 @@ def begins(made: MadeSpike) -> int:
 def marks_of(
     setup: Setup, made: MadeSpike, role: str, place: str, ids: TokenRows, at: PerText, other: PerText
 ) -> Claims:
-    """What is left of the norm above a typical one where a spike has begun, without all marks, and without each.
+    """What is left of the norm above a typical one where a spike has begun, without all marks.
 
     Args:
         setup: The model.
@@ -171,24 +166,12 @@ def marks_of(
     trial = Trial(ids, (), at=at, source=other, upto=layer, without=made.scan.shared_dims)
     effect = PositionEffect(setup.target, trial)
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
-    marks = effect.marks(candidates)
+    marks = effect.with_heads(effect.needed_of(candidates))
     others = beside(setup, marks, candidates)
     if not marks or not others:
         return ()
-    subjects = [marks, *((mark,) for mark in marks if len(marks) > 1)]
-    left = (1 - torch.tensor(effect.necessity([*subjects, *others]))).clamp(min=0)
-    claims: list[Claim] = []
+    left = (1 - effect.necessity([marks, *others])).clamp(min=0)
     kind = "norm" if role == MARKS else "norm of copies"
-    for subject, kept in zip(subjects, left, strict=False):
-        claim = Claim(
-            role=role if subject == marks else f"{role} alone",
-            subject=subject,
-            outcome=Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike"),
-            place=place,
-            value=float(kept),
-            contrasts=(INTACT, by_chance(marks, left[len(subjects) :])),
-            draws=len(ids),
-            search=Search("components", len(candidates)),
-        )
-        claims.append(claim)
-    return tuple(claims)
+    outcome = Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike")
+    contrasts, search = [INTACT, by_chance(marks, left[1:])], Search("components", len(candidates))
+    return (claim_of(role, marks, outcome, place, left[:1].expand(len(ids)), contrasts, search),)

@@ -21,6 +21,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import PIECE, Natural, Result, Setup, Whole, measurement
+from sinkscope.models.checks import check_site
 from sinkscope.models.draws import seed_of
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import figure_of
@@ -100,6 +101,7 @@ def separate(
     Example:
         sinkscope separate --model llama-2-7b --neuron 912
     """
+    check_site(setup.target, layer, neuron)
     ids = text_rows(setup.tokenizer, setup.text, pieces, PIECE, setup.bos)
     if len(ids) < FOLDS:
         raise SinkscopeError(f"there are {len(ids)} pieces of text; give at least --pieces {FOLDS}, or a longer --text")
@@ -115,8 +117,6 @@ def separate(
     probes = []
     for name, inputs in values.items():
         if name != "plane" and neuron is not None:
-            if neuron >= inputs.shape[1]:
-                raise SinkscopeError(f"--neuron {neuron} is not in layer {layer}; give 0 to {inputs.shape[1] - 1}")
             inputs = inputs[:, [neuron]]
         probes.append(fitted(name, neuron, inputs, np.tile(row, 2), setup.seed))
     return Separation(layer=layer, probes=tuple(probes))

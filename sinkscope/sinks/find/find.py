@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.sinks.find.records import RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
+from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
-from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit, unknown_share
+from sinkscope.sinks.tokens import pick_tokens, prefix_of, repetition_limit, unknown_share
 
 
 @measurement(
@@ -77,7 +77,6 @@ def _repetition(
     """After how many copies tokens become sinks, and whether the neurons of the first spike make that, too."""
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, limit), None
-    scan, neurons, before = made[0].scan, made[0].spike.set, prefixes(setup, words)
-    entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
-    repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
-    return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)
+    scan, before = made[0].scan, prefix_of(setup, words)
+    repeats = repeat_until_half(scan, words, before, limit, setup.progress)
+    return repeats, repetition_spike(setup, scan, repeats, before, made[0].spike.set)

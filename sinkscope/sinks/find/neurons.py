@@ -62,7 +62,7 @@ def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int 
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices.tolist()
         members = tuple(Neuron(stage, *expert_and_neuron(target, stage, number)) for number in top)
-        beside = random_sets(target, members[:1], members, seed)
+        beside = random_sets(target, members[:1], seed, members)
         neutral = [neutral_post(target, text, number) for number in top]
         read = max(stage, upto)
         (edited,) = side_by_side(target, [scan.trial([*one_by_one(members), *beside], upto=read)])
@@ -85,12 +85,6 @@ def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int 
         )
         neurons.append(verified)
     return tuple(neurons)
-
-
-def largest_writer(scan: LayerScan, layer: int) -> Neuron:
-    """The neuron of a layer that writes most at the place, of a model in memory; it is not verified."""
-    _, rank = contributions(scan.target, _at_places(scan, layer)).mean(1)
-    return Neuron(layer, *expert_and_neuron(scan.target, layer, int(rank.argmax())))
 
 
 def _at_places(scan: LayerScan, layer: int) -> LayerView:

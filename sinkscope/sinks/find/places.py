@@ -68,7 +68,6 @@ class Place:
         cases: The positions, as pairs of the number of a text and a position.
         rule: The words. None: no words mean these positions and hardly any others.
         coverage: Share of the whole set, of which this is a piece.
-        precision: Share of the positions that the words mean which belong to it.
         share: Share of the texts that have such a position.
         common: The most common tokens.
     """
@@ -76,7 +75,6 @@ class Place:
     cases: Cases
     rule: Rule | None
     coverage: float
-    precision: float
     share: float
     common: tuple[str, ...]
 
@@ -84,12 +82,10 @@ class Place:
     def of(cls, ids: TokenRows, whole: Mask, there: Mask, rule: Rule | None, decode: Decode) -> Place:
         """A piece of a set of places, `whole`, in some texts."""
         piece = there & whole
-        meant = piece if rule is None else rule.means(ids)
         return cls(
             cases=tuple((text, at) for text, at in piece.nonzero().tolist()),
             rule=rule,
             coverage=int(piece.sum()) / int(whole.sum()),
-            precision=int((meant & whole).sum()) / max(1, int(meant.sum())),
             share=float(piece.any(1).float().mean()),
             common=tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)),
         )

@@ -47,7 +47,6 @@ class Spike:
         place: The positions.
         layers: The first and last layer of each run of layers after which the norm stands out.
         step_up: Layers whose MLP builds the spike; empty if no MLP does.
-        step_down: Layers that reduce it by at least 5 %.
         ratio: The largest ratio of the spike's norm to the typical norm.
         usual: The 95 % quantile of that ratio over ordinary positions.
         claims: What is left of it without the smallest set of neurons found that removes it or, if there is none,
@@ -58,7 +57,6 @@ class Spike:
     place: Place
     layers: tuple[tuple[int, int], ...]
     step_up: tuple[int, ...]
-    step_down: tuple[int, ...]
     ratio: float
     usual: float
     claims: Claims
@@ -77,7 +75,7 @@ class Spike:
 
 @dataclass(frozen=True)
 class Readers:
-    """Heads that give a place at least 0.3 of their attention and need the same, those with most attention first.
+    """Heads that give a place at least 0.3 of their attention and need the same.
 
     Attributes:
         heads: The heads.
@@ -161,12 +159,14 @@ class RepetitionSpike:
 
     Attributes:
         token: The repeated token.
+        id: Its id.
         repeats: Number of repetitions; the last one was examined.
         claims: What of the norm is there with these copies, beside one copy and other tokens at that position; and what
             is left of it without the neurons that make the model's spike, if any do.
     """
 
     token: str
+    id: int
     repeats: int
     claims: Claims
 

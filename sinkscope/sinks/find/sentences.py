@@ -54,10 +54,9 @@ def repeats(needed: RepeatsNeeded, place: str) -> list[str]:
     """After how many repetitions tokens reach half of the norm at a place, and how many do."""
     if not needed.tokens:
         return []
-    norm, every = f"half of the norm at {place}", count_of(len(needed.tokens), "token")
-    if needed.median is None:
-        return [
-            f"Up to {count_of(needed.max_repeats, 'repetition')} bring none of {every} to {norm} at the sink layer."
-        ]
     reached = sum(token.by_repetition for token in needed.tokens)
-    return [f"A repeated token reaches {norm} after {needed.median:g} repetitions (median over {reached} of {every})."]
+    most, every = count_of(needed.max_repeats, "repetition"), count_of(len(needed.tokens), "token")
+    said = f"Up to {most} bring {reached} of {every} to half of the norm at {place} at the sink layer"
+    if needed.median is not None:
+        said += f" (median: {needed.median:g})"
+    return [f"{said}."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -26,23 +27,17 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
         candidates: The neurons, the most promising first.
         seed: Seed of the random neurons.
     """
-    asked: list[Neurons] = []
-
-    def remove(sets: list[Neurons]) -> list[float | None]:
-        asked.extend(sets)
-        return removals(scan, sets)
-
-    chosen = smallest_set(candidates, remove)
+    chosen = smallest_set(candidates, partial(removals, scan))
     if chosen is None:
         return ()
     layer = max(scan.layer, *(neuron.layer for neuron in chosen))
     alone = one_by_one(chosen) if len(chosen) > 1 else []
-    sets = [chosen, *alone, *random_sets(scan.target, chosen, candidates, seed)]
+    sets = [chosen, *alone, *random_sets(scan.target, chosen, seed, candidates)]
     (read,) = side_by_side(scan.target, [scan.trial(sets, upto=layer, directions=scan.directions)])
     along = read.along[..., layer]
     left = (along[1:] / along[0]).clamp(min=0)
     contrasts = [INTACT, by_chance(chosen, left[1 + len(alone) :].mean(1))]
-    search = Search("sets of neurons", len(asked))
+    search = Search("neurons", len(candidates))
     outcome = Outcome("spike", layers=(layer,))
     claims = [claim_of("makes", chosen, outcome, place, left[0], contrasts, search)]
     if claims[0].value >= claims[0].control.value:

@@ -50,13 +50,12 @@ def attention_sinks(setup: Setup, survey: Survey, made: Sequence[MadeSpike]) -> 
 
 
 def _makers(made: Sequence[MadeSpike], survey: Survey, place: Place) -> Parts:
-    """What makes the spikes that stand at nearly all of a place that heads attend to; nothing if there is none."""
+    """What makes the spike that stands at nearly all of a place that heads attend to; nothing if there is none."""
     ids = survey.received.ids
-    makers: Parts = ()
-    for one in made:  # several where the spike of a place comes back in another direction
+    for one in made:
         if float(one.spike.place.there(ids)[place.there(ids)].float().mean()) >= ENOUGH:
-            makers += tuple(maker for maker in one.spike.makers if maker not in makers)
-    return makers
+            return one.spike.makers
+    return ()
 
 
 def _readers(setup: Setup, survey: Survey, place: Place, heads: Heads, makers: Parts) -> tuple[Readers, ...]:
@@ -111,7 +110,7 @@ def _group(
     neurons = tuple(part for part in parts if isinstance(part, Neuron))
     others: list[Parts] = []
     if neurons:
-        others += random_sets(setup.target, neurons, neurons, setup.seed)
+        others += random_sets(setup.target, neurons, setup.seed)
     elif parts:
         if not by_spike:
             parts = effect.in_texts(COMPONENT_TEXTS).with_heads(parts)
@@ -120,11 +119,9 @@ def _group(
     if others:
         trials.append(effect.in_texts(RANDOM_TEXTS).trial(others))
     by_text, *beside_it = (read.attention_from(effect.heads) for read in side_by_side(effect.target, trials))
-    intact, edited = by_text.mean(1)
+    attention, left = (tuple(means.tolist()) for means in by_text.mean(1))
     tried = Search("components and makers of a spike", len(effect.components) + len(makers))
-    ranked = intact.argsort(descending=True, stable=True).tolist()
-    heads = tuple(Head(*effect.heads[number]) for number in ranked)
-    attention, left = tuple(intact[ranked].tolist()), tuple(edited[ranked].tolist())
+    heads = tuple(Head(*head) for head in effect.heads)
     if not others:  # nothing was found, or there are no other parts to compare with
         return Readers(heads, attention, attention, tried)
     chance = beside_it[0].mean((1, 2))

@@ -19,8 +19,8 @@ from sinkscope.sinks.find.survey import Survey
 from sinkscope.sinks.removal.components import heads_of, one_by_one, writers
 from sinkscope.sinks.removal.effects import Trial, side_by_side
 
+NO_FIRST_SPIKE = "No neurons are known that make a norm spike at the first token"
 CANDIDATES = 8  # candidates of the sink layer
-STEP_SHARE = 0.05  # a step down changes the spike's norm by at least this share of the largest
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
@@ -86,21 +86,12 @@ def sink_spike(setup: Setup) -> MadeSpike | None:
     return None
 
 
-def instead_of_spike(setup: Setup) -> str:
-    """What there is if no MLP makes a spike, as a clause."""
-    survey, _ = surveyed(setup)
-    if survey.sinks:
-        return f"heads attend to {survey.sinks[0].words}, see `circuit`"
-    if survey.received.learned_heads:
-        return "heads attend to learned sink logits"
-    if survey.spikes:
-        return f"the norm at {survey.spikes[0].words} stands out, see `circuit`"
-    return f"no attention sink was found either ({survey.received.most_attended})"
-
-
-def without_spike(setup: Setup, consequence: str) -> str:
-    """Why something cannot be measured if no MLP makes a spike, and what there is; `consequence` is a clause."""
-    return f"No MLP makes a norm spike, so {consequence}; {instead_of_spike(setup)}."
+def first_spike(setup: Setup) -> MadeSpike | None:
+    """The spike that known neurons make at the first token, of all texts or of some. None: there is none."""
+    for made in surveyed(setup)[1]:
+        if made.neurons and made.spike.place.is_first:
+            return made
+    return None
 
 
 def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
@@ -115,13 +106,10 @@ def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
         claims, search = spike_maker(scan, _words(scan, place, scan.spike_layers[0]))
     norms = scan.typical.norms[scan.ratios.argmax(), :, 1:].flatten()
     ordinary = norms[~stands_out(norms, norms.median())]
-    heights = torch.tensor(scan.spike_norm)
-    falls = heights.diff(prepend=heights[:1]) <= -STEP_SHARE * heights.max()
     spike = Spike(
         place=place,
         layers=tuple(spike_runs(scan)),
         step_up=tuple(scan.stages),
-        step_down=tuple(falls.nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
         usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=SMALLEST_NORM)),
         claims=claims,

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Number, Option, Result, Setup, measurement
+from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results.parts import in_words
 from sinkscope.results.style import figure_of
@@ -81,12 +81,6 @@ class PatchEvaluation(Result):
             f"The patch of {in_words(self.neurons, 3)} changes the perplexity of held-out text by {patched} "
             f"(random neurons: {random})."
         )
-
-    def numbers(self) -> list[Number]:
-        """The change, beside a random patch."""
-        (_, patched, random), label = self.read, "change of the perplexity by the patch"
-        margin = patched.two_errors
-        return [Number("perplexity.neurons", label, patched.change, random.change, margin, True, "random neurons")]
 
 
 def draw(result: PatchEvaluation) -> go.Figure:

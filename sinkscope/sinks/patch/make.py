@@ -30,13 +30,13 @@ from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.places import SPIKE_RATIO
 from sinkscope.sinks.find.records import RepeatedToken
-from sinkscope.sinks.find.spikes import instead_of_spike, sink_spike
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
-from sinkscope.sinks.tokens import prefixes, repeated, repetition_limit
+from sinkscope.sinks.tokens import prefix_of, repeated, repetition_limit
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CASES = ("intact", "patched", "random", "one copy", "other tokens")
@@ -229,16 +229,13 @@ def _made(setup: Setup, max_repeats: int | None, limit: float, pieces: int, leng
     most = repetition_limit(setup.target, max_repeats)
     sinks, made = find_sinks.on(setup), sink_spike(setup)
     setup.record(max_repeats=most)
-    if made is None:
-        return PatchMade(verdict="no-sink", reason=f"no MLP makes a norm spike; {instead_of_spike(setup)}.")
     try:
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError as error:
         return PatchMade(verdict="no-sink", reason=f"{error}.")
+    assert made is not None  # the patch is of its neurons
     words = sinks.repeats.tokens
     needed = [word.repeats for word in words if word.repeats is not None]
-    if not needed and sinks.repetition is not None:  # copies become sinks after the sink layer
-        needed = [sinks.repetition.repeats]
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * max(needed, default=most))
     read = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).read
@@ -269,16 +266,15 @@ def proof_of(
         read: What `patch_eval` measures.
     """
     ids = [word.id for word in words]
-    rows = repeated(prefixes(setup, ids), ids, count)
+    rows = repeated(prefix_of(setup, ids), ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
     layers = list(range(max(scan.stages), len(scan.layers)))
-    after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     norms: list[Tensor] = []
     random, once = random_patch(setup, patch), one_copy(others, rows)
     for edit, texts in ((None, rows), (patch, rows), (random, rows), (None, once), (None, others)):
         with under(edit, setup.target):
-            norms.append(norms_at(scan, after, texts)[:, -1])
+            norms.append(norms_at(scan, layers, texts)[:, -1])
         setup.progress("patches", len(norms), len(CASES))
     return PatchProof(
         words=tuple(word.token for word in words),

@@ -41,4 +41,4 @@ def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """A patch of as many random neurons of the same layers and experts, held at their values at the second token."""
     sites = patch.checked_sites
-    return SinkPatch(sites=random_neurons(setup.target, sites, sites, setup.seed), site=patch.site)
+    return SinkPatch(sites=random_neurons(setup.target, sites, setup.seed), site=patch.site)

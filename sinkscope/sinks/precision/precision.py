@@ -139,29 +139,23 @@ def precision(
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     at_places = places_beside(setup, places, ids)
-    costs: dict[str, float] = {}
-    claims: dict[str, list[Claim]] = {}
-    for name in names:
-        setup.progress(f"precision, {name}", len(costs), len(names))
-        scheme = SCHEMES[name]
+    costs = {name: texts.divergence(SCHEMES[name]) for name in names}
+    names.sort(key=lambda name: -float(costs[name].mean()))
+    claims: list[Claim] = []
+    for number, name in enumerate(names):
+        setup.progress(f"precision, {name}", number, len(names))
+        scheme, cost = SCHEMES[name], costs[name]
+        if float(cost.mean()) <= 0:
+            continue
         kept = {"costliest layer": layers_beside(setup, other_texts.costliest_layer(scheme))}
         if places:
             kept = {"sink places": at_places, **kept}
         if neurons and "activations" in scheme:
-            sets = [neurons, *(random_neurons(target, neurons, neurons, setup.seed, number) for number in range(DRAWS))]
+            sets = [neurons, *(random_neurons(target, neurons, setup.seed, number) for number in range(DRAWS))]
             kept = {"sink neurons": (neurons, "neurons", sets), **kept}
-        cost = texts.divergence(scheme)
-        costs[name] = float(cost.mean())
-        claims[name] = []
-        if costs[name] > 0:
-            for exact, one in kept.items():
-                claims[name].append(texts.claim(name, exact, cost, *one))
-        claims[name].sort(key=lambda claim: claim.verdict != "needed")
-    order = sorted(costs, key=lambda name: -costs[name])
-    return Precision(
-        costs={name: costs[name] for name in order},
-        claims=tuple(chain.from_iterable(claims[name] for name in order)),
-    )
+        of_scheme = [texts.claim(name, exact, cost, *one) for exact, one in kept.items()]
+        claims += sorted(of_scheme, key=lambda claim: claim.verdict != "needed")
+    return Precision(costs={name: float(costs[name].mean()) for name in names}, claims=tuple(claims))
 
 
 def places_beside(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -56,16 +55,12 @@ class PositionEffect:
         return max(layer for layer, _ in self.heads)
 
     @property
-    def written(self) -> list[Component]:
-        """What writes at the position before the keys of the last head are read."""
-        return writers(self.target, self.depth)
-
-    @property
     def components(self) -> list[Component]:
-        """What may carry the attention of the heads."""
+        """What may carry the attention of the heads: what writes before the keys of the last one, and their bias."""
+        components = writers(self.target, self.depth)
         if has_key_bias(self.target):
-            return [*self.written, KEY_BIAS]
-        return self.written
+            components.append(KEY_BIAS)
+        return components
 
     def trial(self, edits: Sequence[Parts], reverse: bool = False) -> Trial:
         """Edits that act at the position, whose effect is read there.
@@ -118,14 +113,10 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return alone & draws
 
-    def necessity(self, edits: Sequence[Parts]) -> list[float]:
+    def necessity(self, edits: Sequence[Parts]) -> Float[Tensor, " edit"]:
         """The share of the effect that is lost under each edit."""
         values = self.values(edits)
-        return ((values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()).tolist()
-
-    def marks(self, candidates: Sequence[Part]) -> Parts:
-        """The candidates that make the effect, with heads in place of attention layers, where some heads are enough."""
-        return self.with_heads(self.needed_of(candidates))
+        return (values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()
 
     def with_heads(self, whole: Parts) -> Parts:
         """The same components, with heads in place of attention layers, where some heads are enough."""
@@ -139,7 +130,7 @@ class PositionEffect:
 
     def needed_of(self, candidates: Sequence[Part]) -> Parts:
         """The candidates that are needed alone."""
-        lost = torch.tensor(self.necessity(one_by_one(candidates)))
+        lost = self.necessity(one_by_one(candidates))
         return tuple(compress(candidates, needed(lost).tolist()))
 
 

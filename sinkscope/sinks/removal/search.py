@@ -56,15 +56,15 @@ def without_unneeded(members: Members, remove: Remove) -> Members:
     return members
 
 
-def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: int, number: int = 0) -> Neurons:
-    """As many other neurons of the same layers (and experts), none of `excluded` if there are enough others.
+def random_neurons(target: Target, neurons: Neurons, seed: int, number: int = 0, excluded: Neurons = ()) -> Neurons:
+    """As many other neurons of the same layers (and experts), none of these or `excluded` if there are enough others.
 
     Args:
         target: The model.
         neurons: The neurons that are compared with the random ones.
-        excluded: Neurons that are not drawn.
         seed: Seed of the measurement.
         number: Number of the draw, of several beside the same neurons.
+        excluded: Other neurons that are not drawn.
     """
     generator = draws(seed, f"neurons beside {sites_of(neurons)}, draw {number}")
     drawn: Neurons = ()
@@ -81,6 +81,6 @@ def random_neurons(target: Target, neurons: Neurons, excluded: Neurons, seed: in
     return drawn
 
 
-def random_sets(target: Target, neurons: Neurons, excluded: Neurons, seed: int) -> list[Neurons]:
+def random_sets(target: Target, neurons: Neurons, seed: int, excluded: Neurons = ()) -> list[Neurons]:
     """The random sets that a set is compared with; the arguments are those of `random_neurons`."""
-    return [random_neurons(target, neurons, excluded, seed, number) for number in range(CONTROL_DRAWS)]
+    return [random_neurons(target, neurons, seed, number, excluded) for number in range(CONTROL_DRAWS)]

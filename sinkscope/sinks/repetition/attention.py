@@ -13,7 +13,7 @@ from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, beside_copies, claim_of_copies, rounded
+from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, beside_copies, claim_of_copies
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
@@ -54,7 +54,7 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
         read="attention",
         claims=(claim,),
         conditions=("natural text", "copies", "one copy"),
-        values=rounded(torch.stack([part.mean(0) for part in times.split(parts)])),
+        values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
         ids=tuple(sweep.words),
         tokens=(place.words, "the copies' positions"),
         at=np.arange(target.n_layers),
@@ -68,7 +68,6 @@ def attention_from(
     ids: TokenRows,
     keys: Float[Tensor, "row pos kind"],
     begin: int,
-    size: int = 1,
 ) -> Float[Tensor, "row kind layer"]:
     """Attention from the positions from `begin` on to kinds of keys, summed over these queries, mean over heads.
 
@@ -79,10 +78,9 @@ def attention_from(
         ids: The sequences.
         keys: Which positions belong to which kind; 1 or 0.
         begin: The first of the positions whose attention is read.
-        size: Sequences per pass.
     """
     received = []
-    for rows, kinds in zip(ids.split(size), keys.split(size), strict=True):
+    for rows, kinds in zip(ids.split(SEQUENCES), keys.split(SEQUENCES), strict=True):
         total = torch.full((len(rows), keys.shape[2], target.n_layers), torch.nan)
         total[:, :, target.attending] = 0
 

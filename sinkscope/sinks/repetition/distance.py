@@ -19,7 +19,7 @@ from sinkscope.models.grouped_heads import output_factors
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, rounded
+from sinkscope.sinks.repetition.sweep import Sweep
 from sinkscope.sinks.tokens import TokenRows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
@@ -79,7 +79,7 @@ def read_distances(sweep: Sweep) -> Repeat:
         claims=(sweep.claim(outcome, like(outputs[0])[:, -1], read),),
         notes=(note,),
         conditions=(in_first, f"bound in {in_first}", "closest head, of its bound", f"layer {last}"),
-        values=rounded(curves[:, :, sweep.counts - 1]),
+        values=curves[:, :, sweep.counts - 1].numpy(),
         **sweep.fields(),
     )
 

@@ -24,7 +24,7 @@ from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, norms_at_sink
-from sinkscope.sinks.tokens import TokenRows, prefixes, repeated, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import TokenRows, prefix_of, repeated, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens of a vocabulary in one chunk
 COMPARED = 16  # of these whose copies are compared with one copy and with other tokens
@@ -43,7 +43,7 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
     edits: dict[str, Intervention | None] = {"intact": None}
     if ablate and made.neurons:
         neurons = tuple(neuron.address for neuron in made.neurons)
-        random = random_neurons(setup.target, neurons, neurons, setup.seed)
+        random = random_neurons(setup.target, neurons, setup.seed)
         edits |= {"sink neurons zeroed": Ablate(sites=neurons), "random neurons zeroed": Ablate(sites=random)}
 
     def shares(ids: TokenRows) -> Float[Tensor, "row n"]:
@@ -54,22 +54,20 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
     return Repeat(read="norm", **curves)
 
 
-def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, resume: Resume) -> Repeat:
     """The repetitions that every token needs at the layer of a spike."""
     target, scan = setup.target, made.scan
     ids = vocabulary(target, None)
-    if sample is not None:
-        ids = sample_tokens(ids, sample, setup.seed)
     hold_layers(target, scan.layer)
 
     def work(tokens: list[int]) -> Columns:
-        needed = repeat_until_half(scan, tokens, prefixes(setup, tokens), limit)
+        needed = repeat_until_half(scan, tokens, prefix_of(setup, tokens), limit)
         return {"repeats": [token.repeats for token in needed.tokens]}
 
     settings = {"layer": scan.layer, "max_repeats": limit, "place": made.spike.place.words}
     columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
     repeats = np.array(columns["repeats"], dtype=float)
     some = sample_tokens(ids, COMPARED, seed_of(setup.seed, "tokens to compare"))
-    result = read_norms(Sweep(setup, 1, repeated(prefixes(setup, some), some, limit)), made, ablate=False)
+    result = read_norms(Sweep(setup, 1, repeated(prefix_of(setup, some), some, limit)), made, ablate=False)
     every = {"ids": tuple(ids), "tokens": token_texts(target, ids), "repeats": repeats[None]}
     return replace(result, at=None, values=None, **every)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Natural, Option, Setup, measurement
+from sinkscope.measure import Option, Setup, measurement
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.find.spikes import sink_spike, without_spike
+from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.repetition.attention import TAIL, read_attention
 from sinkscope.sinks.repetition.distance import read_distances
 from sinkscope.sinks.repetition.norm import read_norms, read_vocabulary
@@ -17,8 +19,9 @@ from sinkscope.sinks.repetition.result import Repeat, What
 from sinkscope.sinks.repetition.sweep import sweep_of
 
 EVERY_TOKEN = ["all"]
-OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all", "resume": "--tokens all"}
+OWN = {"ablate": "--read norm", "patch": "--read probability", "resume": "--tokens all"}
 """What an option belongs to."""
+NO_SPIKE = "No MLP makes a norm spike, so there is no layer to read repetitions at; see `circuit`."
 
 
 def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) -> None:
@@ -46,10 +49,9 @@ def repeat(
     read: What = "norm",
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...|all", reads="commas")] = None,
     prefix: str | None = None,
-    max_repeats: Natural | None = None,
+    max_repeats: Annotated[int, Field(ge=2)] | None = None,
     ablate: bool = False,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
-    sample: Natural | None = None,
     resume: Resume = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
@@ -69,7 +71,6 @@ def repeat(
         ablate: Read the norm also with the sink neurons of `find_sinks` zeroed, and with as many random ones.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
-        sample: With all tokens: only this many, drawn at random.
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
@@ -84,9 +85,9 @@ def repeat(
         return read_probabilities(sweep, patch)
     made = sink_spike(setup)
     if made is None:
-        return Repeat(read=read, instead=without_spike(setup, "there is no layer to read repetitions at"))
+        return Repeat(read=read, instead=NO_SPIKE)
     if read == "attention":
         return read_attention(sweep, made)
     if every:
-        return read_vocabulary(setup, made, sweep.count, sample, resume)
+        return read_vocabulary(setup, made, sweep.count, resume)
     return read_norms(sweep, made, ablate)

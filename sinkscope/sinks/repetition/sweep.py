@@ -25,7 +25,7 @@ from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import claim_of
-from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
@@ -116,7 +116,7 @@ class Sweep:
             if last.numel():
                 claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit))
         curves = {"claims": tuple(claims), "conditions": tuple(edits), "repeats": repeats}
-        return {**self.fields(), **curves, "values": rounded(values[:, :, self.counts - 1])}
+        return {**self.fields(), **curves, "values": values[:, :, self.counts - 1].numpy()}
 
 
 def sweep_of(
@@ -146,10 +146,10 @@ def sweep_of(
     if not {*leading}.isdisjoint(words):
         raise SinkscopeError(f"--prefix {prefix!r} contains a repeated token, which would be one more repetition")
     # Any token in first place is marked, so it must not be a repeated one.
-    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefixes(setup, words)[:1]
+    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefix_of(setup, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
-    return Sweep(setup, len(before), torch.tensor([[*before, *[word] * count] for word in words]))
+    return Sweep(setup, len(before), repeated(before, words, count))
 
 
 def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
@@ -206,19 +206,17 @@ def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind ca
 
 @torch.no_grad()
 def norms_at(
-    scan: LayerScan, sites: Sequence[str], ids: TokenRows, size: int = SEQUENCES
-) -> Float[Tensor, "row pos site"]:
-    """Norms of the residual stream, as those of the spike: without the dimensions that are massive on all tokens."""
+    scan: LayerScan, layers: Sequence[int], ids: TokenRows, size: int = SEQUENCES
+) -> Float[Tensor, "row pos layer"]:
+    """Norms of the residual stream after some layers, without the dimensions that are massive on all tokens.
+
+    Each pass of so many sequences ends at the last of these layers.
+    """
+    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     norms = trace(scan.target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
     return torch.stack([norms[site] for site in sites], dim=2)
 
 
 def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
-    """Norms after the sink layer, where each pass of so many sequences ends."""
-    return norms_at(scan, [f"blocks.{scan.layer}.hook_resid_post"], ids, size)[..., 0]
-
-
-def rounded(values: Tensor) -> np.ndarray:
-    """The values with seven significant digits, so that a JSON file stays small."""
-    digits = [f"{value:.7g}" for value in values.flatten().tolist()]
-    return np.array(digits, dtype=float).reshape(tuple(values.shape))
+    """The norms after the sink layer."""
+    return norms_at(scan, [scan.layer], ids, size)[..., 0]

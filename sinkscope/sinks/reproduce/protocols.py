@@ -66,7 +66,7 @@ def repeats(setup: Setup, first: LayerScan, record: Published) -> float:
     if first.sink_layer is None:
         return inf
     tokens = [single_token(setup.tokenizer, word) for word in REPEATED]
-    return repeat_until_half(first, tokens, first.ids[: len(tokens), 0].tolist(), 2 * record.value).median or inf
+    return repeat_until_half(first, tokens, first.ids[0, :1].tolist(), 2 * record.value).median or inf
 
 
 def sink_rate(setup: Setup, _: LayerScan, __: Published) -> float:
