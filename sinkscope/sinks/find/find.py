@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.sinks.find.records import RepeatsNeeded, RepetitionSpike
-from sinkscope.sinks.find.repetitions import repeat_until_half, repetition_spike
+from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetition_spike
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
@@ -77,6 +77,7 @@ def _repetition(
     """After how many copies tokens become sinks, and whether the neurons of the first spike make that, too."""
     if not made or not made[0].scan.stages:
         return RepeatsNeeded((), None, limit), None
-    scan, before = made[0].scan, prefix_of(setup, words)
-    repeats = repeat_until_half(scan, words, before, limit, setup.progress)
-    return repeats, repetition_spike(setup, scan, repeats, before, made[0].spike.set)
+    scan, neurons, before = made[0].scan, made[0].spike.set, prefix_of(setup, words)
+    entered = Entered(scan.entering.at(min((neuron.layer for neuron in neurons), default=0)))
+    repeats = repeat_until_half(scan, words, before, limit, setup.progress, entered)
+    return repeats, repetition_spike(setup, scan, repeats, before, neurons, entered)

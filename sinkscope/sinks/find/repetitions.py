@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.measure import Setup
+from sinkscope.models.hooks import Hook, on_input
+from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.claims import Outcome, Search
 from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.find.left import INTACT, by_chance, claim_of
@@ -19,7 +21,7 @@ from sinkscope.sinks.find.records import RepeatedToken, RepeatsNeeded, Repetitio
 from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.removal.effects import BATCH_ELEMENTS, Trial, side_by_side
 from sinkscope.sinks.removal.search import random_neurons
-from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at_sink
+from sinkscope.sinks.repetition.sweep import beside_copies, claim_of_copies, norms_at, norms_at_sink
 from sinkscope.sinks.tokens import repeated
 
 RANDOM = 3  # sets of random neurons beside those that make the spike
@@ -40,6 +42,41 @@ def repeats_until_half(norms: Float[Tensor, " repetition"], spike: float) -> int
     return int(reached[0]) + 1
 
 
+@dataclass(frozen=True)
+class Entered:
+    """What entered a layer in the first sequence of a pass over copies; a later pass over that sequence begins there.
+
+    Attributes:
+        start: What entered the layer in typical text. None: no pass may begin there.
+        of: What entered it in the sequence of a token.
+    """
+
+    start: LayerInput | None
+    of: dict[int, LayerInput] = field(default_factory=dict)
+
+    def hooks(self, target: Target, token: int) -> list[Hook]:
+        """The hook that takes down what enters the layer in a pass whose first sequence repeats a token."""
+        start = self.start
+        if start is None:
+            return []
+        self.of.pop(token, None)  # of a shorter pass
+
+        def take(hidden: Tensor) -> None:
+            self.of.setdefault(token, replace(start, hidden=hidden[:1].detach().clone()))
+
+        return [(target.layers[start.layer], "first", on_input(take))]
+
+    def before(self, token: int, length: int) -> Entering:
+        """Where a pass over so many tokens of a token's sequence may begin."""
+        start = self.of.get(token)
+        if start is None or start.hidden.shape[1] < length:
+            return NOT_READ
+        return Entering({start.layer: start}).part(slice(None), length)
+
+
+NOWHERE = Entered(None)
+
+
 @torch.no_grad()
 def repeat_until_half(
     scan: LayerScan,
@@ -47,6 +84,7 @@ def repeat_until_half(
     before: Sequence[int],
     limit: int,
     progress: Progress = silent,
+    entered: Entered = NOWHERE,
 ) -> RepeatsNeeded:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
@@ -58,6 +96,7 @@ def repeat_until_half(
         before: The first token of each row (BOS, or a token that stands in for it).
         limit: Largest n.
         progress: Called after each pass.
+        entered: Gets what enters a layer, up to the sink layer.
 
     Returns:
         For each token, the first n whose norm reaches half of the spike's.
@@ -67,8 +106,9 @@ def repeat_until_half(
     rows = repeated(before, tokens, limit)
     while True:
         waiting = [number for number, count in enumerate(repeats) if count is None]
-        size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
-        norms = norms_at_sink(scan, rows[waiting, : length + 1], size=size)
+        with target.hooks(*entered.hooks(target, tokens[waiting[0]])):
+            size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
+            norms = norms_at_sink(scan, rows[waiting, : length + 1], size=size)
         for number, row in zip(waiting, norms, strict=True):
             repeats[number] = repeats_until_half(row[1:], scan.spike_norm[scan.layer])
         progress("repetitions", length, limit)
@@ -90,11 +130,12 @@ def repetition_spike(
     needed: RepeatsNeeded,
     before: Sequence[int],
     neurons: Neurons,
+    entered: Entered = NOWHERE,
 ) -> RepetitionSpike | None:
     """Whether copies of a token make a norm as high as that of a spike, and whether the same neurons do.
 
     A quarter more copies than the first token needs are looked at, which is inside the sink. The contrasts are one copy
-    behind other tokens at the same position, and the typical norm of tokens.
+    behind other tokens at the same position, and the last of these other tokens.
 
     Args:
         setup: The model and its text.
@@ -102,6 +143,7 @@ def repetition_spike(
         needed: The repeated tokens, and when the norm of each reaches half of the spike's at the sink layer.
         before: The token before each.
         neurons: The neurons that make the spike.
+        entered: What entered a layer when the copies were read.
 
     Returns:
         None if no token reaches that by repetition.
@@ -113,25 +155,28 @@ def repetition_spike(
     rows = repeated(before, [token.id], copies)
     layer = max([scan.layer, *(neuron.layer for neuron in neurons)])
     drawn = [random_neurons(scan.target, neurons, setup.seed, number) for number in range(RANDOM)]
-    behind_others, _ = beside_copies(setup, rows, 1)
     trial = Trial(
-        torch.cat([rows, behind_others]),
+        rows,
         [neurons, *drawn] if neurons else [],
         at=torch.tensor([copies]),
         source=torch.tensor([0]),
         upto=layer,
         without=scan.shared_dims,
+        entering=entered.before(token.id, copies + 1),
     )
     (read,) = side_by_side(scan.target, [trial])
-    edited, single = read.norms[..., layer].T
-    heights = torch.stack([edited[0], single[0], torch.tensor(scan.typical_norm[layer])]) / scan.spike_norm[layer]
+    edited = read.norms[..., layer]
+    intact = edited[0]
+    behind_others, _ = beside_copies(setup, rows, 1)  # before the copy stand the other tokens
+    (others,) = norms_at(scan, [layer], behind_others, 1)[..., 0]
+    heights = torch.stack([intact[0], others[-1], others[-2]]) / scan.spike_norm[layer]
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
     by_copies = replace(by_copies, role="repeats", place=repr(token.token))
     claims = [by_copies]
     if neurons:
-        left = edited[1:] / edited[0]
+        left = edited[1:] / intact
         place = f"the last of {copies} copies of {token.token!r}"
-        contrasts, search = [INTACT, by_chance(neurons, left[1:])], Search("repeated tokens", tried)
-        claims.append(claim_of("repeats", neurons, outcome, place, left[:1], contrasts, search))
+        contrasts, search = [INTACT, by_chance(neurons, left[1:, 0])], Search("repeated tokens", tried)
+        claims.append(claim_of("repeats", neurons, outcome, place, left[0], contrasts, search))
     return RepetitionSpike(token.token, token.id, copies, tuple(claims))
