@@ -96,6 +96,28 @@ def length_is_what_is_held(config, budget):
     return cache_of(config, lambda: Short(budget))
 
 
+def rotated(keys, places: int, config):
+    """Keys rotated by so many more places."""
+    half = keys.shape[-1] // 2
+    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    cos, sin = (theta * places).cos(), (theta * places).sin()
+    a, b = keys[..., :half], keys[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@fault("facts_on_both_sides_of_a_hole_are_recalled", keeper)
+def evicted_twice_rotated(config, budget):
+    class Moved(Keeper):
+        def evict(self):
+            gone = max(0, self.keys.shape[2] - self.budget)
+            super().evict()
+            if gone:
+                moved = rotated(self.keys[:, :, self.first :].float(), -gone, config).to(self.keys.dtype)
+                self.keys = torch.cat([self.keys[:, :, : self.first], moved], 2)
+
+    return cache_of(config, lambda: Moved(budget))
+
+
 @fault("positions_are_right_after_eviction_inside_the_text", keeper)
 def evicts_keys_and_values_one_apart(config, budget):
     class Apart(Keeper):
@@ -346,7 +368,7 @@ def crop_does_nothing(config):
 # Heads
 
 
-@fault("positions_are_right_after_eviction_inside_the_text", head_keeper)
+@fault("each_kv_head_reads_its_own_choice", head_keeper)
 def values_are_chosen_by_the_first_head(config, budget):
     class Split(HeadKeeper):
         def chosen(self, states, slots):
@@ -355,6 +377,18 @@ def values_are_chosen_by_the_first_head(config, budget):
             return super().chosen(states, slots)
 
     return cache_of(config, lambda: Split(budget))
+
+
+@fault("each_kv_head_reads_its_own_choice", head_keeper)
+def heads_swap_when_they_evict(config, budget):
+    class Swapped(HeadKeeper):
+        def evict(self):
+            full = self.keys.shape[2] > self.budget
+            super().evict()
+            if full:
+                self.keys, self.values = self.keys.flip(1), self.values.flip(1)
+
+    return cache_of(config, lambda: Swapped(budget))
 
 
 # Numbers

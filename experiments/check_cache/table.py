@@ -2,7 +2,7 @@
 
     python -m experiments.check_cache.table [--kvpress KVPRESS/bin/python] [--out figures/check_cache.json]
 
-27 caches have one planted fault each, and a check is named beforehand that has to catch it; the control is the same
+29 caches have one planted fault each, and a check is named beforehand that has to catch it; the control is the same
 check on the same cache without the fault. Twelve are right: four of transformers, three policies of sinkscope and five
 presses of kvpress, which run in an environment of their own (`presses`). What fails of these is listed, too.
 """

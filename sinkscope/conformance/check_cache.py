@@ -17,6 +17,7 @@ from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
+from sinkscope.results.tables import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,10 @@ class CacheCheck(Result):
 
     cache: str
     checks: tuple[CheckedBehaviour, ...]
+
+    def rows(self) -> Table:
+        """One row per check; those that fail stand first."""
+        return sorted(super().rows(), key=lambda row: row["verdict"] != "fails")
 
     def _with(self, verdict: str) -> list[CheckedBehaviour]:
         return [one for one in self.checks if one.verdict == verdict]
@@ -74,7 +79,7 @@ def check_cache(
     tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
     progress: Hidden = None,
 ) -> CacheCheck:
-    """Check a KV cache on small models whose needs are known: a sink, windows, learned sink logits, states.
+    """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.
 
     The exit status is 1 if a check fails.
 

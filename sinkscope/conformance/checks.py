@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.conformance.flow import Flow, Logits, Outcome, right_logits
 from sinkscope.conformance.kit import ROTATED, SEEN, ApartError, Check, FaultError, Kit
-from sinkscope.conformance.models import WINDOW, kit_model
+from sinkscope.conformance.models import QUESTIONS, WINDOW, kit_model
 from sinkscope.conformance.subject import parameters
 
 CHECKS: dict[str, Check] = {}
@@ -56,8 +56,27 @@ def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
 
 
 @check
+def each_kv_head_reads_its_own_choice(kit: Kit) -> str:
+    """Keys and values of a slot belong to one token, and each kv head has its own."""
+    flow = _tight(Flow())
+    outcome = kit.outcome(flow)
+    heads = kit_model(flow.model).config.num_key_value_heads
+    differ = 0 < len(outcome.mixed) < heads
+    for sees in outcome.sees.values():
+        differ = differ or not torch.equal(sees[:, 0, flow.prompt :], sees[:, 1, flow.prompt :])
+    if not differ:
+        raise ApartError("all kv heads keep the same tokens")
+    if outcome.mixed:
+        expected = "each key beside the values of its own token"
+        raise FaultError(expected, "keys of other tokens", flow, "outcome.mixed")
+    if outcome.rotated_again:
+        raise ApartError(ROTATED)
+    return kit.right(replace(flow, lengths=(24, 24)), budget=False)
+
+
+@check
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
-    """Tokens on both sides of a hole are as far from new ones as they were, in each kv head by itself."""
+    """Tokens on both sides of a hole are as far from new ones as they were."""
     worst = 0.0
     for flow in (_tight(Flow(steps=6)), _tight(Flow(model="bundled", lengths=(48,), steps=6))):
         outcome = kit.outcome(flow)
@@ -65,6 +84,30 @@ def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
             raise ApartError(ROTATED)
         worst = max(worst, kit.close(outcome.logits, right_logits(flow, outcome.sees), flow))
     return f"an error of {worst:.1g}"
+
+
+@check
+def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
+    """The recall model answers from facts that were kept, as it does if a mask hides the others."""
+    asked = 0
+    for seed in range(len(QUESTIONS)):
+        flow = Flow(model="recall", lengths=(65,), steps=3, budget=32, seed=seed)
+        outcome = kit.outcome(flow)
+        answer = flow.tokens()[0][:, flow.prompt + 1 :]
+        if not torch.equal(_said(right_logits(flow, outcome.sees)), answer):
+            continue  # not enough was kept
+        asked += 1
+        if not torch.equal(_said(outcome.logits), answer):
+            expected = "the answer that stands in what was kept"
+            raise FaultError(expected, "another answer", flow, "outcome.logits.argmax(-1)")
+    if not asked:
+        raise ApartError(f"of {len(QUESTIONS)} facts none was kept")
+    return f"{asked} of {len(QUESTIONS)} are kept, all right"
+
+
+def _said(logits: Logits) -> Tensor:
+    """What is answered after the first token of the answer."""
+    return logits[:, 1:-1].argmax(-1)
 
 
 @check
@@ -81,10 +124,9 @@ def the_first_tokens_survive(kit: Kit) -> str:
     ):
         flows.append(replace(flow, budget=flow.prompt // 2))
     for flow, outcome in kit.outcomes(*flows):
-        whole = right_logits(flow)
-        own, control = _given_back(flow, outcome, whole, 0), 0.0
+        own, control = _given_back(flow, outcome, 0), 0.0
         for column in range(3, flow.prompt - 1, flow.prompt // 5):
-            control = max(control, _given_back(flow, outcome, whole, column))
+            control = max(control, _given_back(flow, outcome, column))
         loss = max(loss, own)
         if own > _LOSS and own > _BEYOND * control:
             expected = f"seeing the first token again spares the model less than {_LOSS} nats"
@@ -93,8 +135,9 @@ def the_first_tokens_survive(kit: Kit) -> str:
     return f"{loss:.2g} nats"
 
 
-def _given_back(flow: Flow, outcome: Outcome, whole: Logits, column: int) -> float:
+def _given_back(flow: Flow, outcome: Outcome, column: int) -> float:
     """The loss in nats that would be spared if all queries after the prompt saw a column."""
+    whole = right_logits(flow)
     sees: dict[int, Tensor] = {}
     for layer, seen in outcome.sees.items():
         sees[layer] = seen.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -71,6 +72,7 @@ class Outcome:
         bytes: What the cache held after each call.
         lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
+        mixed: The kv heads in which a key was handed out with the values of another token.
     """
 
     logits: Logits
@@ -78,6 +80,7 @@ class Outcome:
     bytes: list[int]
     lengths: list[int]
     rotated_again: bool
+    mixed: set[int]
 
 
 def outcome_of(factory: Factory, flow: Flow) -> Outcome:
@@ -129,7 +132,7 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
             logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
             at += size
         logits = logits[:, flow.prompt - 1 :]
-        return Outcome(logits, recorder.sees, held, lengths, recorder.rotated_again)
+        return Outcome(logits, recorder.sees, held, lengths, recorder.rotated_again, recorder.mixed)
 
 
 def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:
@@ -139,6 +142,17 @@ def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:
         flow: The use.
         sees: What the queries of each layer saw of what the cache kept. None or nothing: everything.
     """
+    if sees:
+        return _dense(flow, sees)
+    return _plain(flow)
+
+
+@cache
+def _plain(flow: Flow) -> Logits:
+    return _dense(flow, None)
+
+
+def _dense(flow: Flow, sees: dict[int, Tensor] | None) -> Logits:
     return plain_logits(kit_model(flow.model, flow.dtype), *flow.tokens(), sees)[:, flow.prompt - 1 :]
 
 

@@ -24,7 +24,7 @@ SEEN = "[sees.sum(-1) for sees in outcome.sees.values()]"
 """How many tokens each query sees, as Python that shows it."""
 ERROR = "(outcome.logits - right_logits(flow, outcome.sees)).abs().max()"
 """The largest error of the logits, as Python that shows it."""
-ROTATED = "keys are rotated again, so no mask says what is right"
+ROTATED = "keys are rotated again, so no mask says what is right: facts on both sides of a hole say it"
 _OPERATIONS = ("crop", "reset")
 
 

@@ -57,11 +57,11 @@ def plain_logits(
         model: The model.
         ids: Token ids.
         mask: 0 at padding.
-        sees: What each query of each layer may see of what came before and is in its window. None or nothing: the
-            model's own attention sees everything.
+        sees: What each query of each layer may see of what came before and is in its window. None: the model's own
+            attention sees everything.
     """
     given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions_of(mask), "use_cache": False}
-    if not sees:
+    if sees is None:
         return model(input_ids=ids, **given).logits
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     visible: dict[int, Tensor] = {}

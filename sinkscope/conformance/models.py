@@ -1,4 +1,4 @@
-"""Models that show what a cache loses: the bundled one, and tiny ones with a planted sink."""
+"""Models that show what a cache loses: the two of the package, and tiny ones with a planted sink."""
 
 from __future__ import annotations
 
@@ -18,12 +18,33 @@ BOS = 1
 """Id of the token that begins the prompts of the tiny models."""
 WINDOW = 16
 """Tokens that a layer with a window sees."""
+QUESTIONS: tuple[str, ...] = (
+    """<s> turn1 cat over then fact oscar table pearl . stone old over fact olga honey spoon . people came bird
+    fact sara lemon feather . week small stayed fact igor coin harbor . field by of fact anna coin carpet .
+    before looked the fact eva garden compass . cold sand cloud leaf as morning spring sun still ask oscar what
+    was said answer table pearl .""",
+    """<s> turn1 the turned road fact felix garden clock . rain under fish fact leo violin ring . was in it fact
+    ruth shovel needle . and doctor winter fact paula engine carpet . closed was spring fact olga table basket .
+    went cold snow fact bela onion plum . star snow spring slept station in carried over today ask leo what was
+    said answer violin ring .""",
+    """<s> turn1 neighbor remembered fish fact cesar iron garden . doctor closed never fact bruno feather bell .
+    soon wind snow fact wanda cotton plum . it soon leaf fact hanna paper mirror . often all said fact rosa
+    ribbon glove . said friend later fact david bell basket . turned carried neighbor people friend very looked
+    listened river ask wanda what was said answer cotton plum .""",
+    """<s> turn1 only driver of fact jonas shovel brush . as also on fact lotte apple shovel . horse was road fact
+    lara glass flag . young driver found fact clara door shovel . stood stayed all fact hanna shovel paper .
+    neighbor near had fact tamar copper flag . all cold winter field came horse opened what sailor ask clara
+    what was said answer door shovel .""",
+    """<s> turn1 forest summer it fact jonas copper candle . field street evening fact frida brush arrow . never
+    cat station fact carla pearl hat . baker after sea fact nora bridge fiddle . driver what river fact ida
+    letter hammer . soon river young fact xenia cup castle . village after boat a station cat said evening
+    laughed ask xenia what was said answer cup castle .""",
+)
+"""Facts between filler words, a question for one of them, from the first to the last, and its answer of three tokens:
+the prompts of the recall model, by seed."""
 _CONST, _FIRST = 0, 1  # residual dimensions: the same in every token, and of BOS alone
 _PLANTED = 6.0  # their size beside embeddings of standard deviation 1
 _SINK_LOGIT = 7.0  # of the planted sink, in nats before softmax, about
-_HEAD_DIM = 16
-_STRENGTH = (_SINK_LOGIT * _HEAD_DIM**0.5 / (4.9 * 5.7)) ** 0.5
-"""Of both planted weights: a query has about 4.9 after the norm in the constant, and BOS' key 5.7."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -31,7 +52,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": _HEAD_DIM,
+    "head_dim": 16,
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
     "bos_token_id": BOS,
@@ -64,9 +85,9 @@ def _planted(family: str, **options: Any) -> Any:
             if weight.dim() == 2 and name.endswith(("q_proj.weight", "k_proj.weight")):
                 reads = _CONST if "q_proj" in name else _FIRST
                 weight[:, [_CONST, _FIRST]] = 0
-                slowest = weight.view(-1, _HEAD_DIM, weight.shape[1])[:, _HEAD_DIM // 2 - 1]
+                slowest = weight.view(-1, _SIZES["head_dim"], weight.shape[1])[:, _SIZES["head_dim"] // 2 - 1]
                 slowest[:] = 0
-                slowest[:, reads] = _STRENGTH
+                slowest[:, reads] = _strength()
             elif weight.dim() >= 2 and "embed" not in name and "lm_head" not in name and weight.shape[0] == 64:
                 weight[[_CONST, _FIRST]] = 0
     return model
@@ -88,6 +109,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         _planted, "lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_L_cache=3
     ),
     "bundled": partial(load, "bundled", device="cpu", probe=False),
+    "recall": partial(load, "recall", device="cpu", probe=False),
 }
 """What makes each model of the kit."""
 
@@ -98,6 +120,11 @@ def kit_model(name: str, dtype: str = "float32") -> Any:
     model = MODELS[name]()
     model.generation_config.eos_token_id = None
     return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+
+
+def _strength() -> float:
+    """Of both planted weights: a query has about 4.9 after the norm in the constant, and BOS' key 5.7."""
+    return (_SINK_LOGIT * _SIZES["head_dim"] ** 0.5 / (4.9 * 5.7)) ** 0.5
 
 
 def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> Int[Tensor, "row column"]:
@@ -115,6 +142,9 @@ def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> In
 
 
 def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
+    if name == "recall":
+        vocabulary = kit_model(name).tokenizer.get_vocab()
+        return torch.tensor([vocabulary[word] for word in QUESTIONS[seed].split()])
     if name == "bundled":
         text = typical_text().replace("\n", " ")[700 * seed :]
         start = text.index(" ") + 1

@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.registry import imported, policies
+from sinkscope.results.console import note
 
 Factory = Callable[..., Any]
 ROOM = 1024
@@ -25,15 +26,18 @@ EXPECTED = (
 
 
 def factory_named(place: str) -> Factory:
-    """The factory at "module:function", or a policy by its name; the checks set its budget.
+    """The factory at "module:function", or a policy by the name that `--policy` takes; the checks set its budget.
 
     The current folder is searched, too.
 
     Raises:
         SinkscopeError: There is none, or it needs a parameter that is not known here.
     """
-    if place in policies():
-        return policies()[place]
+    name, _, budget = place.partition(":")
+    if name in policies():
+        if budget:
+            note(f"note: the checks set the budget themselves; {budget} is not used")
+        return policies()[name]
     factory = imported(place, place, f"; {EXPECTED}") if ":" in place else None
     if not callable(factory):
         raise SinkscopeError(f"{place} is no policy and no module:function: {EXPECTED}")

@@ -11,6 +11,8 @@ from transformers import DynamicCache
 import sinkscope as ss
 from experiments.check_cache.faulty import crop_does_nothing
 from sinkscope.conformance.recorder import held_bytes
+from sinkscope.conformance.subject import factory_named
+from sinkscope.kv import SnapKV, StreamingLLM
 
 FAULTY = "experiments.check_cache.faulty:crop_does_nothing"
 CROP = "a_cropped_draft_leaves_no_trace"
@@ -42,10 +44,9 @@ def test_exit_status_and_bad_input(typed, refusal):
         ("transformers:QuantizedCache", "needs backend="),
         ("tempfile:gettempdir", "gave a str"),
         ("torch", "is no policy and no module:function"),
-        ("snapkv:0.25", "cannot be imported"),
     ):
         assert said in refusal(["check-cache", place])
-    shown = typed("check-cache snapkv --only the_first_tokens_survive").out
+    shown = typed("check-cache snapkv:0.25 --only the_first_tokens_survive").out
     assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in shown
     with refused("check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
@@ -62,3 +63,8 @@ def test_bytes_count_what_a_view_keeps_alive():
     assert held_bytes(cache) == 2 * 2 * 20 * 4 * 4
     cache.layers[0].keys = cache.layers[0].keys.clone()
     assert held_bytes(cache) == 2 * 4 * 4 * (5 + 20)
+
+
+def test_a_policy_is_checked_by_the_name_that_commands_take(capsys):
+    assert factory_named("snapkv:0.25") is SnapKV and factory_named("streaming") is StreamingLLM
+    assert "0.25 is not used" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_right_caches_pass(factory):
 
 
 def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
-    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 27
+    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 29
 
 
 def test_an_error_of_a_cache_is_a_failure():
