@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from math import hypot
+from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
@@ -22,9 +24,10 @@ TOPICS = {
     "precision": "Precision",
 }
 """What the parts on the first screen are about."""
+SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 RULE = (
-    "A number changed if it moved by more than the margins of both cards together; a number without a margin is shown "
-    "and not judged."
+    "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
+    "without a margin is shown and not judged."
 )
 
 
@@ -125,6 +128,10 @@ class SinkCard(Result):
             grids.append(Grid(strings(self.rows()), f"Compared with {self.against}", RULE, important))
         important = ("label", "value", "control", "margin")
         rows = replace(self, against=None).rows()
+        for row in rows:
+            for name in important[1:]:
+                if row["share"] and row[name] is not None:
+                    row[name] = cell(row[name], percent=True)
         return [*grids, Grid(strings(rows), title="Numbers, each with its control", important=important)]
 
     def compared(self, other: SinkCard) -> SinkCard:
@@ -172,6 +179,21 @@ def _change(part: str, before: Number, after: Number) -> CardChange:
         changed = before.value != after.value
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-        changed = abs(float(after.value or 0.0) - float(before.value or 0.0)) > margin
+        moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
+        changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
     old, new = cell(before.value, percent=after.share), cell(after.value, percent=after.share)
     return CardChange(after.label, old, new, margin, changed, part, after.key)
+
+
+def read_card(path: str | Path) -> SinkCard:
+    """Read the card in a file, or in the folder of a scan.
+
+    Raises:
+        SinkscopeError: There is no card.
+    """
+    file = path_of(path)
+    if file.is_dir():
+        file = file / CARD
+    if not file.is_file():
+        raise SinkscopeError(f"{path} holds no card: give the card.json of a scan, or the scan's folder")
+    return SinkCard.load(file)

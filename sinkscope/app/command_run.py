@@ -14,7 +14,7 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command
-from sinkscope.files.output import check_output, check_writable, read_text, write_output
+from sinkscope.files.output import check_output, check_writable, is_device, read_text, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
@@ -161,12 +161,15 @@ class CommandRun:
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
+        targets: list[Path] = []
         for path in files.values():
-            if path != "-":
-                check_output(path, self.kinds)
+            targets.append(Path(path) if path == "-" else check_output(path, self.kinds))
         for one in self.parameters.values():
             if one.option.writes and one.name in arguments:
-                check_writable(str(arguments[one.name]), folder=True)
+                targets.append(check_writable(str(arguments[one.name]), folder=True))
+        for target in targets:
+            if targets.count(target) > 1 and not is_device(target):
+                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
     def _result(self, arguments: dict[str, Any]) -> Any:
         """What the function returns."""

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from sinkscope import __version__
-from sinkscope.app.card import CARD, CardPart, SinkCard
+from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
 from sinkscope.app.pages import document, folded, result_section
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
@@ -143,7 +143,7 @@ def scan(
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         out: Folder for the results and the card. By default scan-NAME.
         quick: Use smaller numbers: a minute instead of several for a small model.
-        against: The card.json of a scan to compare with.
+        against: A card.json, or the folder of a scan, to compare with.
         settings: As for `sinkscope.measure.Setup.open`.
 
     Example:
@@ -153,7 +153,7 @@ def scan(
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
-    other = None if against is None else SinkCard.load(against)
+    other = None if against is None else read_card(against)
     setup = Setup.open(model, **settings)
     target = setup.target
     target.shards.check_alone("scan")

@@ -113,10 +113,13 @@ class Folder(Generic[R]):
             if not isinstance(earlier, dict):
                 earlier = {}
             if earlier != self._settings and (self.records or earlier.keys() != self._settings.keys()):
-                every = sorted({*earlier, *self._settings})
-                names = ", ".join(name for name in every if earlier.get(name) != self._settings.get(name))
+                names: list[str] = []
+                for name in sorted({*earlier, *self._settings}):
+                    before, now = earlier.get(name), self._settings.get(name)
+                    if before != now:
+                        names.append(f"{name} was {json.dumps(before):.60}, now {json.dumps(now):.60}")
                 raise SinkscopeError(
-                    f"{self._option} {self.name} was begun with another {names}, as its {SETTINGS} says: give the same "
+                    f"{self._option} {self.name} was begun with other settings ({', '.join(names)}): give the same "
                     "settings, or another folder"
                 )
         if not self.records:  # nothing is lost if a run that could not begin is begun with other settings

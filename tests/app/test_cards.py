@@ -13,7 +13,7 @@ from report_kit import files_shown, made_report
 from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.card import CardPart, SinkCard
+from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
@@ -107,7 +107,7 @@ def test_a_scan_that_was_ended_goes_on_with_equal_numbers(folder, model, tmp_pat
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     few_parts(monkeypatch, PARTS)
     options = {"out": folder, "quick": True, **other}
-    with refused("begun with another "):
+    with refused("begun with other settings"):
         scan(model, **options)
 
 
@@ -158,7 +158,7 @@ def test_a_change_counts_beyond_both_margins(folder, by, moved):
     """And a number without a margin is not judged."""
     before = CardPart("a", "a", "It is so.", numbers=(Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)))
     after = replace(before, numbers=(Number("x", "X", 10.0 + by, 0.0, 1.0), Number("y", "Y", 2.0, 0.0)))
-    card = replace(SinkCard.load(folder / "card.json"), parts=(before,))
+    card = replace(read_card(folder), parts=(before,))
     compared = replace(card, parts=(after,)).compared(card)
     changes = {change.key: change for change in compared.changes}
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)

@@ -179,6 +179,8 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
         ),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
+        ("find-sinks --json x --html ./x", "x is given for two outputs"),
+        ("find-sinks --json - --csv -", "- is given for two outputs"),
         ("models llama --check bundled", "llama has no effect with --check"),
         ("loops file --first", "--first has no effect without --follow"),
         ("loops file --port 9", "--host and --port have no effect without --proxy"),

@@ -190,7 +190,7 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
 def test_the_live_page_in_a_browser(bundled, chrome):
     bundled.text = TEXT
     addresses = []
-    threading.Thread(target=serve, args=(bundled, addresses.append), daemon=True).start()
+    threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
     while not addresses:
         time.sleep(0.01)
     chrome.errors.clear()

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
@@ -27,6 +29,7 @@ def view_model(
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     generation: bool = True,
+    port: Annotated[int, Field(ge=0, le=65535)] = 0,
     to_files: Hidden = True,
     **settings: Any,
 ) -> ModelView | None:
@@ -39,6 +42,7 @@ def view_model(
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         text: The text; - is standard input. By default a story.
         generation: Include what the model writes without the guard and with it; the live page makes it when asked.
+        port: Port of the live page. By default a free one.
         to_files: Whether the result is wanted; else the live page is served.
         settings: As for `sinkscope.measure.Setup.open`.
 
@@ -63,5 +67,5 @@ def view_model(
         print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
 
     end_bar(settings.get("progress"))
-    serve(explorer, ready)
+    serve(explorer, port, ready)
     return None

@@ -61,12 +61,16 @@ def application(explorer: Explorer, token: str) -> Any:
     return Starlette(routes=routes, middleware=[hosts])
 
 
-def serve(explorer: Explorer, ready: Callable[[str], object]) -> None:
-    """Serve the live page until Ctrl-C, at a free port.
+def serve(explorer: Explorer, port: int, ready: Callable[[str], object]) -> None:
+    """Serve the live page until Ctrl-C.
 
     Args:
         explorer: The open model.
+        port: Port on 127.0.0.1; 0 takes a free one.
         ready: Called with the address once connections are accepted.
+
+    Raises:
+        SinkscopeError: The port is taken.
     """
     token = secrets.token_urlsafe(16)
-    listen(application(explorer, token), "127.0.0.1", 0, lambda address: ready(f"{address}/{token}/"))
+    listen(application(explorer, token), "127.0.0.1", port, lambda address: ready(f"{address}/{token}/"))
