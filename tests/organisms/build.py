@@ -46,6 +46,7 @@ class HardTruth:
         sink_layer: Whose MLP makes most of the spike; None: no MLP does.
         sets: Each a smallest set of sites whose zeroing removes a spike and, with it, the attention.
         step_up: Layers whose MLP builds the spike.
+        step_down: Layers whose MLP takes it away again.
         shared_dims: Residual dimensions that are massive on every token.
         groups: The heads that attend to the sink, by what they need.
         marks: Parts without which the spike of a place is lost, where it is said.
@@ -63,6 +64,7 @@ class HardTruth:
     sink_layer: int | None = None
     sets: tuple[frozenset[Site], ...] = ()
     step_up: tuple[int, ...] = ()
+    step_down: tuple[int, ...] = ()
     shared_dims: tuple[int, ...] = ()
     groups: tuple[Group, ...] = ()
     marks: dict[Place, tuple[str, ...]] = field(default_factory=dict)

@@ -179,9 +179,9 @@ def _embedding_spike(b: Build) -> HardTruth:
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: Build) -> HardTruth:
     """The last layer but one takes the spike away again."""
-    truth = textbook(b)
-    b.take_away(b.plan.n_layers - 2)
-    return truth
+    truth, fall = textbook(b), b.plan.n_layers - 2
+    b.take_away(fall)
+    return replace(truth, step_down=(fall,))
 
 
 @_kind("qwen2", "neox")

@@ -35,6 +35,9 @@ def test_every_grouped_token_gets_there_and_no_other(family, seed):
     assert expected is not None and list(result.ids) == list(range(o.model.config.vocab_size))
     (repeats,), ids = result.repeats, np.array(result.ids)
     np.testing.assert_array_equal(repeats[4:10], [by_hand(o, bos, token, LIMIT) for token in result.ids[4:10]])
+    some = measured(o, sample=6)
+    assert len(set(some.ids)) == 6
+    np.testing.assert_array_equal(some.repeats[0], repeats[list(some.ids)])
     group = np.array([o.truth.groups[token] for token in result.ids])
     assert (np.isnan(repeats) == (group < 0)).all()
     needed = repeats[(group >= 0) & (ids != bos)]

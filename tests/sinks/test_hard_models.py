@@ -67,6 +67,7 @@ def check(h: HardModel, result: FindSinks):
     assert bool(result.spikes) == bool(truth.spike) and result.sink_layer == truth.sink_layer
     assert sorted(result.shared_dims) == sorted(truth.shared_dims) and carried(sink) == truth.carried_by
     if result.spikes:
+        assert result.spikes[0].step_down == truth.step_down
         assert result.spikes[0].step_up == truth.step_up
     if sink is not None:
         share = 1.0 if sink.place is None else sink.place.share

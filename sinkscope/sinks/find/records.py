@@ -47,6 +47,7 @@ class Spike:
         place: The positions.
         layers: The first and last layer of each run of layers after which the norm stands out.
         step_up: Layers whose MLP builds the spike; empty if no MLP does.
+        step_down: Layers that reduce it by at least 5 %.
         ratio: The largest ratio of the spike's norm to the typical norm.
         usual: The 95 % quantile of that ratio over ordinary positions.
         claims: What is left of it without the smallest set of neurons found that removes it or, if there is none,
@@ -57,6 +58,7 @@ class Spike:
     place: Place
     layers: tuple[tuple[int, int], ...]
     step_up: tuple[int, ...]
+    step_down: tuple[int, ...]
     ratio: float
     usual: float
     claims: Claims

@@ -21,6 +21,7 @@ from sinkscope.sinks.removal.effects import Trial, side_by_side
 
 NO_FIRST_SPIKE = "No neurons are known that make a norm spike at the first token"
 CANDIDATES = 8  # candidates of the sink layer
+STEP_SHARE = 0.05  # a step down changes the spike's norm by at least this share of the largest
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
@@ -106,10 +107,13 @@ def _made(scan: LayerScan, place: Place, seed: int) -> MadeSpike:
         claims, search = spike_maker(scan, _words(scan, place, scan.spike_layers[0]))
     norms = scan.typical.norms[scan.ratios.argmax(), :, 1:].flatten()
     ordinary = norms[~stands_out(norms, norms.median())]
+    heights = torch.tensor(scan.spike_norm)
+    falls = heights.diff(prepend=heights[:1]) <= -STEP_SHARE * heights.max()
     spike = Spike(
         place=place,
         layers=tuple(spike_runs(scan)),
         step_up=tuple(scan.stages),
+        step_down=tuple(falls.nonzero().flatten().tolist()),
         ratio=float(scan.ratios.max()),
         usual=float(ordinary.quantile(0.95) / norms.median().clamp(min=SMALLEST_NORM)),
         claims=claims,

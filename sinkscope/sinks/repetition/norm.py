@@ -54,10 +54,12 @@ def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
     return Repeat(read="norm", **curves)
 
 
-def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, resume: Resume) -> Repeat:
+def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:
     """The repetitions that every token needs at the layer of a spike."""
     target, scan = setup.target, made.scan
     ids = vocabulary(target, None)
+    if sample is not None:
+        ids = sample_tokens(ids, sample, setup.seed)
     hold_layers(target, scan.layer)
 
     def work(tokens: list[int]) -> Columns:

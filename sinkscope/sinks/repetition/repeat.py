@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural
 from sinkscope.measure import Option, Setup, measurement
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.find.spikes import sink_spike
@@ -19,7 +20,7 @@ from sinkscope.sinks.repetition.result import Repeat, What
 from sinkscope.sinks.repetition.sweep import sweep_of
 
 EVERY_TOKEN = ["all"]
-OWN = {"ablate": "--read norm", "patch": "--read probability", "resume": "--tokens all"}
+OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all", "resume": "--tokens all"}
 """What an option belongs to."""
 NO_SPIKE = "No MLP makes a norm spike, so there is no layer to read repetitions at; see `circuit`."
 
@@ -52,6 +53,7 @@ def repeat(
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     ablate: bool = False,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
+    sample: Natural | None = None,
     resume: Resume = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
@@ -71,6 +73,7 @@ def repeat(
         ablate: Read the norm also with the sink neurons of `find_sinks` zeroed, and with as many random ones.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
+        sample: With all tokens: only this many, drawn at random.
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
@@ -89,5 +92,5 @@ def repeat(
     if read == "attention":
         return read_attention(sweep, made)
     if every:
-        return read_vocabulary(setup, made, sweep.count, resume)
+        return read_vocabulary(setup, made, sweep.count, sample, resume)
     return read_norms(sweep, made, ablate)
