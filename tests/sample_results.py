@@ -44,7 +44,7 @@ HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), TRIED, True, 
 
 def spike(place: Place, ratio: float) -> Spike:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), ratio, 1.5, (MADE,))
+    return Spike(place, ((2, 3),), (1, 2), (), ratio, 1.5, (MADE,))
 
 
 def sample_find_sinks(**changes) -> FindSinks:

@@ -82,7 +82,7 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeyp
     assert [token for tokens in asked for token in tokens] == whole["clusters"]["ids"]
     with torch.no_grad():
         o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
-    with pytest.raises(SinkscopeError, match=r"another .*model"):
+    with pytest.raises(SinkscopeError, match=r"other settings .*model"):
         measured(resume=tmp_path)
 
 
