@@ -39,6 +39,7 @@ from sinkscope.sinks.removal.search import CONTROL_DRAWS
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
+NO_HEAD = "No head marks the first token"
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 
 
@@ -89,6 +90,7 @@ class Replacement:
             with target.hooks(*hooks):
                 view = view_layer(target, self.sink_layer, rows, torch.ones_like(rows, dtype=torch.bool))
             read.append(view.post[:, self.flat.to(view.post.device)].cpu())
+            self.setup.progress("heads", min(batch * len(read), len(tokens)), len(tokens))
         return torch.cat(read)
 
 
@@ -212,7 +214,7 @@ def with_heads(
     """The result with what is lost without each head, and the heads of each token.
 
     The fewest heads of a token that keep half, those with the largest drop and share kept alone first, are compared
-    with as many heads in random draws, which leave these out where there are enough others; the least left counts.
+    with as many others in random draws, of which the least that is left counts.
 
     Args:
         found: The result without them.
@@ -241,12 +243,13 @@ def with_heads(
     generator = draws(bench.setup.seed, "heads beside those that mark")
     others = torch.rand(len(tokens), CONTROL_DRAWS, len(heads), generator=generator).masked_fill(serves[:, None], 1)
     random = others.argsort(-1).argsort(-1) < size[..., None]
-    marking = tuple(compress(heads, serves.any(0).tolist()))
-    if not marking:
-        stays = float(without[:, 0].mean())
-        return replace(found, instead=f"No head marks the first token: without all, {stays:.0%} of the mark stays.")
-    left = kept(torch.cat([serves[:, None], random], 1)).clamp(min=0)
+    compared = ((size > 0) & (2 * size <= len(heads)))[:, 0]  # with as many others
+    if not bool(compared.any()):
+        why = "Most heads mark the first token, so not as many others are left to compare" if size.any() else NO_HEAD
+        return replace(found, instead=f"{why}: without all, {float(without[:, 0].mean()):.0%} of the mark stays.")
+    left = kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
     control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
+    marking = tuple(compress(heads, serves[compared].any(0).tolist()))
     outcome, search = Outcome("mark", lost_of="the mark"), Search("heads", len(heads))
     claim = claim_of("marks", marking, outcome, "the first token", left[:, 0], (INTACT, control), search)
     return replace(found, claims=(claim,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,25 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     assert none.sink_layer is None and none.rows() == []
 
 
+class ThreeHeads(Replacement):
+    """Each of three heads gives a third of the mark, so that two of them are needed to keep half."""
+
+    def __init__(self) -> None:
+        self.setup, self.sink_layer, self.means = SimpleNamespace(n_heads=3, seed=0), 0, {0: torch.zeros(3, 4)}
+
+    def post(self, tokens, replaced=None):
+        if replaced is None:
+            replaced = self.none_of(len(tokens))
+        return (~replaced).float().mean((1, 2))[:, None]
+
+
+def test_where_most_heads_mark_it_is_not_said_that_none_does():
+    found = MarkingHeads(sink_layer=0, neurons=(Neuron(0, None, 1),), tokens=("a",))
+    found = module.with_heads(found, ThreeHeads(), torch.tensor([5]), torch.ones(1))
+    assert found.serves.sum() == 2
+    assert found.conclusion().startswith("Most heads mark the first token") and "0% of the mark" in found.conclusion()
+
+
 def test_replacement_equals_an_edited_pass(monkeypatch, tmp_path):
     """Single tokens, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
     o = organism("llama", 3)
@@ -88,6 +108,12 @@ def test_replacement_equals_an_edited_pass(monkeypatch, tmp_path):
         with inputs_edited(o.model.model.layers[0].self_attn.o_proj, swap):
             post = trace(o.model, ids[:1], [site])[site][0, 0]
         assert_close(got[head], post[[n for _, n in o.truth.neurons]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):
+    m = hard("two_delimiters", "llama")
+    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), count=4)
+    assert found.claims == () and found.conclusion().startswith("No neurons are known that make")
 
 
 def test_tokens_that_are_given(tmp_path):

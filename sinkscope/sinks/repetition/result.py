@@ -91,7 +91,10 @@ class Repeat(Result):
         """The notes, and how many tokens turn under each condition."""
         lines = list(self.notes)
         if self.repeats is not None:
-            for condition, repeats in zip(self.conditions, self.repeats, strict=True):
+            shown = self.repeats
+            if self.read == "norm" and not np.isfinite(shown[0]).any():
+                shown = shown[:1]  # there is nothing that an edit could take away
+            for condition, repeats in zip(self.conditions, shown, strict=False):
                 turned = repeats[np.isfinite(repeats)]
                 line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.read]} ({condition}"
                 if len(turned):
