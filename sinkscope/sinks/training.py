@@ -23,6 +23,7 @@ from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
 from sinkscope.sinks.find.mask import dims_of
+from sinkscope.sinks.find.neurons import largest_writer
 from sinkscope.sinks.find.survey import Survey
 
 
@@ -109,7 +110,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def read_sinks(setup: Setup) -> dict[str, float]:
     """What the sink of a model is, by the names under which it is logged.
 
-    The layer is that of a scan. Nothing is verified by ablation, as `find_sinks` does it.
+    The layer and the neuron are the candidates of a scan. They are not verified by ablation, as `find_sinks` does it.
 
     Args:
         setup: The model and its text.
@@ -120,8 +121,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         `spike_ratio`: norm at the place of the first spike over the typical one, after the layer where it is largest;
         of the first token, if no norm stands out.
         `spike_dim`: the residual dimension that carries most of the spike; left out if no norm stands out.
-        `spike_layer`: the layer whose MLP adds most to the spike; left out if no norm stands out, or no MLP makes it do
-        so.
+        `spike_layer`, `spike_neuron` (and `spike_expert`): the layer whose MLP adds most to the spike, and its neuron
+        that writes most there; left out if no norm stands out, or no MLP makes it do so.
     """
     survey = Survey.of(setup)
     scan = survey.first
@@ -134,6 +135,9 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     if dims:
         numbers["spike_dim"] = dims[0]
     if scan.sink_layer is not None:
-        numbers["spike_layer"] = scan.layer
+        neuron = largest_writer(scan, scan.layer)
+        numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
+        if neuron.expert is not None:
+            numbers["spike_expert"] = neuron.expert
     numbers["spike_ratio"] = float(scan.ratios.max())
     return numbers

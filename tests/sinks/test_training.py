@@ -22,7 +22,7 @@ from sinkscope.sinks.find import attention_received
 pytestmark = pytest.mark.few_texts
 
 STEPS = 6
-SPIKE = ["spike_dim", "spike_layer"]
+SPIKE = ["spike_dim", "spike_layer", "spike_neuron"]
 ALWAYS = ["sink_rate", "spike_ratio"]
 
 
@@ -138,7 +138,8 @@ def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, 
     assert before != pytest.approx(after, rel=1e-3)
     for row, expected in zip(logged, (before, after), strict=True):
         assert {name: row[name] for name in ALWAYS} == pytest.approx(expected, rel=1e-4)
-        assert row["spike_layer"] == m.truth.sink_layer
+        layer, neuron = m.truth.neurons[0]
+        assert (row["spike_layer"], row["spike_neuron"]) == (layer, neuron)
     assert logged[0]["spike_dim"] in m.truth.residual_dims
 
 
@@ -160,7 +161,13 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
 def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
     m = hard("two_delimiters", "llama")
     (row,) = at_the_start(m, tmp_path, text=text_file(m, tmp_path))
-    assert row["spike_ratio"] > 3 and {row["spike_layer"]} == {site[0] for sites in m.truth.sets for site in sites}
+    assert row["spike_ratio"] > 3 and {(row["spike_layer"], row["spike_neuron"])} in m.truth.sets
+
+
+def test_of_a_mixture_the_expert_is_named(tmp_path):
+    m = organism("mixtral", 0)
+    (row,) = at_the_start(m, tmp_path)
+    assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) == m.truth.neurons[0]
 
 
 # --- when, and by whom ------------------------------------------------------------------------------------------------

@@ -87,6 +87,12 @@ def stage_neurons(scan: LayerScan, stage: int, top_k: int, seed: int, upto: int 
     return tuple(neurons)
 
 
+def largest_writer(scan: LayerScan, layer: int) -> Neuron:
+    """The neuron of a layer that writes most at the place, of a model in memory; it is not verified."""
+    _, rank = contributions(scan.target, _at_places(scan, layer)).mean(1)
+    return Neuron(layer, *expert_and_neuron(scan.target, layer, int(rank.argmax())))
+
+
 def _at_places(scan: LayerScan, layer: int) -> LayerView:
     ids = scan.ids[:, : scan.up_to_place]
     where = torch.zeros_like(ids, dtype=torch.bool)
