@@ -1,1 +1,1 @@
-"""Short passes over a model."""
+"""Short passes over a model, and what has to hold while hooks are on it."""

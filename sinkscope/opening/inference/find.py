@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +13,9 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
-from sinkscope.models.call_cache import CACHE_NAMES, cache_parameter
 from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
+from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
@@ -53,7 +52,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         numbers = layer_kinds(Target(hf, hf, "hf", adapter))
         adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
-        _check_cache(target)
+        check_positions(target)
         firsts = layer_kinds(target)  # of the sample, which may have fewer kinds of layers than a quantised model
         report = probe(target, every_layer=False)
     if proves and row is None and report.problem is not None:
@@ -64,16 +63,6 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         adapter = replace(adapter, unproved=(("*", report.problem),))
     _KNOWN[key] = adapter
     return adapter
-
-
-def _check_cache(target: Target) -> None:
-    """Refuse a model that takes its cache by an unknown name: in every call, positions would be counted from 0."""
-    forward = target.base.forward
-    if "use_cache" in inspect.signature(forward).parameters and cache_parameter(forward) is None:
-        raise UnsupportedError(
-            f"positions cannot be counted in {target.name} while it generates, because its cache does not come as "
-            f"{' or '.join(CACHE_NAMES)}; rename that argument, or install the versions in constraints.txt"
-        )
 
 
 def _is_elsewhere(target: Target) -> bool:
