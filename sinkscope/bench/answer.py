@@ -18,7 +18,7 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
-from sinkscope.hooks.edit.base import Event, Intervention, under
+from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
 from sinkscope.loops.generate import padded
@@ -190,16 +190,8 @@ def answer_rows(
         for name, value in measure(output.logits[:, -1].float()).items():
             values.setdefault(name, []).append(value.double().cpu())
 
-    with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
-        if run is not None:
-            Session.of(run).own_cache()
-        output = target.hf.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            **options,
-            **decoding(target, do_sample=False, pad_token_id=pad),
-        )
+    options |= decoding(target, do_sample=False, pad_token_id=pad)
+    output, run = _generated(target, edit, keep, input_ids=ids, attention_mask=mask, max_new_tokens=new, **options)
     events: list[Event] = []
     held: tuple[Tensor, Tensor] | None = None
     if run is not None:
@@ -229,6 +221,16 @@ def answer_rows(
         answer = Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps)
         answers.append(answer)
     return answers
+
+
+def _generated(
+    target: Target, edit: Intervention | None, keep: Callable[..., None], **options: Any
+) -> tuple[Tensor, Run | None]:
+    """What the model writes under an edit, with the run that counts what the cache holds; `keep` sees each output."""
+    with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
+        if run is not None:
+            Session.of(run).own_cache()
+        return target.hf.generate(**options), run
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

@@ -126,17 +126,11 @@ def exact_lines(
     left.masked_fill_(lines.vertical[:, None], 0.0)
     near = (at[:, None] - torch.arange(local, device=at.device)).clamp_(min=0)
     left.scatter_(2, near.expand(heads, -1, -1), 0.0)
+    search = _begun(left, places, (1 - alpha) * rows, lines, flat)
     lengths = lines.lengths().float()
     spare = _SPARE if few_rounds else 1.0
     limit = min(dense_above, 3.0) * causal_cells(lines.queries, keys)  # what is missing never takes 3 times all cells
-    weights = torch.stack([left.sum(1), slash_sums(left, places)], 1)
-    chosen = lines.chosen.float()
-    missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
-    weights.masked_fill_(lines.chosen, -torch.inf)
     result = torch.ones_like(lines.chosen)
-    every_head = torch.arange(heads, device=left.device)
-    one = torch.ones_like(every_head)
-    search = _Search(every_head, left, weights, chosen, missing, one, done=flat.clone(), dense=flat.clone())
     if not few_rounds:
         search = search.unfinished()
     for number in count():  # a round takes a line or more of every head that goes on, or ends it
@@ -172,6 +166,22 @@ def exact_lines(
             search.set_batch(gain.amax(1))
     result[search.head] = search.found()
     return result
+
+
+def _begun(
+    left: Float[Tensor, "head row key"],
+    at: Int[Tensor, " row"],
+    spared: float,
+    lines: HeadLines,
+    flat: Bool[Tensor, " head"],
+) -> _Search:
+    """The search of all heads, of whose weight outside of the chosen lines so much need not be found."""
+    weights = torch.stack([left.sum(1), slash_sums(left, at)], 1)
+    missing = weights[:, 0].sum(1, dtype=torch.float64) - spared
+    weights.masked_fill_(lines.chosen, -torch.inf)
+    every_head = torch.arange(len(left), device=left.device)
+    one = torch.ones_like(every_head)
+    return _Search(every_head, left, weights, lines.chosen.float(), missing, one, flat.clone(), flat.clone())
 
 
 def least_share(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"], alpha: float) -> Float[Tensor, " head"]:
