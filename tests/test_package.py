@@ -195,4 +195,4 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path, monkeypatch):
     subprocess.run([python, "-c", code], check=True, cwd=here)
     done = subprocess.run([tmp_path / "venv/bin/sinkscope", "find-sinks"], cwd=here, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "sink layer is layer" in done.stdout
+    assert "L1.N338 makes the attention sink" in done.stdout

@@ -19,7 +19,7 @@ from click.exceptions import NoSuchCommand
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
-from sinkscope.files.processes import is_first
+from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 
@@ -136,6 +136,8 @@ def _unforeseen(error: BaseException) -> str:
     if isinstance(error, OSError):
         drop(sys.stdout)  # it may be full, and what is still in its buffer would fail again at exit
     first = str(error).partition("\n")[0]
+    if world_size() > 1 and ("gloo" in first or "NCCL" in first):
+        return f"another process of this run has ended: see what it said, and start all of them again ({first})"
     return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 
 
