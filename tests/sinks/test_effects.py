@@ -11,6 +11,7 @@ import torch
 from covering import every_nth
 from intervention_kit import effects
 from organisms import organism
+from organisms.decoders import decoder
 from raw_kit import attention, blocks, norms, zeroed
 from torch.testing import assert_close
 
@@ -126,6 +127,22 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_and_zeroed_neurons_giv
         assert_close(parts.norms[..., ran], whole.norms[numbers][..., ran], rtol=1e-5, atol=1e-5)
         assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "opt", "axk1", "zaya"])
+def test_what_an_mlp_gets_beside_the_residual_stream_stays_whole(model_type):
+    """BLOOM's adds the residual stream, OPT's runs rows and positions together, others get what a router said."""
+    model = decoder(model_type)
+    target, ids = target_of(model), torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+    last = target.n_layers - 2
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states[last + 1]
+    at = torch.tensor([3, 5])
+    for part in (Component("attention", 0), Component("mlp", last)):
+        ended = effects(target, ids, [(part,)], at=at, source=9, upto=last).norms
+        assert_close(ended[0, :, last], hidden[[0, 1], at].norm(dim=-1), rtol=1e-4, atol=1e-4)
+        whole = effects(target, ids, [(part,)], at=at, source=9).norms
+        assert_close(ended, whole[..., : last + 1], rtol=1e-4, atol=1e-4)
 
 
 @contextmanager

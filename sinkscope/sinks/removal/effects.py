@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import groups_of
-from sinkscope.models.hooks import Hook, first_tensor, on_output
+from sinkscope.models.hooks import Hook, first_tensor, hidden_of, on_hidden, on_output, with_hidden
+from sinkscope.models.modules.experts import Args, Kwargs
 from sinkscope.models.norms import norm_of
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
 from sinkscope.results.parts import Component, Head, Neuron, Part, Parts
@@ -170,8 +171,8 @@ class Rows:
         hooks = self._hooks(layers)
         for layer in layers:
             hooks.append((self.target.layers[layer], "post", on_output(partial(self._layer_done, layer))))
-        if self.trial.attention and last == self.trial.upto:  # its MLP is not read
-            hooks += self.target.part_hooks(last, "attn", "post", lambda *_: self.target.stop())
+        if last == self.trial.upto:
+            hooks += self._ending(last)
         listening = nullcontext()
         if self.trial.attention and last >= self.trial.behind:
             attending = list(range(self.trial.behind, last + 1))
@@ -179,6 +180,32 @@ class Rows:
         with listening, self.target.hooks(*hooks):
             self.target.forward(self._of_edits(self.trial.ids), upto=last, start=start)
         self._layer = last + 1
+
+    def _ending(self, layer: int) -> list[Hook]:
+        """Hooks by which the last layer computes only what is read: its attention, or else its MLP at the position."""
+        if self.trial.attention:
+            return self.target.part_hooks(layer, "attn", "post", lambda *_: self.target.stop())
+        if any(Component("mlp", layer) in edit for edit in self.edits):
+            return []
+        rows, length = len(self._joined) * self.texts, self.trial.ids.shape[1]
+
+        def here(_module: object, args: Args, kwargs: Kwargs) -> Any:
+            entering = hidden_of(args, kwargs)
+            if sum(isinstance(given, Tensor) for given in (*args, *kwargs.values())) > 1:
+                return None  # such as the residual stream in BLOOM, or what a router said of each position
+            there = self._here(entering.reshape(rows, length, -1))
+            if entering.dim() > 2:  # OPT runs row and position together
+                there = there[:, None]
+            return with_hidden(args, kwargs, there)
+
+        def everywhere(leaving: Tensor) -> Tensor | None:
+            if leaving.flatten(0, -2).shape[0] > rows:
+                return None
+            there = leaving.reshape(rows, 1, -1).repeat(1, length, 1)
+            return there if leaving.dim() > 2 else there.flatten(0, 1)
+
+        narrowed = self.target.part_hooks(layer, "mlp", "pre", here)
+        return [*narrowed, *self.target.part_hooks(layer, "mlp", "post", on_hidden(everywhere))]
 
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
         """The same values for each edit that has joined."""
