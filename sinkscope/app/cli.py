@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -135,6 +136,8 @@ def _unforeseen(error: BaseException) -> str:
         return NO_MEMORY
     if isinstance(error, OSError):
         drop(sys.stdout)  # it may be full, and what is still in its buffer would fail again at exit
+        if error.errno == errno.ENOSPC:
+            return "cannot write all of the output: no space left on device; make room and run the command again"
     first = str(error).partition("\n")[0]
     if world_size() > 1 and ("gloo" in first or "NCCL" in first):
         return f"another process of this run has ended: see what it said, and start all of them again ({first})"

@@ -266,7 +266,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("models >/dev/full", 2, "error: OSError: [Errno 28] No space left on device"),
+        ("models >/dev/full", 2, "error: cannot write all of the output: no space left on device; make room"),
         ("loops - <&-", 2, "error: "),
         ("loops missing 2>/dev/full", 2, ""),
         ("loops loop.txt --json a.json | true; exit ${PIPESTATUS[0]}", 0, "JSON: a.json"),  # it is written all the same
