@@ -127,8 +127,13 @@ TaskClass = TypeVar("TaskClass", bound=type[Task])
 
 
 def register_task(task: TaskClass) -> TaskClass:
-    """Class decorator: register a task under its `name`."""
-    _REGISTERED[task.name] = task
+    """Class decorator: register a task under its `name`.
+
+    Raises:
+        SinkscopeError: Another task already has this name.
+    """
+    if _REGISTERED.setdefault(task.name, task) is not task:
+        raise SinkscopeError(f"two tasks are called {task.name!r}: give one of them another name")
     return task
 
 

@@ -7,7 +7,6 @@ time while the device still computes the layer before.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -133,7 +132,7 @@ def exact_lines(
     result = torch.ones_like(lines.chosen)
     if not few_rounds:
         search = search.unfinished()
-    for number in count():  # a round takes a line or more of every head that goes on, or ends it
+    for number in range(2 * keys + _UNCHECKED):  # a round takes a line or more of every head that goes on, or ends it
         if not few_rounds or number >= _UNCHECKED:
             done = int(search.done.sum())
             if done == len(search.done):
@@ -164,6 +163,8 @@ def exact_lines(
         search.take(index, taken, at)
         if not few_rounds:
             search.set_batch(gain.amax(1))
+    else:
+        raise RuntimeError("the choice of lines did not end although every line was taken")
     result[search.head] = search.found()
     return result
 

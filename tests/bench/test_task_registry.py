@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from refusals import refused
+
 import sinkscope.bench.task as registry
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class
@@ -28,3 +30,8 @@ def test_a_task_is_found_by_the_name_that_it_registers(monkeypatch):
     assert read_task("echo:words=3") == Echo(words=3)
     assert task_class("echo") is Echo and task_class("needle") is Needle
     assert task_class("a name in old records") is PromptFile
+    with refused("two tasks are called 'needle'"):
+
+        @register_task
+        class Other(Echo):
+            name: ClassVar[str] = "needle"

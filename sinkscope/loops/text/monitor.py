@@ -227,7 +227,7 @@ class Monitor:
 
     def _waits(self, tail: Tail, step: int) -> bool:
         """Whether a repetition may be rows of a table that are equal, because it is plain and not long yet."""
-        if self.is_plain is None or step - tail.start >= PLAIN_TOKENS:
+        if self.is_plain is None or step - tail.start >= max(PLAIN_TOKENS, 3 * tail.period):
             return False
         return self.is_plain(self._tail.last(2 * tail.period + 2))
 

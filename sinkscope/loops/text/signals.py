@@ -125,7 +125,7 @@ def compression_ratio(ids: Ids) -> float:
     try:
         packed = array("I", ids).tobytes()
     except (OverflowError, TypeError):
-        wrong = [token for token in ids if token not in range(1 << 32)]
+        wrong = [token for token in ids if not isinstance(token, int) or not 0 <= token < 1 << 32]
         raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
     return len(zlib.compress(packed, 9)) / len(packed)
 
