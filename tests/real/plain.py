@@ -1,7 +1,7 @@
 """What real models do, read with plain torch hooks: nothing of sinkscope is imported here.
 
-For models in the form of Llama and Gemma 3 in transformers: `model.model.layers`, `self_attn`, `mlp.down_proj`, and a norm
-behind the MLP where the layer has `post_feedforward_layernorm`.
+For models in the form of Llama and Gemma 3 in transformers: `model.model.layers`, `self_attn`, `mlp.down_proj`, and a
+norm behind the MLP where the layer has `post_feedforward_layernorm`.
 """
 
 from __future__ import annotations
