@@ -41,7 +41,7 @@ class Command:
     """
 
     words: str
-    bound: int = 300
+    bound: int = 150
     needs: str = ""
 
 
@@ -66,7 +66,7 @@ COMMANDS = {
     "bench": Command("bench --model {model} --task text --methods full,streaming:0.5,snapkv:0.5 --out runs"),
     "bench table": Command("bench table runs", needs="runs"),
     "view": Command("view {model} --html view.html"),
-    "scan --quick": Command("scan {model} --quick --out scan", bound=150),
+    "scan --quick": Command("scan {model} --quick --out scan", bound=100),
     "scan table": Command("scan table .", needs="scan/card.json"),
     "report": Command("report results --out report.html", needs="results/find-sinks.json"),
     "reproduce": Command("reproduce {model}"),
@@ -100,11 +100,12 @@ def main(
     for model in models:
         if model not in MODELS:
             raise SinkscopeError(f"--models {model}: expected {' or '.join(MODELS)}")
-        for name in commands or COMMANDS:
-            if name not in COMMANDS:
-                raise SinkscopeError(f"--commands {name!r}: expected one of {', '.join(COMMANDS)}")
+    for name in commands or COMMANDS:
+        if name not in COMMANDS:
+            raise SinkscopeError(f"--commands {name!r}: expected one of {', '.join(COMMANDS)}")
+        for model in models:
             table = earlier(out)
-            row = table.setdefault(model, {}).setdefault(name, {})
+            row = table.setdefault(name, {}).setdefault(model, {})
             if column in row and not again:
                 continue
             folder = prepared(real, model, column)

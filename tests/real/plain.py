@@ -185,3 +185,145 @@ def mlp_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
     with reading([getattr(block, "post_feedforward_layernorm", block.mlp)], "output") as seen:
         model(ids, use_cache=False)
     return seen[0][:, 1:].mean((0, 1))
+
+
+@contextmanager
+def held(model: Any, sites: dict[Site, float], first: int = 1) -> Iterator[None]:
+    """Let neurons hold a value each at every position from `first` on; single new tokens count as later ones."""
+
+    def holding(layer: int) -> Callable[..., Any]:
+        def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            post = args[0].clone()
+            begin = first if post.shape[1] > 1 else 0
+            for (where, neuron), value in sites.items():
+                if where == layer:
+                    post[:, begin:, neuron] = value
+            return (post, *args[1:])
+
+        return edit
+
+    with ExitStack() as stack:
+        for layer in {layer for layer, _ in sites}:
+            handle = layers(model)[layer].mlp.down_proj.register_forward_pre_hook(holding(layer))
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def heads_replaced(model: Any, layer: int, heads: Iterable[int], means: Tensor) -> Iterator[None]:
+    """Let heads of a layer write their mean at every position, before the output projection: [heads * d_head]."""
+    size = means.numel() // model.config.num_attention_heads
+
+    def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        z = args[0].clone()
+        for head in heads:
+            z[..., head * size : (head + 1) * size] = means[head * size : (head + 1) * size]
+        return (z, *args[1:])
+
+    handle = layers(model)[layer].self_attn.o_proj.register_forward_pre_hook(edit)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def heads_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
+    """What the heads of a layer write at later positions, on average, before the output projection."""
+    with reading([layers(model)[layer].self_attn.o_proj], "input") as seen:
+        model(ids, use_cache=False)
+    return seen[0][:, 1:].mean((0, 1))
+
+
+# ---- what a cache keeps of a prompt, from attention [head, query, key] of a layer and its number of kv heads
+
+
+def best(scores: Tensor, budget: int, sure: set[int]) -> list[int]:
+    """Positions: those that are sure, then the best scores, together `budget`; of equal scores the later."""
+    rest = [position for position in range(len(scores)) if position not in sure]
+    rest.sort(key=lambda position: (-float(scores[position]), -position))
+    return sorted([*sure, *rest[: max(0, budget - len(sure))]])
+
+
+def streaming_kept(length: int, budget: int, first: int = 4) -> list[int]:
+    """The first tokens and the latest (Xiao et al. 2024, section 3.2)."""
+    return [*range(first), *range(length - (budget - first), length)]
+
+
+def h2o_kept(probs: Tensor, n_kv: int, budget: int) -> list[list[int]]:
+    """Half of the budget for the latest tokens, half for summed attention (Zhang et al. 2023), for each kv head."""
+    length = probs.shape[-1]
+    recent = set(range(length - budget // 2, length))
+    sums = probs.sum(1).unflatten(0, (n_kv, -1)).mean(1)
+    return [best(head, budget, recent) for head in sums]
+
+
+def tova_kept(probs: Tensor, budget: int) -> list[int]:
+    """The attention of the newest query, mean over heads (Oren et al. 2024, section 4)."""
+    return best(probs[:, -1].mean(0), budget, set())
+
+
+def snapkv_kept(probs: Tensor, n_kv: int, budget: int, window: int = 64, kernel: int = 5) -> list[list[int]]:
+    """The last `window` tokens, and what they attend to, pooled (Li et al. 2024, listing 1), for each kv head."""
+    length = probs.shape[-1]
+    votes = probs[:, -window:, : length - window].sum(1)
+    pooled = torch.nn.functional.avg_pool1d(votes, kernel, 1, kernel // 2)
+    scores = torch.nn.functional.pad(pooled.unflatten(0, (n_kv, -1)).mean(1), (0, window))
+    return [best(head, budget, set(range(length - window, length))) for head in scores]
+
+
+# ---- lines, and loops
+
+
+def lines_mass(probs: Tensor, eta: float) -> tuple[float, float]:
+    """Share of a head's attention [query, key], and of its cells, on its `eta * 2 * length` heaviest lines.
+
+    A vertical line is one key, a slash line one distance between query and key.
+    """
+    length = len(probs)
+    slash = [probs.diagonal(-distance).sum() for distance in range(length)]
+    weights = torch.cat([probs.sum(0), torch.stack(slash)])
+    chosen = weights.argsort(descending=True, stable=True)[: max(1, int(eta * 2 * length + 1e-9))].tolist()
+    chosen = [line for line in chosen if weights[line] > 0]
+    distances = torch.arange(length)[:, None] - torch.arange(length)
+    on_lines = torch.zeros_like(probs, dtype=torch.bool)
+    for line in chosen:
+        if line < length:
+            on_lines[line:, line] = True
+        else:
+            on_lines |= distances == line - length
+    seen = distances >= 0
+    return float(probs[on_lines].sum() / probs.sum()), float(on_lines[seen].float().mean())
+
+
+def period_at_end(ids: list[int], copies: int = 3) -> int | None:
+    """The smallest period with which the last ids repeat at least `copies` times; None if there is none."""
+    for period in range(1, len(ids) // copies + 1):
+        end = ids[-copies * period :]
+        if end[period:] == end[:-period]:
+            return period
+    return None
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: Tensor, n_new: int) -> list[int]:
+    """The likeliest next tokens, one after another, by whole passes without a cache; it does not end at EOS."""
+    for _ in range(n_new):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, -n_new:].tolist()
+
+
+def same_offsets(probs: Tensor, period: int, suffix: int, begin: int) -> float:
+    """Share of a head's attention [query, key] at the same distances as one period before, mean over late queries.
+
+    Distances are below `suffix`, the key at position 0 counts for nothing, and queries begin at `begin`.
+    """
+    shares: list[Tensor] = []
+    for query in range(begin, len(probs)):
+        share = torch.zeros(())
+        for distance in range(min(suffix, query)):
+            earlier = query - period - distance
+            if earlier > 0:
+                share = share + torch.minimum(probs[query, query - distance], probs[query - period, earlier])
+        shares.append(share)
+    return float(torch.stack(shares).mean())
