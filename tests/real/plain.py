@@ -275,25 +275,37 @@ def snapkv_kept(probs: Tensor, n_kv: int, budget: int, window: int = 64, kernel:
 # ---- lines, and loops
 
 
-def lines_mass(probs: Tensor, eta: float) -> tuple[float, float]:
-    """Share of a head's attention [query, key], and of its cells, on its `eta * 2 * length` heaviest lines.
+def heaviest_lines(probs: Tensor, eta: float, length: int | None = None) -> set[int]:
+    """The `eta * 2 * length` heaviest lines of attention [query, key]: key k is line k, distance d line -1 - d.
 
-    A vertical line is one key, a slash line one distance between query and key.
+    A vertical line is one key, a slash line one distance between query and key. Queries are the last ones.
     """
+    queries, keys = probs.shape
+    slash = torch.zeros(keys)
+    for number in range(queries):
+        last = keys - queries + number  # the query's position, if keys begin at 0 and the queries end with them
+        slash[: last + 1] += probs[number, : last + 1].flip(0)
+    weights = torch.cat([probs.sum(0), slash])
+    most = max(1, int(eta * 2 * (length or keys) + 1e-9))
+    chosen = weights.argsort(descending=True, stable=True)[:most].tolist()
+    found: set[int] = set()
+    for line in chosen:
+        if weights[line] > 0:
+            found.add(line if line < keys else keys - 1 - line)
+    return found
+
+
+def lines_mass(probs: Tensor, eta: float) -> tuple[float, float]:
+    """Share of a head's attention [query, key], and of its cells, on its heaviest lines."""
     length = len(probs)
-    slash = [probs.diagonal(-distance).sum() for distance in range(length)]
-    weights = torch.cat([probs.sum(0), torch.stack(slash)])
-    chosen = weights.argsort(descending=True, stable=True)[: max(1, int(eta * 2 * length + 1e-9))].tolist()
-    chosen = [line for line in chosen if weights[line] > 0]
     distances = torch.arange(length)[:, None] - torch.arange(length)
     on_lines = torch.zeros_like(probs, dtype=torch.bool)
-    for line in chosen:
-        if line < length:
+    for line in heaviest_lines(probs, eta):
+        if line >= 0:
             on_lines[line:, line] = True
         else:
-            on_lines |= distances == line - length
-    seen = distances >= 0
-    return float(probs[on_lines].sum() / probs.sum()), float(on_lines[seen].float().mean())
+            on_lines |= distances == -1 - line
+    return float(probs[on_lines].sum() / probs.sum()), float(on_lines[distances >= 0].float().mean())
 
 
 def period_at_end(ids: list[int], copies: int = 3) -> int | None:

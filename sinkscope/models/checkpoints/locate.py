@@ -38,8 +38,8 @@ class ModelSource:
 def locate(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
     """Resolve `model`: None is the bundled model; otherwise it is a short name, hub id, folder or `.gguf` file.
 
-    A folder may be a checkpoint, or hold one `.gguf` file and no config.json. No weights are read. An existing folder or
-    file takes precedence over a hub id or short name of the same spelling.
+    A folder may be a checkpoint, or hold one `.gguf` file and no config.json. No weights are read. An existing folder
+    or file takes precedence over a hub id or short name of the same spelling.
 
     Raises:
         SinkscopeError: `model` cannot be resolved, or `revision` is given for something that has no revisions.

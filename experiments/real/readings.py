@@ -1,0 +1,228 @@
+"""Read two real models with plain torch hooks: what the pages of the papers and of the commands hold results against.
+
+    python -m experiments.real.readings --real FOLDER --out figures/real_readings.json
+
+Nothing here uses a measurement of sinkscope; `tests/real/plain.py` has the hooks. Texts are of four kinds (prose,
+dialogue, code, a table), from what ships with Python.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.real.commands import PROMPT
+from experiments.real.models import MODELS, fetch, loaded
+from experiments.record import Row, earlier, record
+from experiments.script import run as run_script
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_atomic
+from tests.real import plain, texts
+
+WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
+SINK, HALF, ETA = 0.3, 0.5, 0.1
+COPIES, PIECE, LONG, NEW = 1024, 64, 256, 160
+OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said that", "In this paper, we", "I like")
+"""Prompts that are continued greedily."""
+
+
+def main(*, real: Path, out: Path, models: list[str] = ["smollm2", "gemma3"], parts: list[str] = []) -> None:  # noqa: B006
+    """Read the models, and write what was read after each part.
+
+    Args:
+        real: The folder with the GGUF files.
+        out: The file of the readings.
+        models: The models. By default both.
+        parts: What is read again; by default what the file does not have.
+    """
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    for name in models:
+        if name not in MODELS:
+            raise SinkscopeError(f"--models {name}: expected {' or '.join(MODELS)}")
+        model = loaded(fetch(MODELS[name], real))
+        for part, read in PARTS.items():
+            everything = earlier(out)
+            readings = everything.setdefault(name, {})
+            if part in readings and part not in parts:
+                continue
+            readings[part] = read(model, readings)
+            write_atomic(out, record("real-readings", everything, {"seed": 0}, started=started))
+            print(name, part, readings[part], flush=True)
+
+
+def rows_of(model: Any, length: int, *, bos: bool = True) -> list[Tensor]:
+    """The beginning of a text of each kind."""
+    return [plain.ids_of(model.tokenizer, text(), length, bos=bos) for text in texts.KINDS.values()]
+
+
+def mean(values: list[float]) -> float:
+    """The mean."""
+    return sum(values) / len(values)
+
+
+def spike(model: Any, _: Row) -> Row:
+    """Norms at the first token, the layer whose MLP adds most, and its neurons."""
+    ids = torch.cat(rows_of(model, PIECE))
+    norms = plain.norms(model, ids)
+    first, typical = norms[:, :, 0].mean(1), norms[:, :, 1:].flatten(1).median(1).values
+    rise = first.diff(prepend=torch.zeros(1))
+    layer = int(rise.argmax())
+    peak = int((first / typical).argmax())
+    written = plain.contributions(model, ids, layer)
+    top = written.topk(4)
+    return {
+        "n_layers": len(first),
+        "n_heads": model.config.num_attention_heads,
+        "n_kv_heads": model.config.num_key_value_heads,
+        "layer": layer,
+        "peak": peak,
+        "norm": float(first[layer]),
+        "ratio": float(first[layer] / typical[layer]),
+        "peak_ratio": float(first[peak] / typical[peak]),
+        "neurons": top.indices.tolist(),
+        "contributions": top.values.tolist(),
+        "norms": first.tolist(),
+        "typical": typical.tolist(),
+    }
+
+
+def attention(model: Any, _: Row) -> Row:
+    """How many heads give the first token more than 0.3 of their attention, with and without BOS."""
+    counts: Row = {}
+    for name, bos in (("bos", True), ("no_bos", False)):
+        received = [plain.attention_received(model, row) for row in rows_of(model, PIECE, bos=bos)]
+        counts[f"heads_{name}"] = int((torch.stack(received).mean(0) > SINK).sum())
+        counts[f"heads_{name}_by_text"] = [int((one > SINK).sum()) for one in received]
+    return counts
+
+
+def ablation(model: Any, readings: Row) -> Row:
+    """What is left without the two neurons that write most, alone and together, and without two random ones."""
+    layer, neurons = readings["spike"]["layer"], readings["spike"]["neurons"][:2]
+    random = torch.randperm(model.config.intermediate_size, generator=torch.Generator().manual_seed(0))[:2].tolist()
+    sets = {"intact": [], "first": neurons[:1], "second": neurons[1:], "both": neurons, "random": random}
+    found: Row = {"neurons": neurons, "random": random}
+    for name, chosen in sets.items():
+        with plain.zeroed(model, [(layer, neuron) for neuron in chosen]):
+            rows = rows_of(model, PIECE)
+            norms = plain.norms(model, torch.cat(rows))[layer]
+            received = torch.stack([plain.attention_received(model, row) for row in rows]).mean(0)
+            nll = mean([float(plain.nll(model, row).mean()) for row in rows])
+        found[name] = {
+            "ratio": float(norms[:, 0].mean() / norms[:, 1:].median()),
+            "heads": int((received > SINK).sum()),
+            "later_heads": int((received[layer + 1 :] > SINK).sum()),
+            "nll": nll,
+        }
+    for name in sets:
+        found[name]["perplexity_ratio"] = float(torch.tensor(found[name]["nll"] - found["intact"]["nll"]).exp())
+    return found
+
+
+def mark(model: Any, readings: Row) -> Row:
+    """How much of its activation the first neuron keeps with every head of layer 0 at its mean."""
+    layer, neuron = readings["spike"]["layer"], readings["spike"]["neurons"][0]
+    ids = torch.cat(rows_of(model, PIECE))
+    intact = plain.activations(model, ids, layer)[:, 0, neuron].mean()
+    heads = range(model.config.num_attention_heads)
+    with plain.heads_replaced(model, 0, heads, plain.heads_mean(model, ids, 0)):
+        left = plain.activations(model, ids, layer)[:, 0, neuron].mean()
+    return {"left_without_heads_of_layer_0": float(left / intact)}
+
+
+def copies(model: Any, readings: Row) -> Row:
+    """At which copy the norm is half of the first token's, and that of the last of 1,024, for each word."""
+    layer = readings["spike"]["layer"]
+    found: Row = {}
+    for word in WORDS:
+        ids = model.tokenizer(f" {word}", add_special_tokens=False).input_ids
+        if len(ids) == 1:
+            row = torch.tensor([[model.tokenizer.bos_token_id, *COPIES * ids]])
+            share = plain.norms(model, row)[layer, 0]
+            reached = (share[1:] >= HALF * share[0]).nonzero()
+            found[word] = {
+                "first": int(reached[0]) + 1 if len(reached) else None,
+                "last": float(share[-1] / share[0]),
+                "last_512": float(share[512] / share[0]),
+            }
+    return found
+
+
+def patch(model: Any, readings: Row) -> Row:
+    """Perplexity and copies where the two neurons hold their median of later positions, at all but the first token."""
+    layer, neurons = readings["spike"]["layer"], readings["spike"]["neurons"][:2]
+    rows = rows_of(model, LONG)
+    values: dict[plain.Site, float] = {}
+    for neuron in neurons:
+        posts = torch.cat([plain.activations(model, row, layer)[0, 1:, neuron] for row in rows])
+        values[layer, neuron] = float(posts.median())
+    intact = torch.stack([plain.nll(model, row)[0] for row in rows])
+    with plain.held(model, values):
+        patched = torch.stack([plain.nll(model, row)[0] for row in rows])
+        (word,) = model.tokenizer(" company", add_special_tokens=False).input_ids
+        norms = plain.norms(model, torch.tensor([[model.tokenizer.bos_token_id, *400 * [word]]]))[layer, 0]
+    change = (patched - intact).mean(1)
+    return {
+        "perplexity": float(intact.mean().exp()),
+        "change": float(change.mean().expm1()),
+        "two_errors": float(2 * change.std() / len(change) ** 0.5),
+        "copies_left": float(norms[-1] / norms[0]),
+    }
+
+
+def lines(model: Any, _: Row) -> Row:
+    """Attention on the heaviest tenth of the lines, and how many lines two texts and two halves share."""
+    half = LONG // 2
+    mass, cells, inputs, halves = [], [], [], []
+    chosen: list[list[set[int]]] = []
+    for row in rows_of(model, LONG):
+        of_text: list[set[int]] = []
+        for probs in plain.attentions(model, row):
+            for head in probs[0]:
+                carried, covered = plain.lines_mass(head, ETA)
+                mass.append(carried)
+                cells.append(covered)
+                of_text.append(plain.heaviest_lines(head, ETA))
+                first, second = plain.heaviest_lines(head[:half], ETA), plain.heaviest_lines(head[half:], ETA, half)
+                halves.append(len(first & second) / len(second))
+        chosen.append(of_text)
+    for one, text in enumerate(chosen):
+        for other in chosen[one + 1 :]:
+            for here, there in zip(text, other, strict=True):
+                inputs.append(len(here & there) / len(here | there))
+    return {"mass": mean(mass), "cells": mean(cells), "inputs": mean(inputs), "halves": mean(halves)}
+
+
+def loops(model: Any, _: Row) -> Row:
+    """How many greedy continuations end in exact copies, and their periods."""
+    model.tokenizer.padding_side = "left"
+    if model.tokenizer.pad_token is None:
+        model.tokenizer.pad_token = model.tokenizer.eos_token
+    periods: list[int | None] = []
+    for opening in OPENINGS:
+        batch = model.tokenizer(opening, return_tensors="pt")
+        written = model.generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0]
+        periods.append(plain.period_at_end(written[batch.input_ids.shape[1] :].tolist()))
+    looping = [period for period in periods if period is not None]
+    return {"prompts": len(periods), "loops": len(looping), "periods": periods}
+
+
+PARTS = {
+    "spike": spike,
+    "attention": attention,
+    "ablation": ablation,
+    "mark": mark,
+    "copies": copies,
+    "patch": patch,
+    "lines": lines,
+    "loops": loops,
+}
+
+
+if __name__ == "__main__":
+    run_script(main)
