@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from experiments.real.models import loaded, save
+from experiments.real.models import MODELS, check, loaded, save
+from sinkscope.errors import SinkscopeError
 
 GET = "python -m experiments.real.models FOLDER fetches it; then set SINKSCOPE_REAL=FOLDER"
 
@@ -57,12 +58,17 @@ class RealModel:
 
 
 def real(name: str) -> RealModel:
+    """A model as it was measured, or a skipped test with one line that says what is missing."""
     folder = os.environ.get("SINKSCOPE_REAL")
     if not folder:
-        pytest.skip(f"SINKSCOPE_REAL names no folder with {name}: {GET}")
-    path = Path(folder, name).absolute()
+        pytest.skip(f"SINKSCOPE_REAL names no folder with {MODELS[name].file}: {GET}")
+    path = Path(folder, MODELS[name].file).absolute()
     if not path.is_file():
         pytest.skip(f"{path} is not there: {GET}")
+    try:
+        check(MODELS[name], path)
+    except SinkscopeError as error:
+        pytest.skip(str(error))
     pytest.importorskip("gguf")
     return RealModel(path, loaded(path))
 
@@ -70,10 +76,10 @@ def real(name: str) -> RealModel:
 @pytest.fixture(scope="session")
 def smollm2() -> RealModel:
     """SmolLM2-135M-Instruct: Llama, 30 layers, 9 heads, 3 kv heads; its tokenizer adds no BOS."""
-    return real("smollm2-135m.gguf")
+    return real("smollm2")
 
 
 @pytest.fixture(scope="session")
 def gemma3() -> RealModel:
     """Gemma-3-270M: 18 layers, 4 heads, 1 kv head, windows of 512, a norm behind each MLP; its tokenizer adds BOS."""
-    return real("gemma3-270m.gguf")
+    return real("gemma3")

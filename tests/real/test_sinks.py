@@ -69,7 +69,7 @@ def test_find_sinks_counts_the_heads_that_attend_to_the_first_token(setup, found
 def test_the_patch_holds_the_neurons_at_their_values_and_costs_what_plain_hooks_say(setup):
     """Perplexity without the first prediction, on the pieces that the command reads."""
     values = dict.fromkeys(SPIKE, 0.05)
-    made = patch_eval.on(setup, SinkPatch(sites=SPIKE, calibrated=values), pieces=2, length=64)
+    made = patch_eval.on(setup, patch=SinkPatch(sites=SPIKE, calibrated=values), pieces=2, length=64)
     ids = held_out(setup, 2, 64)
     model = setup.target.hf
     intact = plain.nll(model, ids)[:, 1:].mean().exp()
@@ -100,6 +100,8 @@ def test_repeat_reads_the_norm_of_every_copy(setup):
         assert curve.tolist() == pytest.approx((norms[read.at] / norms[0]).tolist(), rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_attack_counts_the_positions_whose_norm_is_half_of_the_first_tokens(setup, monkeypatch):
     tried: list[tuple[torch.Tensor, float]] = []
     counting = attempts.Attack.tried
@@ -110,7 +112,7 @@ def test_attack_counts_the_positions_whose_norm_is_half_of_the_first_tokens(setu
         return made
 
     monkeypatch.setattr(attempts.Attack, "tried", noted)
-    attack.on(setup, tokens=[" the", " of", " company", " cat", " dog", " time"], lengths=(8,), sequences=4)
+    attack.on(setup, lengths=(8,), sequences=4)
     assert tried
     first = plain.norms(setup.target.hf, setup.ids)[11, :, 0].median()
     for ids, share in tried:
