@@ -105,7 +105,7 @@ def copies(readings: Row) -> str:
     parts: list[str] = []
     for word in ("the", "company", "cat"):
         if word in readings["copies"]:
-            parts.append(f"'{word}' {readings['copies'][word]['last_512']:.0%}")
+            parts.append(f"'{word}' {readings['copies'][word]['last']:.0%}")
     return f"the 512th copy has of the first token's norm: {', '.join(parts)}"
 
 

@@ -23,7 +23,7 @@ def layers(model: Any) -> nn.ModuleList:
 
 def ids_of(tokenizer: Any, text: str, n_tokens: int, *, bos: bool) -> Tensor:
     """The first `n_tokens` ids of a text, with or without BOS in front: [1, n_tokens]."""
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     if bos:
         ids = [tokenizer.bos_token_id, *ids]
     assert len(ids) >= n_tokens, f"the text has {len(ids)} tokens, and not {n_tokens}"
@@ -58,7 +58,7 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
 def residuals(model: Any, ids: Tensor) -> Tensor:
     """The residual stream after each layer: [layer, row, position, d_model]."""
     with reading(layers(model), "output") as seen:
-        model(ids, use_cache=False)
+        model.model(ids, use_cache=False)
     return torch.stack(seen)
 
 
@@ -71,7 +71,7 @@ def norms(model: Any, ids: Tensor) -> Tensor:
 def activations(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the neurons of a layer hold, which is the input of its down projection: [row, position, neuron]."""
     with reading([layers(model)[layer].mlp.down_proj], "input") as seen:
-        model(ids, use_cache=False)
+        model.model(ids, use_cache=False)
     return seen[0]
 
 
@@ -98,7 +98,7 @@ def attentions(model: Any, ids: Tensor) -> list[Tensor]:
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        return list(model(ids, output_attentions=True, use_cache=False).attentions)
+        return list(model.model(ids, output_attentions=True, use_cache=False).attentions)
     finally:
         model.set_attn_implementation(before)
 
@@ -183,7 +183,7 @@ def mlp_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the MLP of a layer (with the norm behind it) writes at later positions, on average: [d_model]."""
     block = layers(model)[layer]
     with reading([getattr(block, "post_feedforward_layernorm", block.mlp)], "output") as seen:
-        model(ids, use_cache=False)
+        model.model(ids, use_cache=False)
     return seen[0][:, 1:].mean((0, 1))
 
 
@@ -231,7 +231,7 @@ def heads_replaced(model: Any, layer: int, heads: Iterable[int], means: Tensor) 
 def heads_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the heads of a layer write at later positions, on average, before the output projection."""
     with reading([layers(model)[layer].self_attn.o_proj], "input") as seen:
-        model(ids, use_cache=False)
+        model.model(ids, use_cache=False)
     return seen[0][:, 1:].mean((0, 1))
 
 

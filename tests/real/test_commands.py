@@ -14,9 +14,9 @@ from sinkscope.conformance.check_cache import check_cache
 from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 
 
-def test_models_check_names_the_sizes(typed, smollm2):
-    said = typed(["models", "--check", str(smollm2.path)]).out
-    assert "llama" in said and re.search(r"\b30\b", said)
+def test_models_check_says_what_is_served(typed, smollm2):
+    said = typed(["models", "--check", str(smollm2.folder)]).out
+    assert "smollm2-135m (llama) is served: sink neurons and patches in all layers; attention in all layers" in said
 
 
 def test_a_half_download_is_refused_in_one_line(refusal, smollm2, tmp_path, monkeypatch):

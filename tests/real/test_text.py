@@ -9,10 +9,14 @@ from texts import KINDS, prose
 from transformers import DynamicCache
 
 import sinkscope as ss
+from sinkscope.bench.answer import conversation_ids
 from sinkscope.bench.run import bench
+from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 from sinkscope.loops.barcode import SUFFIX, barcode
+from sinkscope.loops.text.check import check
 from sinkscope.loops.why import why
+from sinkscope.opening.live import target_of
 
 PROMPT, BUDGET = 160, 80
 
@@ -65,26 +69,30 @@ def test_generate_writes_what_stock_transformers_write(smollm2, prompt):
     assert written.prompt_tokens == 40
 
 
-def test_a_guard_changes_nothing_before_it_acts(smollm2):
-    """A loop of exact copies: until the first intervention, the tokens are those without a guard."""
-    text = "I like tea. I like tea. I like tea. I like tea. I like tea. I like"
-    ids = torch.tensor([[1, *smollm2.tokenizer(text).input_ids]])
-    stock = plain.greedy(smollm2.model, ids, 40)
-    assert plain.period_at_end(stock) is not None
-    (guarded,) = ss.generate(smollm2.model, ids, guard=ss.LoopGuard(), max_new_tokens=40)
-    acted = [event.step for event in guarded.events]
-    same = min([*acted, len(guarded.tokens)]) // 2  # what it takes back lies before the step at which it acts
-    assert guarded.tokens[: min(same, 4)] == stock[: min(same, 4)]
-    assert guarded.tokens != stock or not acted
+def test_a_guard_leaves_text_without_loops_alone(smollm2, prompt):
+    (guarded,) = ss.generate(smollm2.model, prompt[:, :40], guard=True, max_new_tokens=12)
+    assert guarded.events == []
+    assert guarded.tokens == plain.greedy(smollm2.model, prompt[:, :40], 12)[: len(guarded.tokens)]
+
+
+@torch.no_grad()
+def test_a_guard_acts_exactly_where_the_stock_model_loops(smollm2):
+    """Three copies of 17 tokens cover the 48 that the default asks for; the model goes on with the copies."""
+    sentence = smollm2.tokenizer(" The committee met on Monday and agreed to meet again on the next Monday.").input_ids
+    ids = torch.tensor([[1, *(3 * sentence)]])
+    stock = smollm2.model.generate(ids, max_new_tokens=4 * len(sentence), do_sample=False, pad_token_id=0)
+    assert plain.period_at_end(stock[0].tolist()) == len(sentence)
+    (guarded,) = ss.generate(smollm2.model, ids, guard=True, max_new_tokens=4 * len(sentence))
+    assert guarded.events and plain.period_at_end([*ids[0].tolist(), *guarded.tokens], 6) != len(sentence)
 
 
 def test_loops_finds_the_period_that_a_plain_search_finds(smollm2):
     ids = smollm2.tokenizer(prose()).input_ids[:200]
     looped = ids + 12 * ids[40:57]
     assert plain.period_at_end(looped) == 17 and plain.period_at_end(ids) is None
-    (found,) = ss.loops.check([looped]).outputs
-    assert found.status in ("loops", "looped") and found.period == 17
-    assert ss.loops.check([ids]).outputs[0].status == "clean"
+    looping, clean = check([looped, ids]).records
+    assert (looping.verdict, looping.period, looping.wasted) == ("loops", 17, 12 * 17)
+    assert clean.verdict == "clean"
 
 
 def test_lines_carry_what_a_plain_sum_over_their_cells_says(smollm2):
@@ -117,15 +125,28 @@ def test_barcode_scores_the_attention_at_the_same_distances(smollm2):
         assert made.score[row, head] == pytest.approx(share, rel=1e-3)
 
 
-def test_bench_reads_the_divergence_of_a_cut_cache(smollm2, tmp_path):
-    """Full attention is no loss; a cache of the latest tokens loses what a pass under its mask loses."""
-    runs = bench(
-        smollm2.folder, task="text:count=1:prompt=96:answer=6", methods=["full", "streaming:0.5"], out=tmp_path / "runs"
-    )
-    of_method = {record.method: record.metrics for record in runs.records}
-    assert of_method["full"]["kl"] < 1e-6
-    kl = [metrics["kl"] for method, metrics in of_method.items() if method.startswith("streaming")]
-    assert kl[0] > 0.01
+@torch.no_grad()
+def test_bench_measures_the_divergence_of_a_pass_under_the_mask_of_a_cut_cache(smollm2, tmp_path):
+    """StreamingLLM: after the prompt, a query sees the first four tokens, the latest, and itself."""
+    task = TextFidelity(count=1, prompt=96, answer=6)
+    words = "text:count=1:prompt=96:answer=6"
+    table = bench(model=str(smollm2.folder), task=words, methods=["full", "streaming:0.5"], out=tmp_path / "runs")
+    score = {row["method"]: row["kl"] for row in table.rows()}
+    target = target_of(smollm2.model)
+    (prompt,) = task.prompts(target)
+    begun = conversation_ids(target, prompt, 0, task.chat)
+    ids = torch.tensor([[*begun, *smollm2.tokenizer(prompt.turns[0].answers[0], add_special_tokens=False).input_ids]])
+    budget, length = len(begun) // 2, ids.shape[1]
+    sees = torch.ones(length, length).tril().bool()
+    for query in range(len(begun), length):
+        sees[query, 4 : query - (budget - 4)] = False
+    mask = torch.zeros(1, 1, length, length).masked_fill(~sees, torch.finfo(torch.float32).min)
+    full = plain.log_probs(smollm2.model, ids)
+    cut = smollm2.model(ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
+    kl = plain.divergence(full, cut)[0, len(begun) : len(begun) + 5].mean().item()
+    (streaming,) = [value for method, value in score.items() if method.startswith("streaming")]
+    assert score["full"] == pytest.approx(0, abs=1e-6) and kl > 0.01
+    assert streaming == pytest.approx(kl, rel=1e-2)
 
 
 @pytest.mark.slow
