@@ -1,6 +1,6 @@
 """Write what commands print into the pages that show it: python -m tools.outputs [PAGE ...]
 
-The block below a mark `<!-- output: COMMAND -->` becomes the standard output of COMMAND. By default the page is the README.
+The block below a mark `<!-- output: COMMAND -->` becomes what COMMAND prints. By default the page is the README.
 Commands that read a real model name it by `$SINKSCOPE_REAL`, the folder that `python -m experiments.real.models` fills;
 without that variable their blocks stay as they are. A test compares the blocks with the commands.
 """

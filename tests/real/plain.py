@@ -317,6 +317,17 @@ def period_at_end(ids: list[int], copies: int = 3) -> int | None:
     return None
 
 
+def covered_at_end(ids: list[int]) -> int:
+    """How many of the last ids are copies of at least three; 0 if there are none."""
+    period = period_at_end(ids)
+    if period is None:
+        return 0
+    covered = 3 * period
+    while covered < len(ids) and ids[-covered - 1] == ids[-covered - 1 + period]:
+        covered += 1
+    return covered
+
+
 @torch.no_grad()
 def greedy(model: Any, ids: Tensor, n_new: int) -> list[int]:
     """The likeliest next tokens, one after another, by whole passes without a cache; it does not end at EOS."""

@@ -37,12 +37,14 @@ def test_generate_prints_what_plain_greedy_decoding_writes(typed, smollm2):
 
 
 def test_loops_reads_what_the_model_wrote(typed, smollm2, tmp_path):
-    """The status is 3 exactly if the text ends in copies that a plain search finds."""
+    """The status is 3 exactly if the text ends in three copies that cover 48 tokens."""
     ids = torch.tensor([smollm2.tokenizer("one two three one two three one two three one two three").input_ids])
     written = [*ids[0].tolist(), *plain.greedy(smollm2.model, ids, 60)]
     file = tmp_path / "answer.json"
     file.write_text(json.dumps({"tokens": written}))
-    typed(["loops", str(file)], 3 if plain.period_at_end(written, 6) else 0)
+    typed(["loops", str(file)], 3 if plain.covered_at_end(written) >= 48 else 0)
+    file.write_text(json.dumps({"tokens": [*written, *(17 * written[-3:])]}))
+    typed(["loops", str(file)], 3)
 
 
 @pytest.mark.parametrize("policy", [StreamingLLM, H2O, TOVA, SnapKV], ids=lambda policy: policy.__name__)
@@ -51,9 +53,12 @@ def test_a_cache_that_leaves_nothing_out_changes_no_logit(smollm2, policy):
     ids = plain.ids_of(smollm2.tokenizer, prose(), 48, bos=True)
     expected = smollm2.model(ids, use_cache=False).logits
     with policy(budget=1000).on(smollm2.model):
-        out = smollm2.model(ids[:, :40], use_cache=True)
-        rest = smollm2.model(ids[:, 40:], past_key_values=out.past_key_values)
-    torch.testing.assert_close(torch.cat([out.logits, rest.logits], 1), expected, atol=2e-3, rtol=1e-4)
+        out = smollm2.model(ids[:, :44], use_cache=True)
+        logits = [out.logits]
+        for position in range(44, 48):
+            step = ids[:, position : position + 1]
+            logits.append(smollm2.model(step, past_key_values=out.past_key_values).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=2e-3, rtol=1e-4)
 
 
 def test_check_cache_passes_what_changes_nothing():
