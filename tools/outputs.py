@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.script import run
@@ -20,7 +21,7 @@ BLOCK = re.compile(r"(<!-- output: (?P<command>[^\n]+?) -->\n```text\n)(?P<shown
 REAL = "SINKSCOPE_REAL"
 
 
-def main(pages: list[Path] = [ROOT / "README.md"]) -> None:  # noqa: B006 - read only
+def main(pages: Sequence[Path] = (ROOT / "README.md",)) -> None:
     """Write the outputs again.
 
     Args:

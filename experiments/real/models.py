@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
@@ -61,17 +61,15 @@ MODELS = {
 }
 
 
-def main(folder: Path, *, models: list[str] = ["smollm2", "gemma3"]) -> None:  # noqa: B006 - read only
+def main(folder: Path, *, models: Sequence[Literal[*MODELS]] = tuple(MODELS)) -> None:
     """Fetch the models that are not there.
 
     Args:
         folder: Where the files go.
-        models: Which ones: smollm2, gemma3.
+        models: Which ones. By default both.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in models:
-        if name not in MODELS:
-            raise SinkscopeError(f"--models {name}: expected {' or '.join(MODELS)}")
         print(fetch(MODELS[name], folder))
 
 

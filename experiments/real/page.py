@@ -19,6 +19,7 @@ PAGE, TABLE, READINGS = (
 BEGIN, END = "<!-- made by experiments.real.page -->", "<!-- end of experiments.real.page -->"
 TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
 COLUMNS = {"before": "Before anything was changed for these models", "after": "Now"}
+MOST = 300
 HEAD = "| command | CPU s | peak GB | what it says | what plain hooks read |\n|---|---|---|---|---|"
 
 
@@ -49,12 +50,19 @@ def row_of(name: str, measured: Row, plain: str) -> str:
     """A line of a table."""
     if "not_run" in measured:
         return f"| `{name}` | - | - | not run: {measured['not_run']} | {plain} |"
-    said = measured["said"].replace("|", "\\|").replace("<", "&lt;") or "nothing"
+    said = shortened(measured["said"]).replace("|", "\\|").replace("<", "&lt;") or "nothing"
     if measured["cut"]:
-        said = f"cut after {measured['bound']} CPU seconds, before it said anything"
+        said = f"cut after {measured['cpu_seconds']:.0f} CPU seconds, before it ended"
     elif measured["exit_code"]:
         said = f"exit code {measured['exit_code']}: {said}"
     return f"| `{name}` | {measured['cpu_seconds']:.0f} | {measured['peak_bytes'] / 1e9:.1f} | {said} | {plain} |"
+
+
+def shortened(text: str) -> str:
+    """A text of at most 300 characters."""
+    if len(text) <= MOST:
+        return text
+    return f"{text[:MOST].rpartition(' ')[0]} ..."
 
 
 def plain_of(name: str, readings: Row) -> str:
@@ -105,7 +113,7 @@ def copies(readings: Row) -> str:
     parts: list[str] = []
     for word in ("the", "company", "cat"):
         if word in readings["copies"]:
-            parts.append(f"'{word}' {readings['copies'][word]['last']:.0%}")
+            parts.append(f"'{word}' {readings['copies'][word]['last_512']:.0%}")
     return f"the 512th copy has of the first token's norm: {', '.join(parts)}"
 
 

@@ -9,8 +9,9 @@ dialogue, code, a table), from what ships with Python.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,18 +20,19 @@ from experiments.real.commands import PROMPT
 from experiments.real.models import MODELS, fetch, loaded
 from experiments.record import Row, earlier, record
 from experiments.script import run as run_script
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from tests.real import plain, texts
 
-WORDS = ("poem", "company", "cat", "dog", "the", "time")
+WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
 SINK, HALF, ETA = 0.3, 0.5, 0.1
-COPIES, PIECE, LONG, NEW = 512, 64, 256, 160
+COPIES, PIECE, LONG, NEW = 1024, 64, 256, 160
 OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said that", "In this paper, we", "I like")
 """Prompts that are continued greedily."""
 
 
-def main(*, real: Path, out: Path, models: list[str] = ["smollm2", "gemma3"], parts: list[str] = []) -> None:  # noqa: B006
+def main(
+    *, real: Path, out: Path, models: Sequence[Literal[*MODELS]] = tuple(MODELS), parts: Sequence[str] = ()
+) -> None:
     """Read the models, and write what was read after each part.
 
     Args:
@@ -42,8 +44,6 @@ def main(*, real: Path, out: Path, models: list[str] = ["smollm2", "gemma3"], pa
     started = time.perf_counter()
     torch.set_num_threads(1)
     for name in models:
-        if name not in MODELS:
-            raise SinkscopeError(f"--models {name}: expected {' or '.join(MODELS)}")
         model = loaded(fetch(MODELS[name], real))
         for part, read in PARTS.items():
             everything = earlier(out)
@@ -136,7 +136,7 @@ def mark(model: Any, readings: Row) -> Row:
 
 
 def copies(model: Any, readings: Row) -> Row:
-    """At which copy the norm is half of the first token's, and that of the last of 512, for each word."""
+    """At which copy the norm is half of the first token's, and that of the last of 1,024, for each word."""
     layer = readings["spike"]["layer"]
     found: Row = {}
     for word in WORDS:
@@ -148,6 +148,7 @@ def copies(model: Any, readings: Row) -> Row:
             found[word] = {
                 "first": int(reached[0]) + 1 if len(reached) else None,
                 "last": float(share[-1] / share[0]),
+                "last_512": float(share[512] / share[0]),
             }
     return found
 
