@@ -66,7 +66,7 @@ COMMANDS = {
     "patch eval": Command("patch eval {model} --patch patch.json --json results/patch-eval.json", needs="patch.json"),
     "bench": Command("bench --model {model} --task text --methods full,streaming:0.5,snapkv:0.5 --out runs"),
     "bench table": Command("bench table runs", needs="runs"),
-    "view": Command("view {model} --html view.html"),
+    "view": Command("view {model} --html view.html", bound=150),
     "scan --quick": Command("scan {model} --quick --out scan", bound=60),
     "scan table": Command("scan table .", needs="scan/card.json"),
     "report": Command("report results --out report.html", needs="results/find-sinks.json"),

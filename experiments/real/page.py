@@ -93,12 +93,13 @@ def spike(readings: Row) -> str:
 
 
 def ablation(readings: Row) -> str:
-    """What is left without both neurons."""
-    intact, both, random = (readings["ablation"][name] for name in ("intact", "both", "random"))
+    """What is left without the needed neurons."""
+    intact, needed, random = (readings["ablation"][name] for name in ("intact", "needed", "random"))
+    names = " and ".join(f"L{layer}.N{neuron}" for layer, neuron in readings["ablation"]["neurons"])
     return (
-        f"without both neurons {both['ratio']:.1f} times (from {intact['ratio']:.0f}), {both['heads']} heads (from "
-        f"{intact['heads']}), perplexity times {both['perplexity_ratio']:.2f}; two random ones {random['ratio']:.0f} "
-        f"times, {random['heads']} heads"
+        f"without {names} the norm is {needed['ratio']:.1f} times the typical one (from {intact['ratio']:.0f}), "
+        f"{needed['heads']} heads (from {intact['heads']}), perplexity times {needed['perplexity_ratio']:.2f}; without "
+        f"random ones {random['ratio']:.0f} times, {random['heads']} heads"
     )
 
 
@@ -121,8 +122,8 @@ def patch(readings: Row) -> str:
     """What the patch of both neurons costs."""
     read = readings["patch"]
     return (
-        f"with both neurons at their median, perplexity {read['change']:+.2%} ± {read['two_errors']:.2%} and the 400th "
-        f"copy of 'company' at {read['copies_left']:.0%} of the first token's norm"
+        f"with the needed neurons at their median, perplexity {read['change']:+.2%} ± {read['two_errors']:.2%} and the "
+        f"400th copy of 'company' at {read['copies_left']:.0%} of the first token's norm"
     )
 
 

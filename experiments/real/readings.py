@@ -24,7 +24,7 @@ from sinkscope.files.output import write_atomic
 from tests.real import plain, texts
 
 WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
-SINK, HALF, ETA = 0.3, 0.5, 0.1
+SINK, HALF, LEAST, ETA = 0.3, 0.5, 0.1, 0.1
 COPIES, PIECE, LONG, NEW = 1024, 64, 256, 160
 OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said that", "In this paper, we", "I like")
 """Prompts that are continued greedily."""
@@ -102,31 +102,52 @@ def attention(model: Any, _: Row) -> Row:
 
 
 def ablation(model: Any, readings: Row) -> Row:
-    """What is left without the two neurons that write most, alone and together, and without two random ones."""
-    layer, neurons = readings["spike"]["layer"], readings["spike"]["neurons"][:2]
-    random = torch.randperm(model.config.intermediate_size, generator=torch.Generator().manual_seed(0))[:2].tolist()
-    sets = {"intact": [], "first": neurons[:1], "second": neurons[1:], "both": neurons, "random": random}
-    found: Row = {"neurons": neurons, "random": random}
-    for name, chosen in sets.items():
-        with plain.zeroed(model, [(layer, neuron) for neuron in chosen]):
-            rows = rows_of(model, PIECE)
-            norms = plain.norms(model, torch.cat(rows))[layer]
-            received = torch.stack([plain.attention_received(model, row) for row in rows]).mean(0)
-            nll = mean([float(plain.nll(model, row).mean()) for row in rows])
-        found[name] = {
-            "ratio": float(norms[:, 0].mean() / norms[:, 1:].median()),
-            "heads": int((received > SINK).sum()),
-            "later_heads": int((received[layer + 1 :] > SINK).sum()),
-            "nll": nll,
-        }
-    for name in sets:
-        found[name]["perplexity_ratio"] = float(torch.tensor(found[name]["nll"] - found["intact"]["nll"]).exp())
+    """What is left without the neurons that the spike needs, without each alone, and without as many random ones.
+
+    Candidates are the two neurons that write most in the layer of the spike, and the one that writes most in each layer
+    up to it, if that is a tenth of the norm. The needed set is the one whose removal leaves least, if that is less than
+    a quarter, or else the best two.
+    """
+    layer, ids = readings["spike"]["layer"], torch.cat(rows_of(model, PIECE))
+    sites = [(layer, neuron) for neuron in readings["spike"]["neurons"][:2]]
+    for other in range(layer):
+        written = plain.contributions(model, ids, other)
+        if written.max() >= LEAST * readings["spike"]["norms"][other]:
+            sites.append((other, int(written.argmax())))
+    left: dict[plain.Site, float] = {}
+    for site in sites:
+        with plain.zeroed(model, [site]):
+            left[site] = float(plain.norms(model, ids)[layer, :, 0].mean() / readings["spike"]["norm"])
+    order = sorted(sites, key=lambda site: left[site])
+    needed = order[:1] if left[order[0]] < 0.25 else order[:2]
+    draw = torch.Generator().manual_seed(0)
+    random = [(site[0], int(torch.randint(model.config.intermediate_size, (), generator=draw))) for site in needed]
+    found: Row = {"neurons": needed, "alone": [{"neuron": site, "left": left[site]} for site in order]}
+    for name, chosen in {"intact": [], "needed": needed, "random": random}.items():
+        with plain.zeroed(model, chosen):
+            found[name] = state(model, layer)
+    for name in ("needed", "random"):
+        more = found[name]["nll"] - found["intact"]["nll"]
+        found[name]["perplexity_ratio"] = float(torch.tensor(more).exp())
     return found
 
 
+def state(model: Any, layer: int) -> Row:
+    """The norm at the first token over the typical one, the heads that attend to it, and the loss, as the model is."""
+    rows = rows_of(model, PIECE)
+    norms = plain.norms(model, torch.cat(rows))[layer]
+    received = torch.stack([plain.attention_received(model, row) for row in rows]).mean(0)
+    return {
+        "ratio": float(norms[:, 0].mean() / norms[:, 1:].median()),
+        "heads": int((received > SINK).sum()),
+        "later_heads": int((received[layer + 1 :] > SINK).sum()),
+        "nll": mean([float(plain.nll(model, row).mean()) for row in rows]),
+    }
+
+
 def mark(model: Any, readings: Row) -> Row:
-    """How much of its activation the first neuron keeps with every head of layer 0 at its mean."""
-    layer, neuron = readings["spike"]["layer"], readings["spike"]["neurons"][0]
+    """How much of its activation the first needed neuron keeps with every head of layer 0 at its mean."""
+    layer, neuron = readings["ablation"]["neurons"][0]
     ids = torch.cat(rows_of(model, PIECE))
     intact = plain.activations(model, ids, layer)[:, 0, neuron].mean()
     heads = range(model.config.num_attention_heads)
@@ -154,18 +175,17 @@ def copies(model: Any, readings: Row) -> Row:
 
 
 def patch(model: Any, readings: Row) -> Row:
-    """Perplexity and copies where the two neurons hold their median of later positions, at all but the first token."""
-    layer, neurons = readings["spike"]["layer"], readings["spike"]["neurons"][:2]
-    rows = rows_of(model, LONG)
+    """Perplexity and copies where the needed neurons hold their median of later positions, but at the first token."""
+    spike_layer, rows = readings["spike"]["layer"], rows_of(model, LONG)
     values: dict[plain.Site, float] = {}
-    for neuron in neurons:
+    for layer, neuron in readings["ablation"]["neurons"]:
         posts = torch.cat([plain.activations(model, row, layer)[0, 1:, neuron] for row in rows])
         values[layer, neuron] = float(posts.median())
     intact = torch.stack([plain.nll(model, row)[0] for row in rows])
     with plain.held(model, values):
         patched = torch.stack([plain.nll(model, row)[0] for row in rows])
         (word,) = model.tokenizer(" company", add_special_tokens=False).input_ids
-        norms = plain.norms(model, torch.tensor([[model.tokenizer.bos_token_id, *400 * [word]]]))[layer, 0]
+        norms = plain.norms(model, torch.tensor([[model.tokenizer.bos_token_id, *400 * [word]]]))[spike_layer, 0]
     change = (patched - intact).mean(1)
     return {
         "perplexity": float(intact.mean().exp()),
