@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from experiments.real.models import MODELS, fetch, loaded, save
+from experiments.real.models import MODELS, saved
 from experiments.record import Row, earlier, record
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
@@ -122,15 +122,10 @@ def prepared(real: Path, model: str, column: str) -> Path:
     """The folder in which the commands of a model run: the model itself, and the texts that they read."""
     from tests.real import texts
 
-    file = fetch(MODELS[model], real)
     folder = real / "table" / column / model
-    saved = real / "folders" / model
-    if not saved.is_dir():
-        saved.parent.mkdir(parents=True, exist_ok=True)
-        save(loaded(file), saved)
     (folder / "results").mkdir(parents=True, exist_ok=True)
     if not (folder / model).exists():
-        (folder / model).symlink_to(saved.absolute())
+        (folder / model).symlink_to(saved(model, real).absolute())
     (folder / "prompt.txt").write_text(PROMPT)
     (folder / "long.txt").write_text(texts.prose()[:2000])
     lines = [json.dumps({"text": text()[:4000]}) for text in texts.KINDS.values()]

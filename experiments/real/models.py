@@ -148,5 +148,24 @@ def save(model: Any, folder: Path) -> None:
     part.rename(folder)
 
 
+def saved(name: str, real: Path) -> Path:
+    """A model as a folder of safetensors, which loads in a second; it is made once from the GGUF file."""
+    folder = real / "folders" / name
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save(loaded(fetch(MODELS[name], real)), folder)
+    return folder
+
+
+def opened(name: str, real: Path) -> Any:
+    """The model of such a folder, in float32 and eval mode; `model.tokenizer` is its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(saved(name, real), dtype=torch.float32)
+    model.tokenizer = AutoTokenizer.from_pretrained(saved(name, real))
+    return model.eval()
+
+
 if __name__ == "__main__":
     run_script(main)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from experiments.real.commands import PROMPT
-from experiments.real.models import MODELS, fetch, loaded
+from experiments.real.models import MODELS, opened
 from experiments.record import Row, earlier, record
 from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
@@ -44,7 +44,7 @@ def main(
     started = time.perf_counter()
     torch.set_num_threads(1)
     for name in models:
-        model = loaded(fetch(MODELS[name], real))
+        model = opened(name, real)
         for part, read in PARTS.items():
             everything = earlier(out)
             readings = everything.setdefault(name, {})
