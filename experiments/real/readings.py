@@ -24,7 +24,7 @@ from sinkscope.files.output import write_atomic
 from tests.real import plain, texts
 
 WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
-SINK, HALF, LEAST, ETA = 0.3, 0.5, 0.1, 0.1
+SINK, HALF, LEAST, MOST, ETA = 0.3, 0.5, 0.1, 0.9, 0.1
 COPIES, PIECE, LONG, NEW = 1024, 64, 256, 160
 OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said that", "In this paper, we", "I like")
 """Prompts that are continued greedily."""
@@ -46,13 +46,14 @@ def main(
     for name in models:
         model = opened(name, real)
         for part, read in PARTS.items():
-            everything = earlier(out)
-            readings = everything.setdefault(name, {})
+            readings = earlier(out).get(name, {})
             if part in readings and part not in parts:
                 continue
-            readings[part] = read(model, readings)
+            made = read(model, readings)
+            everything = earlier(out)  # which may have grown meanwhile
+            everything.setdefault(name, {})[part] = made
             write_atomic(out, record("real-readings", everything, {"seed": 0}, started=started))
-            print(name, part, readings[part], flush=True)
+            print(name, part, made, flush=True)
 
 
 def rows_of(model: Any, length: int, *, bos: bool = True) -> list[Tensor]:
@@ -105,8 +106,8 @@ def ablation(model: Any, readings: Row) -> Row:
     """What is left without the neurons that the spike needs, without each alone, and without as many random ones.
 
     Candidates are the two neurons that write most in the layer of the spike, and the one that writes most in each layer
-    up to it, if that is a tenth of the norm. The needed set is the one whose removal leaves least, if that is less than
-    a quarter, or else the best two.
+    up to it, if that is a tenth of the norm. The needed neurons are the two of the layer if they write nine tenths of
+    the norm, or else the two candidates whose removal alone leaves least.
     """
     layer, ids = readings["spike"]["layer"], torch.cat(rows_of(model, PIECE))
     sites = [(layer, neuron) for neuron in readings["spike"]["neurons"][:2]]
@@ -119,7 +120,9 @@ def ablation(model: Any, readings: Row) -> Row:
         with plain.zeroed(model, [site]):
             left[site] = float(plain.norms(model, ids)[layer, :, 0].mean() / readings["spike"]["norm"])
     order = sorted(sites, key=lambda site: left[site])
-    needed = order[:1] if left[order[0]] < 0.25 else order[:2]
+    needed = order[:2]
+    if sum(readings["spike"]["contributions"][:2]) >= MOST * readings["spike"]["norm"]:
+        needed = sites[:2]
     draw = torch.Generator().manual_seed(0)
     random = [(site[0], int(torch.randint(model.config.intermediate_size, (), generator=draw))) for site in needed]
     found: Row = {"neurons": needed, "alone": [{"neuron": site, "left": left[site]} for site in order]}
@@ -220,14 +223,17 @@ def lines(model: Any, _: Row) -> Row:
 
 def loops(model: Any, _: Row) -> Row:
     """How many greedy continuations end in exact copies, and their periods."""
-    model.tokenizer.padding_side = "left"
-    if model.tokenizer.pad_token is None:
-        model.tokenizer.pad_token = model.tokenizer.eos_token
+    tokenizer = model.tokenizer
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer(list(OPENINGS), return_tensors="pt", padding=True)
+    written = model.generate(**batch, max_new_tokens=NEW, do_sample=False)[:, batch.input_ids.shape[1] :]
     periods: list[int | None] = []
-    for opening in OPENINGS:
-        batch = model.tokenizer(opening, return_tensors="pt")
-        written = model.generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0]
-        periods.append(plain.period_at_end(written[batch.input_ids.shape[1] :].tolist()))
+    for row in written.tolist():
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id} & {*row}
+        length = min([row.index(end) for end in ends], default=len(row))
+        periods.append(plain.period_at_end(row[:length]))
     looping = [period for period in periods if period is not None]
     return {"prompts": len(periods), "loops": len(looping), "periods": periods}
 
