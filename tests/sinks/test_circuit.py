@@ -43,6 +43,7 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
     assert max(group.left) < 0.2 < 0.8 < min(group.attention)
     assert [row["role"] for row in found.readers()] == ["reads"] * len(group.heads)
     (mark,) = found.of(MARKS)
+    assert mark.margin is not None and mark.draws > 2 and not mark.exact  # of each text, none a copy of their mean
     tile = found.numbers()[0]  # it says what is lost, the claim what is left
     assert (tile.value, tile.control) == (1 - mark.value, 1 - mark.control.value)
 

@@ -177,5 +177,5 @@ def pieces_of_output(value: Any, name: str) -> list[Piece]:
         is_id = type(token) is int and 0 <= token < 1 << 32  # a bool is no token
         if not is_id and not isinstance(token, str):
             raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
-        outputs.append(Piece(name, token, f"{token} " if is_id else token))
+        outputs.append(Piece(name, token, token if isinstance(token, str) else f"{token} "))
     return [*outputs, Piece(name, last=True)]
