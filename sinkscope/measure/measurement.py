@@ -105,6 +105,7 @@ class Measurement(Generic[P, R]):
             "texts": len(setup.ids),
             "revision": arguments.get("revision"),
             "seed": setup.seed,
+            "unknown_tokens": setup.unknown_tokens,
         }
         for one in self.parameters:
             if not one.option.hidden and not one.option.writes:

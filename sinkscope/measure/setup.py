@@ -137,6 +137,14 @@ class Setup:
         """Number of query heads in a layer."""
         return self.target.n_heads
 
+    @property
+    def unknown_tokens(self) -> float:
+        """Share of the text that the tokenizer does not know; unknown tokens in a row act as a repeated token."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        if unknown is None:
+            return 0.0
+        return float((self.ids[:, 1:] == unknown).float().mean())
+
     def edited(self) -> AbstractContextManager[Any]:
         """A `with` block in which the caller's interventions act."""
         return under(self.edit, self.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import stranger
 from conclusion_kit import check_size
 from intervention_kit import loaded
+from organisms import organism
+from refusals import refused
 from same_kit import differences
 
 import sinkscope as ss
@@ -140,6 +143,34 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
     near = LOOSER.get(command.name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory):
+    """A model whose tokenizer knows few words."""
+    return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
+
+
+@EVERY
+def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
+    """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
+    word = "Straßenbahn" if ALL.index(command) % 2 else "dog"
+    (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
+    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if command.name == "patch_eval" else {}
+    with refused("the one token '.*--text"):
+        command.load()(wordy, text=tmp_path / "alike.txt", **patch)
+
+
+@pytest.mark.parametrize("command", ["find_sinks", "heads", "attack", "repeat"])
+def test_a_text_of_which_much_is_unknown_has_a_warning(command, tmp_path):
+    """In every measurement alike, because tokens that are unknown act as copies of one."""
+    o = organism("llama", 2)
+    words = [o.tokenizer.decode([token]) for token in o.natural(8, 64).flatten().tolist()]
+    words[::3] = ["Straßenbahn"] * len(words[::3])
+    (tmp_path / "some.txt").write_text(" ".join(words), encoding="utf-8")
+    more = {"tokens": sorted({*words} - {"Straßenbahn", "<s>"})[:8], "sequences": 0} if command == "attack" else {}
+    found = getattr(ss, command)(o.model, tokenizer=o.tokenizer, text=tmp_path / "some.txt", **more)
+    assert re.search(r"Warning: 3\d% of the reference text is unknown to this tokenizer; .* --text", found.summary())
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():

@@ -15,6 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
+ONE_TOKEN, ENOUGH = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
@@ -80,7 +81,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
 
     Raises:
-        SinkscopeError: The text is too short for one piece.
+        SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
     start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
     body = length - len(start)
@@ -95,4 +96,11 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
         )
     count = min(rows, len(ids) // body)
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
+    most = int(tokens.mode().values)
+    share = float((tokens == most).float().mean())
+    if share > ONE_TOKEN and len(tokens) >= ENOUGH:  # mostly the unknown one: nothing can be compared with it
+        what = f"the one token {tokenizer.decode([most])!r}"
+        raise SinkscopeError(
+            f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"
+        )
     return torch.cat([start.expand(count, -1), rearrange(tokens, "(row pos) -> row pos", row=count)], 1)
