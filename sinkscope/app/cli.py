@@ -165,6 +165,7 @@ def _prepare_streams() -> None:
     warnings.showwarning = lambda message, *_: note(f"note: {message}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars that say nothing of themselves; those of downloads do
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait in a loop take half of the processor's time
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

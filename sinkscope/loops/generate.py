@@ -189,9 +189,11 @@ class _FiniteLogits(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if scores.isnan().any():
             check_finite(self._target.hf)  # names the tensor if the weights are the reason
+            remedy = "its weights are finite, so what edits it, or the model, is at fault"
+            if self._target.dtype.itemsize == 2:
+                remedy = "load it with dtype=bfloat16 or dtype=float32"
             raise SinkscopeError(
-                f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
-                "dtype=bfloat16 or dtype=float32"
+                f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: {remedy}"
             )
         return scores
 
