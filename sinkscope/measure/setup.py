@@ -20,7 +20,7 @@ from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.models.text import put_before, resolve_bos, text_rows, typical_text
 from sinkscope.opening.open import open_target
 from sinkscope.results.options import Hidden, Option
 
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 PIECE = 64
 """Tokens in one piece of typical text."""
+FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 
 
@@ -172,4 +173,6 @@ class Setup:
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
             bos=self.bos is not None,
             seed=self.seed,
+            first_ids=tuple(self.ids[0, :FIRST_IDS].tolist()),
+            bos_added=self.bos is not None and self.bos not in put_before(self.tokenizer),
         )

@@ -138,7 +138,7 @@ class Result(Envelope):
         model, lines = self.model, list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-            lines.append(f"The model is {model.name} ({model.family}, {size}).")
+            lines.append(f"The model is {model.name} ({model.family}, {size}).{self._beginning()}")
         unknown = self.settings.get("unknown_tokens") or 0.0
         if unknown > UNKNOWN_TOKENS_TO_WARN:
             lines.append(
@@ -146,6 +146,16 @@ class Result(Envelope):
                 "--text."
             )
         return [*lines, *self.details()]
+
+    def _beginning(self) -> str:
+        """With which ids the texts begin, and whether BOS is one that the tokenizer does not put there."""
+        made = self.provenance
+        if not made.first_ids:
+            return ""
+        said = f" Texts begin with the ids {', '.join(map(str, made.first_ids))}"
+        if made.bos_added:
+            said += "; the first is BOS, which was added, because the tokenizer adds none"
+        return f"{said}."
 
     def closing(self) -> list[str]:
         """The lines with which the text ends; a subclass overrides it."""

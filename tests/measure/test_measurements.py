@@ -77,6 +77,10 @@ def test_json_comes_back_equal(command, measured, tmp_path):
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     assert result.model.name == "bundled" and result.provenance.seconds > 0
     assert {"bos", "text", "seed", "revision"} <= set(result.settings)
+    first = ", ".join(map(str, result.provenance.first_ids))
+    assert result.provenance.first_ids[0] == load().tokenizer.bos_token_id
+    assert f"Texts begin with the ids {first}" in result.summary()
+    assert ("which was added" in result.summary()) == bool(result.provenance.bos_added)
     assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
@@ -77,6 +78,15 @@ def beginning(tokenizer: Any, bos: int | None) -> list[int]:
     return [bos, *put]
 
 
+def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
+    """Warn of a text that begins with BOS twice: that in the text, and the one that is put before every text."""
+    if bos is not None and [*ids[:2]] == [bos, bos]:
+        warn(
+            f"{what} begins with BOS (id {bos}) twice, because it is in the text and is put before it: leave it out of "
+            "the text, or give bos=False (--no-bos)"
+        )
+
+
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
     """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
 
@@ -95,6 +105,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
             "longer --text, of a kind that it knows"
         )
     count = min(rows, len(ids) // body)
+    note_second_bos([*start.tolist(), *ids[:1]], bos, "the text")
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
     most = int(tokens.mode().values)
     share = float((tokens == most).float().mean())
