@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import stranger
+from attack_kit import text_file
 from conclusion_kit import check_size
 from intervention_kit import loaded
 from organisms import organism
@@ -147,6 +148,24 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
     near = LOOSER.get(command.name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
+
+
+def test_columns_have_the_meaning_of_their_own_records(measured):
+    """And not that of a field of the same name elsewhere in the result."""
+    (find,) = [command for command in ALL if command.name == "find_sinks"]
+    said = measured(find).text(None)
+    assert "share: Contribution norm divided by the norm of the MLP's output at this place." in said
+
+
+def test_what_follows_the_layers_has_its_share_of_the_bar(tmp_path):
+    """Parts are removed after all layers were read, and a caller sees how many of these passes are done."""
+    calls: list[tuple[str, int, int]] = []
+    o = organism("llama", 2)
+    text = text_file(o, tmp_path, 6)
+    ss.find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=8, progress=lambda *call: calls.append(call))
+    stages = [what for what, _, _ in calls]
+    assert stages.index("removals") > stages.index("layers")
+    assert all(0 < done <= total for what, done, total in calls if what == "removals")
 
 
 @pytest.fixture(scope="module")

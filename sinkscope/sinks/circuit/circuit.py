@@ -87,10 +87,11 @@ def draw(result: Circuit) -> go.Figure:
         steps.append(html.escape(f"{claim.role}: {in_words(claim.subject)} ({without_example(claim.place)})"))
     left, control = [claim.value for claim in result.claims], [claim.control.value for claim in result.claims]
     fig = go.Figure()
+    places = list(range(len(steps)))  # rows of the same words stay apart
     for name, values, colour in (("without it", left, BLUE), ("control", control, GREY)):
-        fig.add_bar(x=values, y=steps, name=name, marker_color=colour, orientation="h")
+        fig.add_bar(x=values, y=places, name=name, marker_color=colour, orientation="h")
     fig.update_xaxes(title_text="share of the effect that is left", tickformat=".0%")
-    fig.update_yaxes(autorange="reversed", automargin=True)
+    fig.update_yaxes(autorange="reversed", automargin=True, tickvals=places, ticktext=steps)
     return figure_of(fig, result, width=1100, height=260 + 48 * len(steps))
 
 
