@@ -13,20 +13,19 @@ from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import Piece, StreamForm, pieces_of, pieces_of_record, shown
+from sinkscope.loops.text.forms import EVENTS, UNREADABLE, Piece, StreamForm, pieces_of, pieces_of_record, shown
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
 from sinkscope.results.notation import count_of
 
-Verdict = Literal["loops", "looped", "suspicious", "clean"]
+Verdict = Literal["loops", "looped", "suspicious", "empty", "clean"]
 SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 KEPT_VERDICTS = 64  # of a stream that is followed
 SHOWN_TOKENS = 60  # of a loop without an exact period
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
-_EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
 
 
 class Alarm(NamedTuple):
@@ -63,7 +62,8 @@ class CheckedOutput:
     Attributes:
         name: Name such as "line 3", or the file's name.
         verdict: "loops": it repeats itself to its end. "looped": it repeated itself and went on. "suspicious": it has
-            near copies, such as counters, which may be honest. "clean": none of these.
+            near copies, such as counters, which may be honest. "empty": no text was found in it. "clean": none of
+            these.
         tokens: Number of tokens.
         wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
@@ -155,7 +155,7 @@ class Stream:
             if self._suspected is None and self._echoes.add("\n", tokens):
                 self._suspected = tokens
             if self._suspected is None:
-                return CheckedOutput(name, "clean", tokens)
+                return CheckedOutput(name, "clean" if tokens else "empty", tokens)
             return CheckedOutput(name, "suspicious", tokens, onset=self._echoes.onset, detected=self._suspected)
         verdict: Verdict = "looped"
         if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
@@ -231,6 +231,8 @@ class Watch:
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises in its output."""
         if piece.stream not in self.open:
+            if piece.part and not piece.text:
+                return
             self.open[piece.stream] = Stream(self.settings)
         stream = self.open[piece.stream]
         yield from stream.take(piece)
@@ -270,7 +272,7 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
                 rest = source.read if whole and place == 1 else bytes
                 for number, row in enumerate(_rows(text, rest), place):
                     yield from pieces_of_line(row, form, number)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
 
 
@@ -292,7 +294,7 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
         byte = source.read1(1)
         start += byte
         word = start.decode("utf-8-sig", "ignore").lstrip()
-        if word.startswith(_EVENTS):
+        if word.startswith(EVENTS):
             return start, "sse"
         if word == "{":
             start += source.readline()
@@ -300,7 +302,7 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
                 parse_json(start.decode("utf-8-sig"))
                 return start, "jsonl"
             break
-        if not byte or not any(event.startswith(word) for event in _EVENTS):
+        if not byte or not any(event.startswith(word) for event in EVENTS):
             break
     return start, "text"
 

@@ -119,8 +119,8 @@ class PatchMade(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if there is something to patch and no patch: a script that goes on must stop."""
-        return int(self.verdict in ("refused", "not-repaired"))
+        """1 if there is no patch, whatever the reason: a script that goes on with the file must stop."""
+        return int(self.verdict != "made")
 
     @property
     def patch(self) -> SinkPatch:
