@@ -28,7 +28,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
-VERSION = 7
+VERSION = 8
 """Version of the records; a change of what they hold is another setting."""
 
 

@@ -41,7 +41,7 @@ class BenchTable(Result):
         "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
         "cells": "Share of a prompt's causal cells that attention covers; a dash if prompts are left to the model",
         "time": "Seconds per new token, divided by those of the full cache",
-        "cached_peak": "Largest number of cached tokens, mean over answers",
+        "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
     }
 
     groups: tuple[BenchGroup, ...]

@@ -47,6 +47,12 @@ class RowBudgets:
         """The total as `Policy.budgets` gives it: one number if all rows have the same."""
         return _number_or_rows(self.total)
 
+    def of_rows(self, rows: Int[Tensor, " row"]) -> RowBudgets:
+        """What is kept of other rows of the batch, by their numbers."""
+        numbers: list[int] = rows.tolist()
+        parts = [tuple([kept[row] for row in numbers]) for kept in (self.total, self.first, self.latest)]
+        return RowBudgets(*parts)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerMoment:

@@ -25,6 +25,7 @@ from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
 from sinkscope.kv.owners import own_model
 from sinkscope.kv.policy_checks import unseen_queries, warn_of_idle
+from sinkscope.kv.scope import stock_windows
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
@@ -124,7 +125,7 @@ class Session:
         watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute, in float32, the attention of the last queries to everything in the cache."""
+        """Recompute, in float32, the attention of the last queries to everything in the cache; 0 at padding."""
         if layer not in moment.state.queries:
             raise unseen_queries()
         return moment.state.queries[layer].rows(moment.cache.layers[layer], moment.call, last)
@@ -145,7 +146,7 @@ class Session:
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
         kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
-        return [meter.usage(kv_heads) for meter in self.meters if meter.calls]
+        return [meter.usage(kv_heads, stock_windows(self.target)) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
@@ -197,13 +198,14 @@ class Session:
             if layers and now.state is not None:
                 for act in self._after_call:
                     act(Moment(cache, layers, call, now.state, prefill_ended=False))
-                now.state.meter.note(layers, self._counts_reads and not now.state.prefilling)
+                now.state.note_held(layers, self._counts_reads)
             return output
         finally:
             vars(now).clear()
             COLUMNS.set(None)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
+        state.follow_rows(layers)
         if call.new > 1 or call.past == 0 or self.generation.prompting:
             state.prefilling = True
             self._acted = bool(self._acted) or self.generation.prompting

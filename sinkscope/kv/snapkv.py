@@ -76,8 +76,7 @@ class SnapKV(Policy):
         windows = torch.tensor([self.window_at(budget) for budget in at.rows.total])
         rows = at.session.window_rows(at.moment, at.layer, int(windows.max()))
         votes_here = torch.arange(rows.shape[2], 0, -1) <= windows[:, None]
-        # Padding votes only in rows that are shorter than the window, and such rows lose no token. As einsum, which
-        # would copy the rows: "batch query, batch head query slot -> batch head slot".
+        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
         votes = (votes_here.to(rows)[:, None, None] @ rows)[:, :, 0]
         in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(per_query_head(in_window, votes.shape[1]), 0)

@@ -42,7 +42,7 @@ def test_answers_are_those_of_generate_after_right_answers():
         length = full.metrics["prompt_tokens"] or 0
         assert length == len(tiny()[1](text)["input_ids"])
         assert full.metrics["read"] == length + 3 and full.metrics["cached_peak"] == length + 5
-        assert h2o.metrics["read"] == 17 and h2o.metrics["cached_peak"] == length
+        assert h2o.metrics["read"] == h2o.metrics["cached_peak"] == 17  # after decoding steps; the prompt took more
         assert full.settings["part"] == prompt.part and full.ended == "cap"
 
 
