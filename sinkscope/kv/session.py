@@ -31,6 +31,7 @@ from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
 from sinkscope.models.following import Following
 from sinkscope.models.hooks import Kwargs
+from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
 from sinkscope.tap.tap import tapped
 
@@ -61,6 +62,7 @@ class Session:
         self.meters: list[Meter] = []
         self._counts_reads = False
         self._policy_name: str | None = None
+        self._reader: str | None = None  # what decides how prompts are read
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
@@ -118,6 +120,20 @@ class Session:
         """
         self.watching.watchers.append(Watcher(fn, layers, last, joins))
 
+    def replace_prompts(self, name: str, compute: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
+        """Let `compute` give the attention of calls with several tokens (`AttentionWatch.replacement`).
+
+        Raises:
+            UnsupportedError: Another run on this model acts already, or another one in this run does the same.
+        """
+        own_model(self.run)
+        if self._reader is not None:
+            raise UnsupportedError(
+                f"{self._reader} and {name} would both decide how prompts are read: enter one of them"
+            )
+        self._reader = name
+        self.watching.replacement = compute
+
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
         watching = self.watching
@@ -171,7 +187,7 @@ class Session:
         """
         now, watching = self.now, self.watching
         check_attention(self.target, self._config)
-        cache = used_cache(kwargs, self.target, is_watched=bool(watching.watchers))
+        cache = used_cache(kwargs, self.target, is_seen=watching.is_seen)
         layers = list[CacheLayer]()
         try:
             if cache is not None:

@@ -146,15 +146,17 @@ class Attention:
 
     def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
         """The model's mask, bool or additive, for some of the queries, in whatever form its attention takes it."""
-        keys, mask = self.key.shape[2], self.mask
+        keys = self.key.shape[2]
+        mask = self.mask
         if isinstance(mask, Tensor) and mask.ndim == 4:
             return mask[:, :, part, :keys]
         key = torch.arange(keys, device=self.key.device)
         first = keys - self.queries
         query = torch.arange(self.queries, device=self.key.device)[part, None]
-        if hasattr(mask, "mask_mod"):  # a BlockMask, which FlexAttention takes
+        mask_mod: Any = getattr(mask, "mask_mod", None)
+        if mask_mod is not None:  # of a BlockMask, which FlexAttention takes
             row = torch.arange(len(self.key), device=self.key.device)[:, None, None, None]
-            sees = mask.mask_mod(row, torch.zeros_like(row), query, key)
+            sees = mask_mod(row, torch.zeros_like(row), query, key)
             return sees.expand(len(self.key), 1, -1, -1)
         sees = key <= first + query
         window = self.settings.get("sliding_window")

@@ -26,7 +26,7 @@ from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
-from sinkscope.lines.shapes import AShape
+from sinkscope.lines.shapes import AShape, MInference, TriShape
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.tap import listeners, stock
@@ -196,6 +196,16 @@ def test_a_model_inside_a_with_takes_no_other_policy(model):
         pass
 
 
+SHAPES = [AShape(), TriShape(), MInference(), LoopServe(decode=False), LoopServe()]
+
+
+@pytest.mark.parametrize(("first", "second"), zip(SHAPES, SHAPES[1:] + SHAPES[:1], strict=True))
+def test_a_prompt_is_read_in_one_shape(first, second, model):
+    said = f"{type(first).__name__} and {type(second).__name__} would both decide how prompts are read"
+    with unchanged(model), refused(said):
+        (first | second).on(model).__enter__()
+
+
 @pytest.mark.parametrize(
     ("edit", "settings", "said"),
     [
@@ -215,6 +225,13 @@ def test_what_cannot_be_generated(edit, settings, said, model):
         with refused(said):
             model.generate(ids, max_new_tokens=8, **settings)
         assert model.generate(ids, max_new_tokens=4).shape[1] == ids.shape[1] + 4
+
+
+@pytest.mark.parametrize("way", [STREAMING, LoopGuard(64), Observe(ignore), AShape(), LoopServe(decode=False)])
+def test_a_cache_with_room_for_tokens_to_come(way, model):
+    static = StaticCache(config=model.config, max_cache_len=32)
+    with unchanged(model), way.on(model), refused("the cache is StaticCache.*pass `DynamicCache"):
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=2, past_key_values=static)
 
 
 @pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0), TOVA(budget=8)])
