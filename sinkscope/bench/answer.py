@@ -153,7 +153,7 @@ Measure = Callable[[Logits], RowNumbers]
 
 def top_probability(logits: Logits) -> RowNumbers:
     """The probability of the top prediction."""
-    return {"top1": largest_probability(logits).double().round(decimals=4)}
+    return {"top1": largest_probability(logits).cpu().double().round(decimals=4)}
 
 
 def answer_rows(
@@ -189,7 +189,7 @@ def answer_rows(
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         for name, value in measure(output.logits[:, -1].float()).items():
-            values.setdefault(name, []).append(value.double().cpu())
+            values.setdefault(name, []).append(value.cpu().double())
 
     options |= decoding(target, do_sample=False, pad_token_id=pad)
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Session:
     def __init__(self, run: Run) -> None:
         target = run.target
         check_servable(target)
-        self.run = run
+        self._run = ref(run)  # which holds the session: no circle keeps what they hold in memory
         self.target = target
         self._config = target.config
         self.now = CurrentCall()
@@ -67,6 +67,7 @@ class Session:
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
         self.generation = Generation(self._before_decode)
+        run.stack.callback(self._leave)
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.push(self._warn_of_idle_policy)
         for layer in range(target.n_layers):
@@ -80,6 +81,13 @@ class Session:
         if run.session is None:
             run.session = cls(run)
         return run.session
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        run = self._run()
+        assert run is not None
+        return run
 
     # What policies and observers ask for ------------------------------------------------------------------------
 
@@ -174,6 +182,12 @@ class Session:
         for cache in list(self._states):
             for kv in own_layers(cache):
                 kv.settle()
+
+    def _leave(self) -> None:
+        """Forget who acted, because most of them hold the session."""
+        for acting in (self._before_decode, self._after_call, self.watching.watchers, self.guests):
+            acting.clear()
+        self.watching.replacement = None
 
     # What the model calls ---------------------------------------------------------------------------------------
 

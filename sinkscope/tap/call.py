@@ -213,6 +213,7 @@ class Attention:
         for rows_range, listeners in self._listeners.items():
             for part in self._parts(rows_range):
                 _tell(listeners, part.start, self._rows(part, rows_range.by_mask))
+        self._listeners.clear()  # they hold this object, and it holds queries, keys and values
         return output, weights
 
     def _attended(self) -> Output:
