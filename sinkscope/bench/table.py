@@ -22,7 +22,7 @@ from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.measure.rate import known_numbers, mean_known, wilson
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import Grid, Table, strings
+from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class BenchTable(Result):
     kind = "bench"
     drawing = draw_bench
     page = "bench"
+    brief_rows = MOST_ROWS  # every method that the conclusion compares
 
     glossary: ClassVar = {
         "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",

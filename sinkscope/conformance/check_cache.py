@@ -57,7 +57,7 @@ class CacheCheck(Result):
         if failed:
             return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
         if not applied:
-            return f"No check applies to {name}: {apart[0].seen}."
+            return f"No check applies to {name}: {apart[0].seen.rstrip(chr(46))}."
         return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
 
     def details(self) -> list[str]:
