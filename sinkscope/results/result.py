@@ -22,7 +22,7 @@ UNKNOWN_TOKENS_TO_WARN = 0.1
 MOST_DETAILS = 6
 """Claims below the conclusion."""
 FEW_ROWS, FEW_DETAILS = 6, 8
-"""Rows of a table and lines below it that a command prints, unless it is asked to explain."""
+"""Rows of most tables, and lines below one, that a command prints unless it is asked to explain."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Result(Envelope):
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
+    brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints, unless it is asked to explain
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
@@ -226,7 +227,7 @@ class Result(Envelope):
         """
         details, rows = self.lines(), MOST_ROWS
         if brief:
-            rows = FEW_ROWS
+            rows = self.brief_rows
             details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
         parts = [grid.text(width, rows) for grid in self.grids()]
         if not brief:

@@ -29,31 +29,36 @@ class WatchedRow:
 
     Attributes:
         monitor: Its monitor.
-        tokens: Its generated tokens that the monitor has seen.
+        ids: Its latest ids, up to the newest that the monitor has seen.
         steering: How a guard steers it since it looped.
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
         self._new_monitor = monitor
         self.monitor = monitor()
-        self.tokens: list[int] = []
         self.prompt = prompt
-        self.prompt_ids = prompt_ids
+        self.ids = list(prompt_ids)
+        self._prompt_ids = len(self.ids)
         self.steering: Steering | None = None
+
+    @property
+    def written(self) -> int:
+        """Number of its generated tokens that the monitor has seen."""
+        return len(self.ids) - self._prompt_ids
 
     @property
     def length(self) -> int:
         """Number of its tokens."""
-        return self.prompt + len(self.tokens)
+        return self.prompt + self.written
 
     @property
-    def ids(self) -> list[int]:
-        """Its latest ids, up to the newest."""
-        return [*self.prompt_ids, *self.tokens]
+    def tokens(self) -> list[int]:
+        """Its generated tokens that the monitor has seen."""
+        return self.ids[self._prompt_ids :]
 
     def take_back(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never arrived."""
-        del self.tokens[len(self.tokens) - count :]
+        del self.ids[len(self.ids) - count :]
         self.monitor = self._new_monitor()
         for token in self.tokens:
             self.monitor.update(token, 0.0)
@@ -109,7 +114,7 @@ def push(
             row.monitor.end()
         if row.monitor.ended:
             continue
-        row.tokens.append(token)
+        row.ids.append(token)
         if row.monitor.update(token, probabilities[number]).trigger:
             alarms.append(number)
     return alarms

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Budget, Natural, Whole, check_fields
+from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv.cache import CacheLayer, check_order
@@ -135,7 +135,7 @@ class LoopGuard(Intervention):
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
-        budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
+        budget = self.budget if isinstance(self.budget, int) else share_of(self.budget, prompt)
         anchors = max(self.first_tokens(budget), min(first, budget - 1))
         if budget <= anchors:
             raise SinkscopeError(
@@ -263,7 +263,7 @@ class Guarding:
         for row_ids, row_index in zip(ids, moment.call.index.to(ids.device), strict=True):
             prompt_ids.append(row_ids[row_index >= 0].tolist())
         if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
-            prompt_ids = [[*row.prompt_ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
+            prompt_ids = [[*row.ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
         return self._new_rows(moment, past + ids.shape[1], prompt_ids)
 
     def _spare_states(self, moment: Moment) -> None:
@@ -351,7 +351,7 @@ class Guarding:
             "taken_back": taken_back,
             "kept": ranges_of(kept),
             "kept_count": len(kept),
-            "generated": len(row.tokens),
+            "generated": row.written,
         }
         if taken_back:  # the last token that stays is read again
             kept = [position for position in kept if position < length - taken_back - 1]

@@ -131,7 +131,7 @@ def patch_eval(
         with under(each, setup.target):
             read.append(losses(setup.target, ids))
         setup.progress("perplexity", len(read), 3)
-    samples = torch.stack(read).double()
+    samples = torch.stack(read).cpu().double()
     perplexity = samples.mean(1).exp()
     errors = [0.0, *(2 * errors_of(samples) * perplexity[1:] / perplexity[0]).tolist()]
     change = (perplexity / perplexity[0] - 1).tolist()

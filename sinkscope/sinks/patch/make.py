@@ -142,7 +142,7 @@ class PatchMade(Result):
             return ()
         gives = "make the norms of {} of the words stand out"
         outcome = Outcome("a norm that stands out", tuple(proof.layers.tolist()), unit="cases", gives=gives)
-        stands_out, failing = proof.stands_out.double(), proof.failing
+        stands_out, failing = proof.stands_out.cpu().double(), proof.failing
         copies = claim_of_copies(proof.repeats, outcome, stands_out[[INTACT, ONCE, OTHERS]])
         if not failing.any():
             return (copies,)
