@@ -62,6 +62,8 @@ class LoopGuard(Intervention):
         penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
             copy of it, for W tokens after an alarm; as much again for each alarm before it in succession (`Steering`).
             0 does nothing beside the cut, as in the paper.
+        local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
+            printed.
         rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
             is cut after the first copy and continues under the penalty.
 
@@ -91,6 +93,7 @@ class LoopGuard(Intervention):
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    local: Whole = 4
     rewind: bool = True
 
     KIND: ClassVar[str] = "guard"
@@ -111,7 +114,13 @@ class LoopGuard(Intervention):
             budget: As for the plain constructor.
             changed: Other fields to set.
         """
-        printed: dict[str, Any] = {"variant": "full", "recent_window": True, "penalty": 0.0, "rewind": False}
+        printed: dict[str, Any] = {
+            "variant": "full",
+            "recent_window": True,
+            "penalty": 0.0,
+            "local": 0,
+            "rewind": False,
+        }
         return cls(budget, **(printed | changed))
 
     @property
@@ -154,6 +163,22 @@ class LoopGuard(Intervention):
     def kept_first(self) -> int:
         """Number of anchors, of which a fraction of a prompt that is not known yet leaves room for all."""
         return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
+
+    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
+        """Return the range [begin, end) of positions to remove for a repetition that reaches the last token.
+
+        The last `local` tokens stay, so that the next token has a context. Without a recent window, so does the copy
+        that has begun: the text continues in it as if it were the first.
+
+        Args:
+            begin: First position of the repetition.
+            length: Number of tokens of the row.
+            period: Its period, if it is known.
+        """
+        begun = 0
+        if period is not None and not self.recent_window:
+            begun = (length - begin) % period
+        return begin, max(begin, length - max(begun, self.local))
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
@@ -340,8 +365,8 @@ class Guarding:
         end = length
         if taken_back:
             begin = length - taken_back
-        elif retention.recent is None and period is not None:
-            end -= (length - begin) % period  # the text goes on in the copy that has begun, as if it were the first
+        else:
+            begin, end = self.guard.to_cut(begin, length, period)
         kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
         data = {
             "period": period,
