@@ -2,8 +2,9 @@
 
     python -m experiments.gpu.pool FILE --workers 12 --seconds 240 --logs DIR
 
-FILE has one command a line, the most wanted first. Small models leave most of a GPU idle, so a dozen of them share it. Lines
-may be added while it runs; it ends when all have ended and the folder of logs has a file `end`.
+FILE has one command a line, the most wanted first. Small models leave most of a GPU idle, so several share it, but each
+wait for the device takes longer. Lines may be added while it runs; it ends when all have ended and the folder of logs
+has a file `end`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Write a GGUF file as a folder of full weights, which loads in a second: python -m experiments.gpu.unpack FILE FOLDER."""
+"""Write a GGUF file as a folder of full weights, which loads faster.
+
+python -m experiments.gpu.unpack FILE FOLDER
+"""
 
 from __future__ import annotations
 

@@ -74,19 +74,23 @@ class DRY(LogitsProcessor):
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
         """Return the scores with the losses."""
-        scores = scores.clone()
+        rows: list[int] = []
+        tokens: list[int] = []
+        losses: list[float] = []
         for row, ids in enumerate(input_ids.cpu().numpy()):
             lengths = self._copied_lengths(ids)
-            places = np.flatnonzero(lengths >= self._allowed_length)
             longest: dict[int, int] = {}
-            for place in places:
+            for place in np.flatnonzero(lengths >= self._allowed_length):
                 token = int(ids[place + 1])
                 longest[token] = max(int(lengths[place]), longest.get(token, 0))
-            if not longest:
-                continue
-            powers = np.array(list(longest.values())) - self._allowed_length
-            losses = self._multiplier * self._base**powers
-            scores[row, list(longest)] -= torch.from_numpy(losses).to(scores)
+            for token, length in longest.items():
+                rows.append(row)
+                tokens.append(token)
+                losses.append(self._multiplier * self._base ** (length - self._allowed_length))
+        if not rows:
+            return scores
+        scores = scores.clone()
+        scores[torch.tensor(rows), torch.tensor(tokens)] -= torch.tensor(losses).to(scores)
         return scores
 
     def _copied_lengths(self, ids: Int[np.ndarray, " pos"]) -> Int[np.ndarray, " earlier"]:

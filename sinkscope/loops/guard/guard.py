@@ -262,9 +262,17 @@ class Guarding:
             self._cut(moment, rows, alarms)
         if not self.guard.penalty:
             return
+        steered: list[int] = []
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
-                row.steering.steer(logits[number], row.ids, rows.ends)
+                steered.append(number)
+        if steered:
+            changed = logits[steered].cpu()  # one wait for the device instead of several for each row
+            for number, row_logits in zip(steered, changed, strict=True):
+                row = rows.rows[number]
+                assert row.steering is not None
+                row.steering.steer(row_logits, row.ids, rows.ends)
+            logits[steered] = changed.to(logits.device)
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
@@ -419,16 +427,18 @@ def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]
 
 def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    by_layer = [kv.pos[row].unique().tolist() for kv in layers]
-    return sorted(set().union(*by_layer) - {-1})
+    held = [kv.pos[row].flatten().to(layers[0].pos.device) for kv in layers]
+    return [position for position in torch.cat(held).unique().tolist() if position >= 0]
 
 
 def _evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
     """Evict everything else from some rows, in all layers and heads; the others stay."""
+    longest = 1 + max(int(kv.pos.max()) for kv in layers)
+    allowed = torch.ones(len(layers[0].pos), longest, dtype=torch.bool)
+    for row, positions in kept.items():
+        allowed[row] = False
+        allowed[row, positions] = True
     for kv in layers:
-        keep = kv.pos >= 0
-        occupied = keep.clone()
-        for row, positions in kept.items():
-            keep[row] &= torch.isin(kv.pos[row], torch.tensor(positions, device=keep.device))
-        if not torch.equal(keep, occupied):
-            kv.evict(keep)
+        pos = kv.pos
+        here = allowed.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
+        kv.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))
