@@ -75,7 +75,7 @@ class Arm:
 
 def plain(kind: type[LoopGuard] = LoopGuard, **settings: Any) -> Arm:
     """A guard that only cuts the cache."""
-    return Arm(lambda: kind(rewind=False, **settings))
+    return Arm(lambda: kind(act="cut", **settings))
 
 
 def printed(**settings: Any) -> Arm:

@@ -98,7 +98,9 @@ class Stream:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         recent = deque[str](maxlen=KEPT_TOKENS)
-        self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
+        self.monitor = Monitor(
+            settings, lambda ids: is_plain(list(recent)[-len(ids) :]), lambda _token: recent[-1][0].isdigit()
+        )
         self._splitter = Splitter()
         self._recent = recent
         self._quiet_until = 0
@@ -112,7 +114,7 @@ class Stream:
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises."""
         if piece.key is not None:
-            self.monitor.is_plain = None  # the tokens are no words
+            self.monitor.is_plain = self.monitor.is_number = None  # the tokens are no words
             key = piece.key
             if not isinstance(key, int):
                 key = _number_of(key)
