@@ -169,7 +169,7 @@ def stubborn(bias: float):
 
 
 def eager_guard(**fields) -> LoopGuard:
-    monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
+    monitor = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
     return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, **fields})
 
 
@@ -196,7 +196,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):
     assert retention.anchors == 8, "a quarter of a small budget"
     prompt, mask = prompts([6])
     new = torch.tensor([[*(LOOP * 20)][:14]])  # from position 6 on, in the middle of the fifth copy
-    with LoopGuard(monitor={"tail_shortest": 14}, act="cut").on(model) as run:
+    with LoopGuard(monitor={"tail_shortest": 14, "tail_beyond": 0}, act="cut").on(model) as run:
         feed(model, prompt, mask, new)
     (event,) = run.events
     assert event.data["bad"] == [(6, 16)] and event.data["kept"] == [(0, 6), (16, 20)], "at least the last 4"
