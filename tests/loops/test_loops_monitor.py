@@ -137,7 +137,7 @@ def test_honest_repetition_triggers_nothing(name):
 
 @pytest.mark.parametrize("name", sorted(LOOPED))
 def test_loops_are_found_in_time(name):
-    """The paper's monitor finds them within a window, sooner with probabilities; the default 64 tokens after 3 copies."""
+    """The paper's monitor needs a window, less with probabilities; the default 64 tokens after 3 copies."""
     healthy = split(prose(600))
     piece = split(LOOPED[name])
     ids = number(healthy + piece * (600 // len(piece)))
