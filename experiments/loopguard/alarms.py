@@ -2,9 +2,9 @@
 
     python -m experiments.loopguard.alarms WORK [WORK ...] --tokenizer FOLDER [--out figures/loopguard_alarms.json]
 
-The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each half
-and setting of the monitor: alarms on honest answers, and on outputs that end in three exact copies; the tokens between
-the end of the third copy and the alarm; and the largest probability of the next token behind the third copy of a loop.
+The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each
+half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on for
+64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sinkscope.loops import MonitorSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.text.counters import asked_copies
 
+BEHIND = 64  # tokens behind the third copy within which an alarm should come
 SETTINGS = {
     "48 tokens, three copies": MonitorSettings(tail_beyond=0, counter_tokens=1 << 20),
     **{
@@ -60,7 +61,8 @@ def measured(settings: MonitorSettings, tokenizer: Any, half: str, outputs: Sequ
     missed = found = counters = 0
     for output in outputs:
         alarm = first_alarm(settings, tokenizer, output["tokens"], "")
-        exact = tail_period(output["tokens"], repeats=3, shortest=24) is not None
+        tail = tail_period(output["tokens"], repeats=3, shortest=24)
+        exact = tail is not None and len(output["tokens"]) - tail.start >= 3 * tail.period + BEHIND
         missed += exact and alarm is None
         found += exact and alarm is not None
         if alarm is None:

@@ -2,8 +2,8 @@
 
     python -m experiments.loopguard.real_table WORK [WORK ...] --models FOLDER ... --out figures/loopguard_real.json
 
-A folder is named like the model in the outputs and holds its tokenizer. For each model, half and arm: outputs that end in
-an exact loop (three copies, 24 tokens) or nearly loop (of the last 8 sentences or lines, 6 resemble one of the 12
+A folder is named like the model in the outputs and holds its tokenizer. For each model, half and arm: outputs that end
+in an exact loop (three copies, 24 tokens) or nearly loop (of the last 8 sentences or lines, 6 resemble one of the 12
 before by 80 % of their letters, numbers apart), that say the same token again and again right behind the first act, the
 share of different 4-grams behind it, and outputs without an alarm that are those of the model alone.
 """
