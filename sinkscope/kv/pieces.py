@@ -159,7 +159,7 @@ def _pieces(
         for name in _OF_A_PIECE:
             if getattr(output, name, None) is not None:
                 setattr(output, name, None)
-                warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with rewind=False")
+                warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
     return output
 
 

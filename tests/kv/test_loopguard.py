@@ -194,7 +194,7 @@ def stubborn(bias: float):
 
 
 def eager_guard(**fields) -> LoopGuard:
-    monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
+    monitor = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
     return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, **fields})
 
 
@@ -203,7 +203,7 @@ def test_the_answer_to_a_loop(penalty, needed):
     """Token 33 leads by 8. After k of them, k + 1 copies count k - 2 tokens each: 4 and 10 at a penalty of 1."""
     model = stubborn(8.0)
     prompt, mask = prompts([10])
-    with eager_guard(penalty=penalty, rewind=False).on(model) as run:
+    with eager_guard(penalty=penalty, act="cut").on(model) as run:
         new = model.generate(prompt, attention_mask=mask, max_new_tokens=60, pad_token_id=0)[0, 10:].tolist()
     first = run.events[0].data
     assert (first["generated"], first["level"], first["taken_back"]) == (12, 0, 0), "three copies and 12 tokens"
@@ -221,10 +221,10 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):
     assert retention.anchors == 8, "a quarter of a small budget"
     prompt, mask = prompts([6])
     new = torch.tensor([[*(LOOP * 20)][:14]])  # from position 6 on, in the middle of the fifth copy
-    with LoopGuard(monitor={"tail_shortest": 14}, rewind=False).on(model) as run:
+    with LoopGuard(monitor={"tail_shortest": 14, "tail_beyond": 0}, act="cut").on(model) as run:
         feed(model, prompt, mask, new)
     (event,) = run.events
-    assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
+    assert event.data["bad"] == [(6, 16)] and event.data["kept"] == [(0, 6), (16, 20)], "at least the last 4"
 
 
 @pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])

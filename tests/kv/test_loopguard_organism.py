@@ -64,7 +64,7 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
     prompt = o.looping_prompt(16, delay=20)
     tokens, events = guarded(o, [prompt.ids], LoopGuard())
     assert events and {e.data["taken_back"] for e in events} == {0}
-    assert events[0].data["generated"] <= prompt.onset + max(3 * 16, 64) + 4, "after three copies"
+    assert events[0].data["generated"] <= prompt.onset + 3 * 16 + 64 + 4, "64 tokens after three copies"
     tail = tokens[0][events[-1].data["generated"] + 1 :]
     cycle = set(prompt.cycle)
     assert len(tail) > 60 and sum(token in cycle for token in tail) < 20, "the cycle is over"
@@ -74,7 +74,7 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
 def test_a_loop_is_taken_back_from_the_output(talk):
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
-    ids, guard = prompt.ids[0].tolist(), LoopGuard()
+    ids, guard = prompt.ids[0].tolist(), LoopGuard(monitor={"tail_beyond": 0})
     if talk:
         answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
         turn = answered.ask(ids, max_new_tokens=REWOUND)
@@ -112,7 +112,7 @@ def two_loops():
         layer.self_attn.o_proj.weight.data.mul_(0.2)
     torch.manual_seed(2)
     rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 14)]
-    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12})
+    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12, "tail_beyond": 0})
     return model, tokenizer, rows, guard
 
 
@@ -142,10 +142,10 @@ def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end
     o = made(64)
     ask = {"max_new_tokens": REWOUND, "return_dict_in_generate": True, "output_scores": True}
     chat = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
-    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with rewind=False"):
+    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act="cut""):
         turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
     assert turn.output.scores is None and len(turn.ids) == REWOUND
-    chat = Conversation(o.model, LoopGuard(rewind=False), tokenizer=o.tokenizer)
+    chat = Conversation(o.model, LoopGuard(act="cut"), tokenizer=o.tokenizer)
     turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
     assert len(turn.output.scores) == REWOUND
 

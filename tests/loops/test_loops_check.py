@@ -37,8 +37,8 @@ def test_ids_may_be_a_tensor():
         (f"{prose(200)} {'one more cup of tea, ' * 40}", "loops"),
         (f"{prose(200)} {'one more cup of tea, ' * 40} and that is all.", "loops"),
         (f"{prose(200)} {'one more cup of tea, ' * 40} {prose(60, 1)}", "looped"),
-        ('{"name": "Ada",' + "\n    " * 200, "loops"),
-        ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(300)), "loops"),
+        ('{"name": "Ada",' + "\n    " * 300, "loops"),
+        ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(450)), "loops"),
         ("0 1 0 0\n" * 60, "clean"),
         ("0 1 0 0\n" * 90, "loops"),
         ("x = x + 1\n" * 90, "loops"),
@@ -237,7 +237,7 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
     said = typed("loops runs.jsonl --json x.json", 3).err
-    assert said.startswith("loop in line 2 at token 348: period 2, ")
+    assert said.startswith("loop in line 2 at token 370: period 2, ")
     found = Result.load("x.json")
     assert isinstance(found, LoopCheck)
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.loops.guard.words import Words
+from sinkscope.loops.text.counters import NUMBER
 
 LENIENT = 2
 """Number of tokens that may be repeated without a loss, such as a name."""
@@ -40,6 +41,7 @@ class Steering:
         since: Number of tokens of the row at the act, without those that were taken back.
         level: Number of acts before the last one, each soon after the one before.
         words: Where words begin. None: not known.
+        is_number: Says which tokens are numbers, after a loop whose numbers change: they count as equal.
         avoided: Tokens with which the word goes on that was likeliest before the steering.
         avoided_at: Place where it would have begun.
     """
@@ -49,6 +51,7 @@ class Steering:
     since: int = 0
     level: int = 0
     words: Words | None = None
+    is_number: Callable[[int], bool] | None = None
     avoided: frozenset[int] = frozenset()
     avoided_at: int = 0
     _ids: Sequence[int] = ()  # the row, in which only new places are looked at
@@ -83,7 +86,13 @@ class Steering:
         strength = self.penalty * (self.level + 1)
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
-        for place, length in copies(ids, self._earlier(ids), len(ids) - self.since):
+        compared = ids
+        if self.is_number is None:
+            earlier = self._earlier(ids)
+        else:
+            compared = [NUMBER if self.is_number(token) else token for token in ids]
+            earlier = [place for place, token in enumerate(compared[:-1]) if token == compared[-1]]
+        for place, length in copies(compared, earlier, len(ids) - self.since):
             token, loss = ids[place], strength * (length - LENIENT)
             if loss <= 0 or self._within_word(ids, token, length):
                 continue

@@ -98,12 +98,15 @@ class Stream:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         recent = deque[str](maxlen=KEPT_TOKENS)
-        self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
+        self.monitor = Monitor(
+            settings, lambda ids: is_plain(list(recent)[-len(ids) :]), lambda _token: recent[-1][0].isdigit()
+        )
         self._splitter = Splitter()
         self._recent = recent
         self._quiet_until = 0
         self._echoes = Echoes()
         self._suspected: int | None = None
+        self._onset: int | None = None  # of a counter
         self._detected: int | None = None
         self._longest: Tail | None = None
         self._covered = 0
@@ -112,7 +115,7 @@ class Stream:
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises."""
         if piece.key is not None:
-            self.monitor.is_plain = None  # the tokens are no words
+            self.monitor.is_plain = self.monitor.is_number = None  # the tokens are no words
             key = piece.key
             if not isinstance(key, int):
                 key = _number_of(key)
@@ -129,6 +132,13 @@ class Stream:
             if self._echoes.add(text, step.step - 1):
                 self._suspected = step.step
         tail = step.tail
+        if tail is not None and not tail.exact:  # it may be honest: reported, but no verdict that a text loops
+            if step.trigger and step.step > self._quiet_until:
+                self._suspected = self._suspected or step.step
+                self._onset = tail.start
+                yield Alarm(name, step.step, tail, self._copy(tail))
+                self._quiet_until = step.step + self.monitor.settings.window
+            return
         if tail is not None or step.trigger:
             self._last_copy = step.step
         if tail is not None and step.step - tail.start > self._covered:
@@ -156,7 +166,8 @@ class Stream:
                 self._suspected = tokens
             if self._suspected is None:
                 return CheckedOutput(name, "clean" if tokens else "empty", tokens)
-            return CheckedOutput(name, "suspicious", tokens, onset=self._echoes.onset, detected=self._suspected)
+            onset = self._echoes.onset if self._onset is None else self._onset
+            return CheckedOutput(name, "suspicious", tokens, onset=onset, detected=self._suspected)
         verdict: Verdict = "looped"
         if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
             verdict = "loops"
