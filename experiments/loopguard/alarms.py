@@ -3,8 +3,8 @@
     python -m experiments.loopguard.alarms WORK [WORK ...] --tokenizer FOLDER [--out figures/loopguard_alarms.json]
 
 The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each
-half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on for
-64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm.
+half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on
+for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
     if output["acts"]:
         first = output["acts"][0]
         behind = tokens[first["generated"] - first["taken_back"] :]
-        again = sum(one == other for one, other in zip(behind[:BEHIND], behind[1 : BEHIND + 1], strict=False))
+        again = sum(one == other for one, other in pairwise(behind[: BEHIND + 1]))
         row["same"] = len(behind) >= BEHIND and again >= BEHIND // 3
         row["behind"] = different(behind)
     return row

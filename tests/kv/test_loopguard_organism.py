@@ -142,7 +142,7 @@ def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end
     o = made(64)
     ask = {"max_new_tokens": REWOUND, "return_dict_in_generate": True, "output_scores": True}
     chat = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
-    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act="cut""):
+    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):
         turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
     assert turn.output.scores is None and len(turn.ids) == REWOUND
     chat = Conversation(o.model, LoopGuard(act="cut"), tokenizer=o.tokenizer)
