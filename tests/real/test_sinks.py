@@ -75,7 +75,7 @@ def test_the_patch_holds_the_neurons_at_their_values_and_costs_what_plain_hooks_
     intact = plain.nll(model, ids)[:, 1:].mean().exp()
     with plain.held(model, values):
         patched = plain.nll(model, ids)[:, 1:].mean().exp()
-    assert [one.perplexity for one in made.read[:2]] == pytest.approx([intact.item(), patched.item()], rel=1e-4)
+    assert [one.perplexity for one in made.read[:2]] == pytest.approx([intact.item(), patched.item()], rel=2e-5)
     assert abs(made.read[1].change) < 0.01  # ordinary text keeps its perplexity
 
 

@@ -81,9 +81,10 @@ def test_a_guard_acts_exactly_where_the_stock_model_loops(smollm2):
     sentence = smollm2.tokenizer(" The committee met on Monday and agreed to meet again on the next Monday.").input_ids
     ids = torch.tensor([[1, *(3 * sentence)]])
     stock = smollm2.model.generate(ids, max_new_tokens=4 * len(sentence), do_sample=False, pad_token_id=0)
-    assert plain.period_at_end(stock[0].tolist()) == len(sentence)
+    looping = plain.covered_at_end(stock[0].tolist())
+    assert looping >= 48
     (guarded,) = ss.generate(smollm2.model, ids, guard=True, max_new_tokens=4 * len(sentence))
-    assert guarded.events and plain.period_at_end([*ids[0].tolist(), *guarded.tokens], 6) != len(sentence)
+    assert guarded.events and plain.covered_at_end([*ids[0].tolist(), *guarded.tokens]) < looping
 
 
 def test_loops_finds_the_period_that_a_plain_search_finds(smollm2):
@@ -91,7 +92,7 @@ def test_loops_finds_the_period_that_a_plain_search_finds(smollm2):
     looped = ids + 12 * ids[40:57]
     assert plain.period_at_end(looped) == 17 and plain.period_at_end(ids) is None
     looping, clean = check([looped, ids]).records
-    assert (looping.verdict, looping.period, looping.wasted) == ("loops", 17, 12 * 17)
+    assert (looping.verdict, looping.period, looping.wasted) == ("loops", 17, 11 * 17)
     assert clean.verdict == "clean"
 
 
