@@ -39,9 +39,8 @@ def claim_of(
         contrasts=tuple(contrasts),
         draws=len(left),
         search=search,
-        margin=margin_of(left.numpy()),
+        margin=0.0 if exact else margin_of(left.numpy()),
         edit=edit,
-        exact=exact,
     )
 
 
