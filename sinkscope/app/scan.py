@@ -85,8 +85,8 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
 
 
 PARTS = (
-    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, {"max_repeats": 300}, True, seconds=60),
-    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
+    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, streams=True, seconds=70),
+    Part("circuit", "circuit", circuit.on, seconds=30),
     Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
     Part(
         "repeat",
