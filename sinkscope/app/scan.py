@@ -118,7 +118,7 @@ PARTS = (
     Part("precision", "precision", precision.on, quick={"pieces": 3, "length": 32, "schemes": ["a8-tensor"]}),
 )
 """What a scan runs, in the order of the card."""
-QUICK_SECONDS, SMALL = 140.0, 135e6  # what all parts may take with --quick, on a model of so many parameters
+QUICK_SECONDS, SMALL = 125.0, 135e6  # what all parts may take with --quick, on a model of so many parameters
 
 
 Outcomes = list[tuple[Part, Result | str]]
