@@ -1,0 +1,251 @@
+"""Sinks and spikes are sets of places. Words label a set afterwards, and decide nothing.
+
+`sink_places` finds the positions that heads attend to, and `spike_places` those whose norm stands out. `pieces` parts
+such a set by the simplest words that mean hardly anything else; what no words cover is a piece as well, or left over
+if it is too little to be measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, reduce
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.results.notation import word_list
+from sinkscope.sinks.tokens import Mask, TokenRows
+
+ENOUGH = 0.9  # least coverage and precision of words
+SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
+SINK_HEADS = 2  # an attention sink needs at least this many heads
+POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
+PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
+MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
+LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
+SOME_TEXTS = 0.2  # least share of the texts that have a place without words
+COMMON = 3  # tokens named where no words fit
+PLACE_TEXTS = 4  # texts in which a place is looked at
+Decode = Callable[[list[int]], str]
+Cases = tuple[tuple[int, int], ...]
+"""Positions, as pairs of the number of a text and a position."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Words that mean some positions of any texts.
+
+    Attributes:
+        words: The words, as part of a sentence.
+        position: The only position. None: the tokens decide.
+        tokens: Ids of the tokens that stand there.
+        first: Whether only the first of these tokens in a text counts.
+    """
+
+    words: str
+    position: int | None = None
+    tokens: tuple[int, ...] = ()
+    first: bool = False
+
+    def means(self, ids: TokenRows) -> Mask:
+        """The positions of some texts that the words mean."""
+        if self.position is not None:
+            return (torch.arange(ids.shape[1], device=ids.device) == self.position).expand_as(ids)
+        fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
+        if self.first:
+            fits &= fits.cumsum(1) == 1
+        return fits
+
+
+@dataclass(frozen=True)
+class Place:
+    """A set of positions of the texts that were surveyed, with the words that label it.
+
+    Attributes:
+        cases: The positions, as pairs of the number of a text and a position.
+        rule: The words. None: no words mean these positions and hardly any others.
+        coverage: Share of the whole set, of which this is a piece.
+        share: Share of the texts that have such a position.
+        common: The most common tokens.
+    """
+
+    cases: Cases
+    rule: Rule | None
+    coverage: float
+    share: float
+    common: tuple[str, ...]
+
+    @classmethod
+    def of(cls, ids: TokenRows, whole: Mask, there: Mask, rule: Rule | None, decode: Decode) -> Place:
+        """A piece of a set of places, `whole`, in some texts."""
+        piece = there & whole
+        return cls(
+            cases=tuple((text, at) for text, at in piece.nonzero().tolist()),
+            rule=rule,
+            coverage=int(piece.sum()) / int(whole.sum()),
+            share=float(piece.any(1).float().mean()),
+            common=tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)),
+        )
+
+    @property
+    def words(self) -> str:
+        """The words, or the size and the most common tokens."""
+        if self.rule is not None:
+            return self.rule.words
+        tokens = word_list([repr(token) for token in self.common])
+        if self.is_first:
+            return f"some first tokens (most often {tokens})"
+        return f"{len(self.cases):,} places without a common description (most often {tokens})"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first token, of all texts or of some."""
+        return not any(at for _, at in self.cases)
+
+    def there(self, ids: TokenRows) -> Mask:
+        """The positions as a mask of the texts that were surveyed, which may be cut off."""
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        text, at = torch.tensor(self.cases).T
+        within = at < ids.shape[1]
+        mask[text[within], at[within]] = True
+        return mask
+
+    def means(self, ids: TokenRows) -> Mask:
+        """The positions of any texts that the words mean; none if there are no words."""
+        if self.rule is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return self.rule.means(ids)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
+    """Numbers of some texts with a place, and its position in each; those in which it comes first.
+
+    Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
+
+    Args:
+        cases: The place.
+        ids: The texts in which it was found, whole.
+    """
+    seen: Counter[int] = Counter()
+    turns: list[tuple[int, int, int]] = []
+    for text, position in sorted(cases, key=lambda case: case[1]):
+        token = int(ids[text, position])
+        turns.append((seen[token], position, text))
+        seen[token] += 1
+    _, at, rows = torch.tensor(sorted(turns)[:PLACE_TEXTS]).T
+    return rows, at
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
+    """The positions that enough heads attend to.
+
+    A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
+    these heads attend in most texts, because then they do not prefer one word.
+
+    Args:
+        above: Whether each head attends to each position; of layers with softmax attention only.
+    """
+    heads = above.shape[0] * above.shape[1]
+    anywhere = reduce(above.int(), "layer head text at -> text at", "sum")
+    there = anywhere >= max(SINK_HEADS, PLACE_SHARE * heads)
+    steady = reduce(above.float(), "layer head text at -> layer head at", "mean") >= MOST_TEXTS
+    steadily = (above & rearrange(steady, "layer head at -> layer head 1 at")).int().sum((0, 1))
+    number = reduce(steady.int(), "layer head at -> at", "sum")
+    suffice = number >= max(SINK_HEADS, POSITION_SHARE * heads)
+    return there | (suffice & (steadily >= MOST_TEXTS * number))
+
+
+def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
+    """Where norms are more than three times the typical one."""
+    return norms > SPIKE_RATIO * typical
+
+
+def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
+    """The positions whose norm stands out after some layer.
+
+    The typical norm of a layer is the median.
+
+    Args:
+        norms: Norm of every position after each layer.
+    """
+    typical = norms.flatten(1).median(1).values
+    return stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0)
+
+
+# --- describing ------------------------------------------------------------------------------------------------------
+
+
+def pieces(
+    ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
+) -> tuple[tuple[Place, ...], Place | None]:
+    """The parts of a set of places, and what is left over: too few, or such as do not hold.
+
+    Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
+    its own if a fifth of the texts have it, first tokens apart from others.
+
+    Args:
+        ids: The texts.
+        whole: The places in them.
+        decode: Writes token ids as text.
+        holds: What else a piece has to meet.
+    """
+    found: list[Place] = []
+    rest, least = whole, min(LEAST_CASES, len(ids))
+    first, behind = Rule("", position=0), (torch.arange(ids.shape[1]) > 0).expand_as(ids)
+    for rule, fits in [*_rules(ids, whole, decode), (None, first.means(ids)), (None, behind)]:
+        piece = fits & rest
+        precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
+        enough = int(piece.sum()) >= least
+        if rule is None:
+            enough = enough and float(piece.any(1).float().mean()) >= SOME_TEXTS
+        if precise and enough and holds(piece):
+            found.append(Place.of(ids, whole, piece, rule, decode))
+            rest = rest & ~piece
+    return tuple(found), Place.of(ids, whole, rest, None, decode) if bool(rest.any()) else None
+
+
+def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask]]:
+    """What may be said of the places in a few words, the simplest first, and the positions that the words mean.
+
+    Positions, tokens wherever they stand (of more than two, all of them in one), and tokens that come for the first
+    time. The tokens are those that stand at places after the first position, and not always at the same one.
+    """
+    rules: list[Rule] = []
+    for position in there.any(0).nonzero().flatten().tolist():
+        rules.append(_at_position(ids, position, decode))
+    behind, here = ids[:, 1:], there[:, 1:]
+    seen = Counter(behind[here].tolist()).most_common()
+    tokens = tuple(token for token, _ in seen if int((behind == token).any(0).sum()) > 1)
+    always = tuple(token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH)
+    names = {token: repr(decode([token])) for token in tokens}
+    if len(always) > 2:  # two have words each, because different neurons may make their spikes
+        listed = word_list([names[token] for token in always], COMMON)
+        rules.append(Rule(f"{listed} wherever they stand", tokens=always))
+    for token in always:
+        rules.append(Rule(f"{names[token]} wherever it stands", tokens=(token,)))
+    for token in tokens:
+        rules.append(Rule(f"the first {names[token]} of a text", tokens=(token,), first=True))
+    if len(tokens) > 1:
+        listed = word_list([*names.values()], COMMON)
+        rules.append(Rule(f"the first of {listed} in a text", tokens=tokens, first=True))
+    return [(rule, rule.means(ids)) for rule in rules]
+
+
+def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
+    """A position, with the token that always stands there."""
+    tokens = ids[:, position].unique().tolist()
+    words = f"position {position} (any token)"
+    if position == 0:
+        words = "the first token"
+    elif len(tokens) == 1:
+        words = f"{decode(tokens)!r} at position {position}"
+    return Rule(words, position=position)
