@@ -49,6 +49,7 @@ class Reading:
         means: What replaced parts write instead.
         entering: What entered each layer when the texts were read.
         whole: Whether the pass runs to the end, and attention and the loss are read; else it ends at the peak.
+        every_loss: Whether the loss of every token is read, however large the vocabulary is.
     """
 
     ids: TokenRows
@@ -58,6 +59,7 @@ class Reading:
     means: Written = field(default_factory=dict)
     entering: Entering = NOT_READ
     whole: bool = False
+    every_loss: bool = False
 
     def first_layer(self, edit: Parts) -> int:
         """The layer of the first part of an edit; that of no edit is the last at which a pass can begin."""
@@ -142,8 +144,9 @@ class EditBatch:
 
     def _read_loss(self, ids: TokenRows, start: LayerInput | None) -> None:
         positions = torch.arange(ids.shape[1] - 1)
-        step = -(-len(positions) * int(self.target.config.vocab_size) // LOGITS)
-        positions = positions[step - 1 :: step]
+        if not self.reading.every_loss:
+            step = -(-len(positions) * int(self.target.config.vocab_size) // LOGITS)
+            positions = positions[step - 1 :: step]
         kept: dict[str, Any] = {}
         if "logits_to_keep" in signature(self.target.hf.forward).parameters:
             kept = {"logits_to_keep": positions.to(self.target.device)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import torch
@@ -11,18 +12,40 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.parts import Component, Neuron
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.spikes.edited import Effects
-from sinkscope.sinks.spikes.spike import Needs, Parts, Removal, Share, Spike
+from sinkscope.sinks.spikes.spike import Needs, Part, Parts, Removal, Share, Spike
 from sinkscope.sinks.spikes.survey import READS, Survey
-from sinkscope.sinks.spikes.texts import SpikeTexts, components, means_of
+from sinkscope.sinks.spikes.texts import SpikeTexts, components, left_by_text, means_of
 from sinkscope.sinks.spikes.writers import NAMED, of_layer
 
 LEFT = 0.25  # share of a spike below which it counts as removed
 RANDOM_SETS = 3  # random sets beside the needed one
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
-WRITES = 0.1  # share of a component from which it is tried alone and in pairs
+WRITES = 0.1  # share of a component from which it is tried in pairs
+PAIRED = 4  # components that are tried in pairs
+CHANGES = 0.1  # share by which a neuron alone changes the spike, from which all its outcomes are measured
+LIKE = 0.9  # cosine from which two spikes have the same direction
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of the search for a set of neurons.
+
+    Attributes:
+        needed: The smallest set found that leaves less than a quarter; empty if none does.
+        tried: The set that leaves least.
+        order: All that were tried alone, those without which least is left first.
+        left: What is left without each of them.
+        backups: Those that write the spike only when others are gone.
+    """
+
+    needed: Parts = ()
+    tried: Parts = ()
+    order: tuple[Neuron, ...] = ()
+    left: tuple[float, ...] = ()
+    backups: tuple[Neuron, ...] = ()
 
 
 @torch.no_grad()
@@ -30,6 +53,9 @@ def needs_of(
     survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Sequence[Share], seed: int = 0
 ) -> Needs:
     """Remove the writers of a spike: each alone, then together in the order of what that did, beside random ones.
+
+    Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs. Of a
+    spike that no head reads and that is not at the first token, only what is left of it is measured.
 
     Args:
         survey: The survey.
@@ -39,34 +65,87 @@ def needs_of(
         seed: Seed of the random neurons.
     """
     texts = SpikeTexts.of(survey, spike)
-    members = [one.part for one in neurons if isinstance(one.part, Neuron)]
-    needed, alone, tried = (), [], ()
-    backups: tuple[Neuron, ...] = ()
+    found = search(texts, [one.part for one in neurons if isinstance(one.part, Neuron)])
+    needed, random, means = found.needed, list[Parts](), dict[Part, Tensor]()
+    if needed:
+        drawn = [random_neurons(survey.target, needed, seed, number, found.order) for number in range(RANDOM_SETS)]
+        random += drawn  # pyright: ignore[reportArgumentType]
+    else:
+        parts = components(survey.target, spike.peak)
+        means = means_of(survey, spike, parts)
+        needed = enough_components(texts, writers, means)
+        if needed:
+            others = [part for part in parts if part not in needed]
+            random += [(part,) for part in others[:: max(1, len(others) // RANDOM_SETS)][:RANDOM_SETS]]
+    alone: list[Parts] = []
+    for neuron, left in zip(found.order, found.left, strict=True):
+        if (neuron,) != needed and (neuron in needed or abs(1 - left) >= CHANGES):
+            alone.append((neuron,))
+    sets = [needed or found.tried, *random] if needed or found.tried else []
+    removals = measured(texts, sets, means, every_loss=True)
+    singles = measured(texts, alone, {}, every_loss=False)
+    if len(needed) == 1 and isinstance(needed[0], Neuron):
+        singles.insert(0, removals[0])
+    heads, margin = readers_of(survey, spike, texts)
+    return Needs(
+        heads=heads,
+        heads_margin=margin,
+        texts=len(texts.rows),
+        needed=removals[0] if needed else None,
+        random=tuple(removals[1:]),
+        alone=tuple(singles),
+        tried=removals[0] if removals and not needed else None,
+        backups=found.backups,
+    )
+
+
+@torch.no_grad()
+def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: int = 0) -> Needs | None:
+    """What a spike needs, if it is another one again at another place: the same direction, and gone without the same set.
+
+    Args:
+        survey: The survey.
+        spike: The spike.
+        other: The other one.
+        needs: What that needs.
+        seed: Seed of the random neurons.
+    """
+    if needs.needed is None or spike.first > other.last or other.first > spike.last:
+        return None
+    parts = needs.needed.parts
+    neurons = tuple(part for part in parts if isinstance(part, Neuron))
+    if len(neurons) < len(parts) or float(spike.direction @ other.direction) < LIKE:
+        return None
+    texts = SpikeTexts.of(survey, spike)
+    if float(texts.along([parts]).mean()) >= LEFT:
+        return None
+    random = random_neurons(survey.target, neurons, seed)
+    removal, *beside = measured(texts, [parts, random], {}, every_loss=True)
+    heads, margin = readers_of(survey, spike, texts)
+    return Needs(heads, margin, len(texts.rows), removal, tuple(beside))
+
+
+# --- the search ---
+
+
+def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
+    """The smallest set of neurons that leaves less than a quarter, of those that write the spike and their backups."""
+    members, backups = list(neurons), list[Neuron]()
+    found = Found()
     for _ in range(BACKUPS + 1):
         if not members:
-            break
-        alone = _ordered(texts, members)
-        needed, tried = smallest_set(texts, alone)
-        if needed:
-            break
-        taking_over = _taking_over(survey, spike, members)
-        if not taking_over:
-            break
-        backups += taking_over
-        members += taking_over
-    if not needed:
-        return _needs_of_components(texts, writers, tried, alone, backups)
-    random = [random_neurons(survey.target, needed, seed, number, tuple(members)) for number in range(RANDOM_SETS)]
-    singles = [(neuron,) for neuron in alone]
-    removals = measured(texts, [needed, *random, *singles])
-    intact = _intact(texts)
-    return Needs(*intact, len(texts.rows), removals[0], tuple(removals[1:4]), tuple(removals[4:]), None, backups)
-
-
-def _ordered(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
-    """Neurons in the order of what is left of the spike without each alone."""
-    left = texts.along([(member,) for member in members]).mean(1)
-    return [members[number] for number in left.argsort(stable=True).tolist()]
+            return found
+        left = texts.along([(member,) for member in members]).mean(1)
+        by_left = left.argsort(stable=True).tolist()
+        order = tuple(members[number] for number in by_left)
+        needed, tried = smallest_set(texts, order)
+        found = Found(needed, tried, order, tuple(left[by_left].tolist()), tuple(backups))
+        fresh = () if needed else taking_over(texts, members)
+        if not fresh:
+            return found
+        backups += fresh
+        members += fresh
+    return found
 
 
 def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Parts, Parts]:
@@ -96,110 +175,88 @@ def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Parts, Par
     return best, best
 
 
-def _taking_over(survey: Survey, spike: Spike, members: Sequence[Neuron]) -> tuple[Neuron, ...]:
-    """Who writes the spike when its writers are gone: a backup fires only then."""
+def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
+    """Who writes the spike when its writers are gone, at most two: a backup fires only then."""
     found: list[Share] = []
-    with Ablate(sites=tuple(members)).on(survey.target):
-        for layer in range(spike.peak + 1):
-            if survey.target.has_neurons(layer):
-                found += of_layer(survey, spike, layer, entering=None)
-    fresh = [one for one in sorted(found, key=lambda one: -one.share) if one.part not in members]
-    return tuple(one.part for one in fresh[:2] if isinstance(one.part, Neuron) and one.share >= NAMED)
+    target, spike = texts.survey.target, texts.spike
+    with Ablate(sites=tuple(members)).on(target):
+        for layer in filter(target.has_neurons, range(spike.peak + 1)):
+            found += of_layer(texts.survey, spike, layer)
+    found.sort(key=lambda one: -one.share)
+    fresh = [one.part for one in found if isinstance(one.part, Neuron) and one.part not in members]
+    return fresh[:2]
 
 
-def _needs_of_components(
-    texts: SpikeTexts, writers: Sequence[Share], tried: Parts, alone: Sequence[Neuron], backups: tuple[Neuron, ...]
-) -> Needs:
-    """Without neurons that are enough: components alone, then pairs of those that write, replaced by their mean."""
-    survey, spike = texts.survey, texts.spike
-    parts = components(survey.target, spike.peak)
-    means = means_of(survey, spike, parts)
-    left = texts.along([(part,) for part in parts], means).mean(1)
-    needed: Parts = ()
-    if float(left.min()) < LEFT:
-        writing = {one.part for one in writers if one.share >= WRITES}
-        enough = [part for part, rest in zip(parts, left.tolist(), strict=True) if rest < LEFT]
-        needed = (next((part for part in enough if part in writing), parts[int(left.argmin())]),)
-    else:
-        some = [one.part for one in writers if abs(one.share) >= WRITES]
-        pairs = list(combinations(some[:4], 2))
-        if pairs:
-            of_pairs = texts.along(list(pairs), means).mean(1)
-            if float(of_pairs.min()) < LEFT:
-                needed = pairs[int(of_pairs.argmin())]
-    singles: list[Parts] = [(neuron,) for neuron in alone]
-    sets: list[Parts] = [*singles]
-    if needed:
-        others = [part for part in parts if part not in needed][:: max(1, (len(parts) - 1) // 3)][:3]
-        sets = [needed, *((other,) for other in others), *singles]
-    elif tried:
-        sets = [tried, *singles]
-    removals = measured(texts, sets, means) if sets else []
-    intact, count = _intact(texts), len(texts.rows)
-    if needed:
-        rest = len(removals) - len(singles)
-        return Needs(*intact, count, removals[0], tuple(removals[1:rest]), tuple(removals[rest:]), None, backups)
-    if tried:
-        return Needs(*intact, count, None, (), tuple(removals[1:]), removals[0], backups)
-    return Needs(*intact, count, None, (), tuple(removals), None, backups)
+def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[Part, Tensor]) -> Parts:
+    """A component, or else a pair of those that write, without which less than a quarter is left; those that write first.
+
+    Args:
+        texts: The texts.
+        writers: Shares of components.
+        means: What each component writes instead.
+    """
+    parts, writing = list(means), [one.part for one in writers if abs(one.share) >= WRITES]
+    left = dict(zip(parts, texts.along([(part,) for part in parts], means).mean(1).tolist(), strict=True))
+    for part in [*writing, min(parts, key=lambda part: left[part])]:
+        if left[part] < LEFT:
+            return (part,)
+    least = sorted(parts, key=lambda part: left[part])[:PAIRED]
+    pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *least]), 2))
+    if not pairs:
+        return ()
+    of_pairs = texts.along(list(pairs), means).mean(1)
+    return pairs[int(of_pairs.argmin())] if float(of_pairs.min()) < LEFT else ()
 
 
-def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict | None = None) -> list[Removal]:
-    """All three outcomes of removing each set."""
-    left, effects = texts.effects(list(sets), means)
-    heads, attention = _heads(texts, effects), _attention(texts, effects)
-    risen = effects.loss[1:] - effects.loss[:1]
-    removals: list[Removal] = []
-    for number, parts in enumerate(sets):
-        rise, perplexity, spread = risen[number], None, None
-        if bool(rise.isfinite().all()):
-            perplexity = float(rise.mean().exp())
-            error = margin_of(rise.numpy())
-            spread = None if error is None else perplexity * error
-        removals.append(
-            Removal(
-                parts=tuple(parts),
-                left=float(left[number].mean()),
-                heads=int(heads[number + 1].mean().round()) if False else _count(texts, effects, number + 1),
-                attention=float(attention[number]),
-                perplexity=perplexity,
-                left_margin=margin_of(left[number].numpy()),
-                heads_margin=margin_of(heads[number + 1].numpy()),
-                perplexity_margin=spread,
-            )
-        )
-    return removals
+# --- the outcomes ---
 
 
-def _reading(texts: SpikeTexts, effects: Effects) -> Float[Tensor, "state text layer head"]:
-    """Attention to the place in the layers that read the spike."""
-    layers = [layer for layer in texts.spike.reading_layers if layer < texts.survey.target.n_layers]
-    return effects.attention[:, :, layers]
+def measured(
+    texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor], *, every_loss: bool
+) -> list[Removal]:
+    """All outcomes of removing each set; of a spike without readers elsewhere than at the first token, what is left."""
+    if not sets:
+        return []
+    if not readers_of(texts.survey, texts.spike, texts)[0] and not texts.spike.place.is_first:
+        return [
+            Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
+            for parts, left in zip(sets, texts.along(list(sets), means), strict=True)
+        ]
+    effects = texts.effects(list(sets), means, every_loss=every_loss)
+    of_texts = zip(sets, left_by_text(effects, texts.place), strict=True)
+    return [_removal(texts.spike, parts, left, effects, number) for number, (parts, left) in enumerate(of_texts, 1)]
 
 
-def _count(texts: SpikeTexts, effects: Effects, state: int) -> int:
-    """Heads whose mean attention over texts is above 0.3."""
-    return int((_reading(texts, effects)[state].mean(0) > READS).sum())
+def _removal(spike: Spike, parts: Parts, left: Float[Tensor, " text"], effects: Effects, number: int) -> Removal:
+    """The outcomes of one edit of a pass."""
+    read = effects.attention[:, :, _layers(spike, effects.attention.shape[2])]
+    by_text = (read[number] > READS).flatten(1).sum(1).float()
+    readers = read[0].mean(0) > READS
+    attention = 1.0
+    if bool(readers.any()):
+        attention = float(read[number].mean(0)[readers].mean() / read[0].mean(0)[readers].mean())
+    rise, perplexity, spread = effects.loss[number] - effects.loss[0], None, None
+    if bool(rise.isfinite().all()):
+        perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
+        spread = None if error is None else perplexity * error
+    return Removal(
+        parts=parts,
+        left=float(left.mean()),
+        heads=int((read[number].mean(0) > READS).sum()),
+        attention=attention,
+        perplexity=perplexity,
+        left_margin=margin_of(left.numpy()),
+        heads_margin=margin_of(by_text.numpy()),
+        perplexity_margin=spread,
+    )
 
 
-def _heads(texts: SpikeTexts, effects: Effects) -> Float[Tensor, "state text"]:
-    """Heads of each text."""
-    return (_reading(texts, effects) > READS).flatten(2).sum(2).float()
+def _layers(spike: Spike, depth: int) -> list[int]:
+    return [layer for layer in spike.reading_layers if layer < depth]
 
 
-def _attention(texts: SpikeTexts, effects: Effects) -> Float[Tensor, " edit"]:
-    """What is left of the attention of the heads that read the spike in the intact model."""
-    means = _reading(texts, effects).mean(1)
-    readers = means[0] > READS
-    if not bool(readers.any()):
-        return torch.ones(len(means) - 1)
-    return means[1:, readers].mean(1) / means[0, readers].mean()
-
-
-def _intact(texts: SpikeTexts) -> tuple[int, float | None]:
-    """Heads that attend to the place in the intact texts, and their margin over texts."""
-    received = texts.survey.received(texts.spike.mask)[:, :, texts.rows]
-    layers = [layer for layer in texts.spike.reading_layers if layer < texts.survey.target.n_layers]
-    chosen = received[layers]
-    heads = (chosen > READS).flatten(0, 1).sum(0).float()
-    return int((chosen.mean(-1) > READS).sum()), margin_of(heads.numpy())
+def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:
+    """Heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
+    received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows]
+    by_text = (received > READS).flatten(0, 1).sum(0).float()
+    return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())

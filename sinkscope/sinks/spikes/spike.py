@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +16,7 @@ from sinkscope.sinks.spikes.survey import Mask, Survey
 
 Part = Neuron | Head | Component
 Parts = tuple[Part, ...]
+RatioOf = Literal["norm", "departure"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class Spike:
         size: Projection of the place's departure on it, mean over the place.
         norm: Norm of the residual stream at the place after the peak, mean over the place.
         before: The same before the run.
-        ratio: Departure of the place from the median state over the typical departure, after the peak.
+        ratio: How far the place stands out after the peak, mean over the place.
+        ratio_of: What that is a ratio of: "norm": the norm over the typical one; "departure": the distance to the median
+            state over the typical distance, where dimensions that are massive on all tokens make the norms alike.
         usual: The 95 % quantile of that ratio over ordinary positions.
         ratio_margin: Two standard errors of the ratio over texts. None: too few texts.
     """
@@ -64,6 +69,7 @@ class Spike:
     norm: float
     before: float
     ratio: float
+    ratio_of: RatioOf
     usual: float
     ratio_margin: float | None = None
 
@@ -186,6 +192,8 @@ class Measured:
         erasers: Components that write against it after the peak.
         neurons: Shares of the neurons of the MLPs that write it.
         needs: What it needs.
+        neutral: Median value of the needed neurons on ordinary text.
+        like: Number of an earlier spike that is the same at another place.
         marks: What marks the place.
         copies: What copies of tokens reach.
     """
@@ -196,12 +204,10 @@ class Measured:
     erasers: tuple[Share, ...] = ()
     neurons: tuple[Share, ...] = ()
     needs: Needs | None = None
+    neutral: Mapping[Neuron, float] = field(default_factory=dict)
+    like: int | None = None
     marks: tuple[Mark, ...] = ()
-    copies: tuple[Copies, ...] = field(default=())
-
-    def with_(self, **changes: object) -> Measured:
-        """The same with more."""
-        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+    copies: tuple[Copies, ...] = ()
 
     @property
     def needed_neurons(self) -> tuple[Neuron, ...]:

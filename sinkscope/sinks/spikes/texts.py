@@ -57,29 +57,25 @@ class SpikeTexts:
         ids, place, rows = self.ids[:, :end], self.place[:, :end], self.rows
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             ids, place, rows = ids[:1], place[:1], rows[:1]
-        effects = self._run(ids, place, rows, edits, means or {}, whole=False)
-        return self._left(effects, place)
+        entering = self.survey.entering(rows, end)
+        reading = Reading(ids, place, self.spike, edits, means or {}, entering)
+        return left_by_text(run_edits(self.survey.target, reading), place)
 
-    def effects(self, edits: list[Parts], means: dict[Part, Tensor] | None = None) -> tuple[Tensor, Effects]:
-        """What is left of the spike in each text under each edit, and all effects, from whole passes."""
-        effects = self._run(self.ids, self.place, self.rows, edits, means or {}, whole=True)
-        return self._left(effects, self.place), effects
-
-    def _run(
-        self, ids: TokenRows, place: Mask, rows: Tensor, edits: list[Parts], means: dict[Part, Tensor], whole: bool
-    ) -> Effects:
-        entering = self.survey.entering(rows, ids.shape[1])
-        reading = Reading(ids, place, self.spike, edits, means, entering, whole)
+    def effects(self, edits: list[Parts], means: dict[Part, Tensor] | None = None, *, every_loss: bool) -> Effects:
+        """All effects of each edit, from whole passes."""
+        entering = self.survey.entering(self.rows)
+        reading = Reading(self.ids, self.place, self.spike, edits, means or {}, entering, True, every_loss)
         return run_edits(self.survey.target, reading)
 
-    @staticmethod
-    def _left(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
-        texts = place.nonzero()[:, 0]
-        by_text: list[Tensor] = []
-        for text in texts.unique():
-            of_text = effects.along[:, texts == text].mean(1)
-            by_text.append(of_text[1:] / of_text[0])
-        return torch.stack(by_text, 1)
+
+def left_by_text(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
+    """What is left of a spike in each text under each edit."""
+    texts = place.nonzero()[:, 0]
+    by_text: list[Tensor] = []
+    for text in texts.unique():
+        of_text = effects.along[:, texts == text].mean(1)
+        by_text.append(of_text[1:] / of_text[0])
+    return torch.stack(by_text, 1)
 
 
 def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, Tensor]:

@@ -6,12 +6,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.trace.layer_view import columns, expert_and_neuron, gain_of, view_layer
+from collections.abc import Sequence
+
+from sinkscope.hooks.trace.layer_view import (
+    columns,
+    expert_and_neuron,
+    flat_number,
+    gain_of,
+    neutral_post,
+    view_layer,
+)
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.target import Entering, Target
+from sinkscope.models.target import NOT_READ, Entering, Target
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.spike import Share, Spike
-from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.spikes.survey import Mask, Survey
 
 NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes at least so much
 MOST = 8  # neurons that are listed
@@ -48,36 +57,27 @@ def _layer(share: Share) -> int:
 
 @torch.no_grad()
 def neurons_of(
-    survey: Survey, spike: Spike, writers: tuple[Share, ...], entering: Entering | None = None
+    survey: Survey, spike: Spike, writers: tuple[Share, ...]
 ) -> tuple[Share, ...]:
     """The neurons that write most along the direction, as shares of the intact spike.
-
-    If an ablation is active, these are the neurons that write it then.
 
     Args:
         survey: The survey.
         spike: The spike.
         writers: Its components.
-        entering: Where passes begin. None: where the survey says.
     """
-    shares: list[Share] = []
-    known = survey.entering() if entering is None else entering
+    shares, entering = list[Share](), survey.entering()
     for one in writers:
         if isinstance(one.part, Component) and one.part.kind == "mlp" and abs(one.share) >= NAMED:
-            shares += of_layer(survey, spike, one.part.layer or 0, known)
+            shares += of_layer(survey, spike, one.part.layer or 0, entering)
     shares.sort(key=lambda one: -one.share)
     return tuple(shares[:MOST])
 
 
-def of_layer(survey: Survey, spike: Spike, layer: int, entering: Entering) -> list[Share]:
-    """The neurons of a layer that write most along the direction."""
+def of_layer(survey: Survey, spike: Spike, layer: int, entering: Entering = NOT_READ) -> list[Share]:
+    """The neurons of a layer that write most along the direction; under an ablation that acts, those that do so then."""
     target = survey.target
-    width = target.d_mlp * max(1, target.n_experts(layer))
-    ordinary = spike.ordinary & (torch.rand(spike.ordinary.shape, generator=torch.Generator().manual_seed(0)) < 1)
-    if int(ordinary.sum()) * width > ORDINARY_ELEMENTS:
-        texts = max(1, ORDINARY_ELEMENTS // (width * ordinary.shape[1]))
-        ordinary[texts:] = False
-    where = spike.mask | ordinary
+    where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, entering)
         projections = (view.post * _projection(target, layer, spike.direction, view)).cpu()
@@ -92,6 +92,33 @@ def of_layer(survey: Survey, spike: Spike, layer: int, entering: Entering) -> li
             by_text = spike.per_text(beyond[:, number])
             shares.append(Share(neuron, float(total[number]), margin_of(by_text.numpy())))
     return shares
+
+
+@torch.no_grad()
+def neutral_values(survey: Survey, ordinary: Mask, neurons: Sequence[Neuron]) -> dict[Neuron, float]:
+    """Median value of neurons at ordinary positions, which a patch writes; of a routed expert, where it was chosen.
+
+    Args:
+        survey: The survey.
+        ordinary: The positions.
+        neurons: The neurons.
+    """
+    target, values = survey.target, dict[Neuron, float]()
+    for layer in {neuron.layer for neuron in neurons}:
+        view = view_layer(target, layer, survey.ids, few_ordinary(target, layer, ordinary), survey.entering())
+        for neuron in neurons:
+            if neuron.layer == layer:
+                values[neuron] = neutral_post(target, view, flat_number(target, layer, neuron.expert, neuron.neuron))
+    return values
+
+
+def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
+    """The ordinary positions of as many texts as memory allows."""
+    width = target.d_mlp * max(1, target.n_experts(layer))
+    some = ordinary.clone()
+    if int(some.sum()) * width > ORDINARY_ELEMENTS:
+        some[max(1, ORDINARY_ELEMENTS // (width * some.shape[1])) :] = False
+    return some
 
 
 def _projection(target: Target, layer: int, direction: Tensor, view: object) -> Float[Tensor, " neuron"]:
