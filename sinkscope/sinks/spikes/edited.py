@@ -154,8 +154,8 @@ class EditBatch:
         if not kept:
             logits = logits[:, positions]
         following = ids[:, positions + 1].to(logits.device)
-        loss = cross_entropy(logits.float().transpose(1, 2), following, reduction="none").mean(1).cpu()
-        self.loss[self._joined] = loss.unflatten(0, (-1, self.texts))
+        loss = cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="none")
+        self.loss[self._joined] = loss.reshape(len(self._joined), self.texts, -1).mean(-1).cpu()
 
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
         """The same values for each edit that has joined."""

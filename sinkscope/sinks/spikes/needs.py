@@ -18,11 +18,12 @@ from sinkscope.sinks.spikes.edited import Effects
 from sinkscope.sinks.spikes.spike import Needs, Part, Parts, Removal, Share, Spike
 from sinkscope.sinks.spikes.survey import READS, Survey
 from sinkscope.sinks.spikes.texts import SpikeTexts, components, left_by_text, means_of
-from sinkscope.sinks.spikes.writers import NAMED, of_layer
+from sinkscope.sinks.spikes.writers import of_layer
 
 LEFT = 0.25  # share of a spike below which it counts as removed
 RANDOM_SETS = 3  # random sets beside the needed one
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
+TAKES_OVER = 0.1  # share of the intact spike that a backup writes then
 WRITES = 0.1  # share of a component from which it is tried in pairs
 PAIRED = 4  # components that are tried in pairs
 CHANGES = 0.1  # share by which a neuron alone changes the spike, from which all its outcomes are measured
@@ -81,9 +82,10 @@ def needs_of(
     for neuron, left in zip(found.order, found.left, strict=True):
         if (neuron,) != needed and (neuron in needed or abs(1 - left) >= CHANGES):
             alone.append((neuron,))
-    sets = [needed or found.tried, *random] if needed or found.tried else []
+    sets = [needed or found.tried] if needed or found.tried else []
     removals = measured(texts, sets, means, every_loss=True)
-    singles = measured(texts, alone, {}, every_loss=False)
+    beside = measured(texts, [*random, *alone], means, every_loss=False)
+    random_left, singles = beside[: len(random)], beside[len(random) :]
     if len(needed) == 1 and isinstance(needed[0], Neuron):
         singles.insert(0, removals[0])
     heads, margin = readers_of(survey, spike, texts)
@@ -92,7 +94,7 @@ def needs_of(
         heads_margin=margin,
         texts=len(texts.rows),
         needed=removals[0] if needed else None,
-        random=tuple(removals[1:]),
+        random=tuple(random_left),
         alone=tuple(singles),
         tried=removals[0] if removals and not needed else None,
         backups=found.backups,
@@ -120,7 +122,7 @@ def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: i
     if float(texts.along([parts]).mean()) >= LEFT:
         return None
     random = random_neurons(survey.target, neurons, seed)
-    removal, *beside = measured(texts, [parts, random], {}, every_loss=True)
+    (removal,), beside = measured(texts, [parts], {}, every_loss=True), measured(texts, [random], {}, every_loss=False)
     heads, margin = readers_of(survey, spike, texts)
     return Needs(heads, margin, len(texts.rows), removal, tuple(beside))
 
@@ -183,7 +185,10 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
         for layer in filter(target.has_neurons, range(spike.peak + 1)):
             found += of_layer(texts.survey, spike, layer)
     found.sort(key=lambda one: -one.share)
-    fresh = [one.part for one in found if isinstance(one.part, Neuron) and one.part not in members]
+    fresh: list[Neuron] = []
+    for one in found:
+        if isinstance(one.part, Neuron) and one.part not in members and one.share >= TAKES_OVER:
+            fresh.append(one.part)
     return fresh[:2]
 
 

@@ -130,7 +130,7 @@ def spike_rows(spike: SpikeResult) -> Table:
     """The rows of a spike: needed members first, then others by what is left without them."""
     rows: Table = []
     members = () if spike.needed is None else spike.needed.neurons
-    where = {"place": spike.place.words, "layers": sentences.run(spike)}
+    where = {"place": spike.place.words, "layers": sentences.run(spike)[1:].strip()}
     for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left)):
         outcomes = {"share": one.share, "left": one.left, "heads": one.heads, "perplexity": one.perplexity}
         rows.append({"neuron": str(one.address), "needed": one.address in members, **outcomes, **where})

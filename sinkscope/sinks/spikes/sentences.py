@@ -6,12 +6,12 @@ from sinkscope.results.notation import word_list
 from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, OtherBos, Readers, SpikeResult
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
-RAISED = "Layers {layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
+RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
 WITHOUT = "Without {parts}, {left} (random {kind}: {chance})."
 ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} heads are left."
 ERASED = "{parts} {take} it away again."
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
-ELSEWHERE = "{place} {has} the spike of layers {layers}, too; {heads} heads attend there."
+ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} heads attend there."
 NO_SPIKE = "No norm spike was found: the largest departure is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -71,8 +71,11 @@ def raised(spike: SpikeResult) -> str:
 
 
 def named(spike: SpikeResult) -> list[tuple[str, float]]:
-    """The neurons that are named, with their shares."""
-    return [(str(one.address), one.share) for one in spike.neurons if one.share >= WRITES]
+    """The neurons that are named, with their shares: those that are needed, then others that write a tenth."""
+    needed = () if spike.needed is None else spike.needed.neurons
+    some = [one for one in spike.neurons if one.share >= WRITES or one.address in needed]
+    some.sort(key=lambda one: (one.address not in needed, -one.share))
+    return [(str(one.address), one.share) for one in some]
 
 
 def without(spike: SpikeResult, needed: Needed) -> str:
@@ -94,7 +97,7 @@ def without(spike: SpikeResult, needed: Needed) -> str:
         if needed.random is not None and needed.random.perplexity is not None:
             chance.append(f"{needed.random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
-    return WITHOUT.format(parts=parts, left=left, kind=kind, chance=", ".join(chance) or "not measured")
+    return WITHOUT.format(parts=parts, left=left.replace("-0%", "0%"), kind=kind, chance=", ".join(chance) or "not measured")
 
 
 def alone(spike: SpikeResult, needed: Needed) -> list[str]:
@@ -115,7 +118,7 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
 def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
     """A place that has a spike of another place, too."""
     place = capital(spike.place.words)
-    has = "have" if "position" in place or "wherever they" in place else "has"
+    has = "have" if " positions" in place or "wherever they" in place else "has"
     return ELSEWHERE.format(place=place, has=has, layers=run(original), heads=spike.heads)
 
 
@@ -157,7 +160,7 @@ def component(part: str) -> str:
 def run(spike: SpikeResult) -> str:
     """The layers of a spike."""
     first, last = spike.layers
-    return str(first) if first == last else f"{first}-{last}"
+    return f" {first}" if first == last else f"s {first}-{last}"
 
 
 def with_margin(value: float, margin: float | None, digits: int = 0) -> str:

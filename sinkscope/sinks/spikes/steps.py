@@ -28,7 +28,7 @@ from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.spikes.writers import neurons_of, neutral_values, writers_of
 from sinkscope.sinks.tokens import pick_tokens, prefix_of
 
-OTHER_TEXTS = 8  # texts of the survey with the other choice of BOS
+OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 
 
 @dataclass(frozen=True, eq=False)

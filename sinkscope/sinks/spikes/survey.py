@@ -20,7 +20,7 @@ from sinkscope.models.target import Entering, LayerInput, Target
 from sinkscope.models.text import text_rows
 from sinkscope.tap.observers import visible_rows
 
-SURVEYED = 16  # texts of a survey
+SURVEYED = 12  # texts of a survey
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
 FEWEST = 4  # ... but at least these
 AT_ONCE = 1 << 24  # elements of the widest activation of a batch
