@@ -119,7 +119,7 @@ def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: i
     if len(neurons) < len(parts) or float(spike.direction @ other.direction) < LIKE:
         return None
     texts = SpikeTexts.of(survey, spike)
-    if float(texts.along([parts]).mean()) >= LEFT:
+    if abs(float(texts.along([parts]).mean())) >= LEFT:
         return None
     random = random_neurons(survey.target, neurons, seed)
     (removal,), beside = measured(texts, [parts], {}, every_loss=True), measured(texts, [random], {}, every_loss=False)
@@ -138,7 +138,7 @@ def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
         if not members:
             return found
         left = texts.along([(member,) for member in members]).mean(1)
-        by_left = left.argsort(stable=True).tolist()
+        by_left = left.abs().argsort(stable=True).tolist()
         order = tuple(members[number] for number in by_left)
         needed, tried = smallest_set(texts, order)
         found = Found(needed, tried, order, tuple(left[by_left].tolist()), tuple(backups))
@@ -159,18 +159,18 @@ def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Parts, Par
         texts: The texts.
         order: The neurons, those without which least is left first.
     """
-    best, least = (order[0],), float(texts.along([(order[0],)]).mean())
+    best, least = (order[0],), abs(float(texts.along([(order[0],)]).mean()))
     for neuron in order[1:]:
         if least < LEFT:
             break
-        left = float(texts.along([(*best, neuron)]).mean())
+        left = abs(float(texts.along([(*best, neuron)]).mean()))
         if left < least:
             best, least = (*best, neuron), left
     if least >= LEFT:
         return (), best
     while len(best) > 1:
         fewer = [best[:number] + best[number + 1 :] for number in range(len(best))]
-        left = texts.along(list(fewer)).mean(1)
+        left = texts.along(list(fewer)).mean(1).abs()
         if float(left.min()) >= LEFT:
             break
         best = fewer[int(left.argmin())]
@@ -201,7 +201,7 @@ def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[P
         means: What each component writes instead.
     """
     parts, writing = list(means), [one.part for one in writers if abs(one.share) >= WRITES]
-    left = dict(zip(parts, texts.along([(part,) for part in parts], means).mean(1).tolist(), strict=True))
+    left = dict(zip(parts, texts.along([(part,) for part in parts], means).mean(1).abs().tolist(), strict=True))
     for part in [*writing, min(parts, key=lambda part: left[part])]:
         if left[part] < LEFT:
             return (part,)
@@ -209,7 +209,7 @@ def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[P
     pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *least]), 2))
     if not pairs:
         return ()
-    of_pairs = texts.along(list(pairs), means).mean(1)
+    of_pairs = texts.along(list(pairs), means).mean(1).abs()
     return pairs[int(of_pairs.argmin())] if float(of_pairs.min()) < LEFT else ()
 
 

@@ -97,7 +97,8 @@ class SpikesFound(Result):
         lines += [sentences.elsewhere(one, self.spikes[one.like]) for one in self.spikes if one.like is not None]
         if not self.spikes and self.readers.heads:
             lines.append(sentences.no_spike(self.largest))
-        lines += [sentences.attended(one) for one in self.attended]
+        said = {self.readers.place} if not self.spikes else set()
+        lines += [sentences.attended(one) for one in self.attended if one.place.words not in said]
         if self.learned_heads and self.conclusion() != sentences.learned(self.learned_heads, self.readers.total):
             lines.append(sentences.learned(self.learned_heads, self.readers.total))
         return lines[:LINES]

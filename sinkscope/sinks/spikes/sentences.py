@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sinkscope.results.notation import word_list
+from sinkscope.results.notation import count_of, word_list
 from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, OtherBos, Readers, SpikeResult
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
@@ -11,7 +11,7 @@ WITHOUT = "Without {parts}, {left} (random {kind}: {chance})."
 ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} heads are left."
 ERASED = "{parts} {take} it away again."
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
-ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} heads attend there."
+ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
 NO_SPIKE = "No norm spike was found: the largest departure is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -88,7 +88,9 @@ def without(spike: SpikeResult, needed: Needed) -> str:
     left, chance = f"{needed.left:.0%} of the spike is left", list[str]()
     if needed.random is not None:
         chance.append(f"{needed.random.left:.0%}")
-    if before:
+    if not before:
+        left += ", and no head of its layers attends there"
+    else:
         left = f"{needed.left:.0%} of the spike and {with_margin(after, needed.heads_margin[1])} of {before} heads are left"
         if needed.random is not None:
             chance.append(str(needed.random.heads))
@@ -119,7 +121,7 @@ def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
     """A place that has a spike of another place, too."""
     place = capital(spike.place.words)
     has = "have" if " positions" in place or "wherever they" in place else "has"
-    return ELSEWHERE.format(place=place, has=has, layers=run(original), heads=spike.heads)
+    return ELSEWHERE.format(place=place, has=has, layers=run(original), heads=count_of(spike.heads, "head"))
 
 
 def marked(spike: SpikeResult) -> str | None:

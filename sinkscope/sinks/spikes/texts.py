@@ -69,13 +69,12 @@ class SpikeTexts:
 
 
 def left_by_text(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
-    """What is left of a spike in each text under each edit."""
+    """What is left of a spike under each edit: a ratio of means over texts, and how far each text moves it."""
     texts = place.nonzero()[:, 0]
-    by_text: list[Tensor] = []
-    for text in texts.unique():
-        of_text = effects.along[:, texts == text].mean(1)
-        by_text.append(of_text[1:] / of_text[0])
-    return torch.stack(by_text, 1)
+    by_text = torch.stack([effects.along[:, texts == text].mean(1) for text in texts.unique()], 1)
+    intact, edited = by_text[:1], by_text[1:]
+    left = edited.mean(1, keepdim=True) / intact.mean()
+    return left + (edited - left * intact) / intact.mean()
 
 
 def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, Tensor]:
