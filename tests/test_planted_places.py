@@ -12,9 +12,9 @@ from covering import slow
 from organisms import HardModel, hard
 from organisms.build import FIRST
 from raw_kit import attention
+from sinkscope.sinks.circuit.circuit import MARKS, circuit
 
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.circuit.circuit import MARKS, circuit
 from sinkscope.sinks.find.find import find_sinks
 
 pytestmark = pytest.mark.few_texts

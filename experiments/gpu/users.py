@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sinkscope.sinks.circuit.circuit import circuit
 from torch import Tensor
 
 from experiments.gpu.steps import Steps, kept, loaded
@@ -30,7 +31,6 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks
 
 

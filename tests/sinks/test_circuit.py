@@ -8,9 +8,9 @@ import pytest
 from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
+from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
 
 from sinkscope.results.parts import Head
-from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
 
 pytestmark = pytest.mark.few_texts
 

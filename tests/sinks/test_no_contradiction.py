@@ -10,11 +10,11 @@ from attack_kit import setup_of, text_file
 from conclusion_kit import contradictions
 from covering import covering
 from organisms import HARD, hard, organism
+from sinkscope.sinks.circuit.circuit import circuit
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim
 from sinkscope.sinks.attack.attack import attack
-from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make

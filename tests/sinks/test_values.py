@@ -10,15 +10,15 @@ from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism, organism
 from raw_kit import blocks, norms
+from sinkscope.sinks.circuit.circuit import circuit
+from sinkscope.sinks.values import TEXTS, HeadValue, values_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim
 from sinkscope.results.parts import Head
-from sinkscope.sinks.circuit.circuit import circuit
 from sinkscope.sinks.find.survey import Survey
-from sinkscope.sinks.values import TEXTS, HeadValue, values_of
 
 pytestmark = pytest.mark.few_texts
 

@@ -19,9 +19,7 @@ AT_ONCE = 1 << 24  # elements of the widest activation of a pass
 
 
 @torch.no_grad()
-def along_spikes(
-    target: Target, spikes: Sequence[Spike], rows: TokenRows
-) -> list[Float[Tensor, "row pos"]]:
+def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
     """Projection of every position on each spike's direction after its peak, as a share of the spike."""
     layers = sorted({spike.peak for spike in spikes})
     sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]

@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
+from sinkscope.hooks.edit.places import neurons_place
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
-from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.sinks.removal.components import writing_modules
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.components import places_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import NARROWEST, Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
@@ -227,19 +227,6 @@ class EditBatch:
     def attention(self) -> Float[Tensor, "edit text layer head"]:
         """Mean attention to the place."""
         return self.received / self.queries.clamp(min=1)[..., None]
-
-
-def places_of(target: Target, part: Part) -> list[Place]:
-    """Where what a component or a head writes passes; all of them together are what it writes."""
-    layer = part.layer or 0
-    if isinstance(part, Head):
-        return [heads_place(target, layer, target.head_columns(layer, part.head))]
-    assert isinstance(part, Component)
-    if part.kind == "attention" and target.has_part(layer, "attn_out"):
-        return [Place(target.sub(layer, "attn_out"), "post")]
-    if part.kind == "mlp" and target.has_part(layer, "post_mlp_norm"):
-        return [Place(target.sub(layer, "post_mlp_norm"), "post")]
-    return [Place(module, "post") for module in writing_modules(target, part)]
 
 
 @torch.no_grad()

@@ -75,7 +75,8 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
 
 def ratios_at(survey: Survey, mask: Mask, layer: int) -> tuple[Float[Tensor, "text pos"], RatioOf]:
     """Norms after a layer over the typical one; departures from the median state where massive dimensions of all tokens
-    hide the place."""
+    hide the place.
+    """
     norms = survey.norms[layer]
     ratios = norms / norms[:, 1:].median().clamp(min=SMALLEST)
     if float(ratios[mask].mean()) >= FACTOR:
@@ -83,9 +84,7 @@ def ratios_at(survey: Survey, mask: Mask, layer: int) -> tuple[Float[Tensor, "te
     return survey.ratios[layer], "departure"
 
 
-def run_around(
-    peak: int, unit: Float[Tensor, "layer d_model"], free: Bool[Tensor, " layer"]
-) -> tuple[int, int]:
+def run_around(peak: int, unit: Float[Tensor, "layer d_model"], free: Bool[Tensor, " layer"]) -> tuple[int, int]:
     """The first and last layer around a peak whose states stand out along the direction at the peak."""
     carries = free & (unit @ unit[peak] >= SAME)
     first = last = peak

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from sinkscope.measure import Natural, Setup
+from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning
+from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.places import Place, pieces, sink_places
 from sinkscope.sinks.spikes.records import (
@@ -27,18 +28,35 @@ from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
 from sinkscope.sinks.spikes.survey import READS, Mask, Survey
 from sinkscope.sinks.spikes.texts import EDITED
-from sinkscope.sinks.tokens import unknown_share
+from sinkscope.sinks.tokens import repetition_limit, unknown_share
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
 LATER = 16  # later queries that a place needs to be judged by its attention
 
 
-def find_sinks(
-    setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural = FEW_COPIES
-) -> FindSinks:
-    """Find the norm spikes of a model, what writes and needs them, and the heads that attend to their places."""
-    sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, max_repeats)
-    setup.record(max_repeats=max_repeats, unknown_tokens=unknown_share(setup))
+@measurement(
+    group="Sinks",
+    help="Find the norm spikes of a model, and the neurons and heads behind them.",
+    loading="fits",
+    figure=draw,
+)
+def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural = FEW_COPIES) -> FindSinks:
+    """Find the norm spikes of a model, what writes them, what they need, and the heads that attend to their places.
+
+    A spike is a place, a direction in the residual stream and a run of layers. Typical text is read once; what each
+    component and neuron adds along the direction are shares of the spike. Then its writers are removed, one by one and
+    together, beside random neurons of the same layers (Sun et al. 2024; Yona et al. 2025, section 4).
+
+    Args:
+        tokens: Words to repeat, one token each. By default five words of the text.
+        max_repeats: Number of copies of each; `circuit` and `repeat` try more.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
+    """
+    limit = min(max_repeats, repetition_limit(setup.target, None))
+    sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit)
+    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
     return FindSinks(**fields_of(setup, sinks))
 
 
@@ -127,5 +145,8 @@ def other_bos(setup: Setup) -> OtherBos | None:
     bos, survey = other
     token = setup.tokenizer.decode([bos if bos is not None else setup.bos])
     received = readers_of(survey, "the first token", at_first(survey))
-    spikes = [OtherSpike(words_of(one.place), (one.first, one.last), one.ratio) for one in find_spikes(survey, setup.tokenizer)[0]]
+    spikes = [
+        OtherSpike(words_of(one.place), (one.first, one.last), one.ratio)
+        for one in find_spikes(survey, setup.tokenizer)[0]
+    ]
     return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

@@ -9,9 +9,10 @@ import torch
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.spikes.components import components
 from sinkscope.sinks.spikes.spike import Mark, Needs, Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.spikes.texts import SpikeTexts, components, means_of
+from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 
 MARKS = 0.75  # share of a spike that is left at most without a part that marks its place
 MOST = 3  # marks that are kept
@@ -74,4 +75,3 @@ def _with_heads(texts: SpikeTexts, mark: Mark) -> list[Mark]:
     if together.left > MARKS:
         return [mark]
     return [mark, together, *(one for one in marking[:MOST] if len(marking) > 1 and one.left <= MARKS)]
-

@@ -13,11 +13,12 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.removal.search import random_neurons
+from sinkscope.sinks.spikes.components import components
+from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.edited import Effects
 from sinkscope.sinks.spikes.spike import Needs, Part, Parts, Removal, Share, Spike
 from sinkscope.sinks.spikes.survey import READS, Survey
-from sinkscope.sinks.spikes.texts import SpikeTexts, components, left_by_text, means_of
+from sinkscope.sinks.spikes.texts import SpikeTexts, left_by_text, means_of
 from sinkscope.sinks.spikes.writers import of_layer
 
 LEFT = 0.25  # share of a spike below which it counts as removed
@@ -50,9 +51,7 @@ class Found:
 
 
 @torch.no_grad()
-def needs_of(
-    survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Sequence[Share], seed: int = 0
-) -> Needs:
+def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Sequence[Share], seed: int = 0) -> Needs:
     """Remove the writers of a spike: each alone, then together in the order of what that did, beside random ones.
 
     Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs. Of a
@@ -216,9 +215,7 @@ def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[P
 # --- the outcomes ---
 
 
-def measured(
-    texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor], *, every_loss: bool
-) -> list[Removal]:
+def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor], *, every_loss: bool) -> list[Removal]:
     """All outcomes of removing each set; of a spike without readers elsewhere than at the first token, what is left."""
     if not sets:
         return []

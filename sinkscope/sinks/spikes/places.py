@@ -98,7 +98,7 @@ class Place:
         tokens = word_list([repr(token) for token in self.common])
         if self.is_first:
             return f"some first tokens (most often {tokens})"
-        return f"{len(self.cases):,} other positions, most often {repr(self.common[0])}"
+        return f"{len(self.cases):,} other positions, most often {self.common[0]!r}"
 
     @property
     def is_first(self) -> bool:

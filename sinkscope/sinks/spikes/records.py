@@ -314,7 +314,9 @@ def spike_result(measured: Measured) -> SpikeResult:
         needed=needed_record(measured),
         alone=tuple(alone),
         backups=needs.backups if needs is not None else (),
-        marks=tuple(MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin) for mark in measured.marks),
+        marks=tuple(
+            MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin) for mark in measured.marks
+        ),
         copies=tuple(CopiesReach(one.token, one.half, one.one, one.last, one.count) for one in measured.copies),
         like=measured.like,
         heads=needs.heads if needs is not None else 0,
@@ -376,15 +378,27 @@ def claims_of(measured: Measured) -> tuple[Claim, ...]:
     name = "" if all(isinstance(part, Neuron) for part in removal.parts) else "other components, each alone"
     random = min(needs.random, key=lambda one: one.left)
     of_spike = Claim(
-        "makes", removal.parts, Outcome("spike", layers), place, removal.left,
-        (intact, Contrast("random", random.left, len(needs.random), name)), needs.texts, search, removal.left_margin,
+        "makes",
+        removal.parts,
+        Outcome("spike", layers),
+        place,
+        removal.left,
+        (intact, Contrast("random", random.left, len(needs.random), name)),
+        needs.texts,
+        search,
+        removal.left_margin,
     )
     if not needs.heads:
         return (of_spike,)
     random = min(needs.random, key=lambda one: one.attention)
     attention = Claim(
-        "carries", removal.parts, Outcome("attention", tuple(spike.reading_layers)), place, removal.attention,
-        (intact, Contrast("random", random.attention, len(needs.random), name)), needs.texts, search,
+        "carries",
+        removal.parts,
+        Outcome("attention", tuple(spike.reading_layers)),
+        place,
+        removal.attention,
+        (intact, Contrast("random", random.attention, len(needs.random), name)),
+        needs.texts,
+        search,
     )
     return of_spike, attention
-

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float
 
 from sinkscope.measure import Number, Result
 from sinkscope.results.claims import Claims
-from sinkscope.results.notation import MOST_WORDS
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import sentences
@@ -117,6 +116,9 @@ class SpikesFound(Result):
         numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
         if self.spike is not None:
             numbers.append(Number("place", "where the norm spike is", self.spike.place.words))
+            numbers.append(
+                Number("layers", "layers in which it stands out", sentences.run(*self.spike.layers)[1:].strip())
+            )
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
         if self.spike is not None and self.spike.needed is not None:
             needed = self.spike.needed
@@ -131,7 +133,7 @@ def spike_rows(spike: SpikeResult) -> Table:
     """The rows of a spike: needed members first, then others by what is left without them."""
     rows: Table = []
     members = () if spike.needed is None else spike.needed.neurons
-    where = {"place": spike.place.words, "layers": sentences.run(spike)[1:].strip()}
+    where = {"place": spike.place.words, "layers": sentences.run(*spike.layers)[1:].strip()}
     for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left)):
         outcomes = {"share": one.share, "left": one.left, "heads": one.heads, "perplexity": one.perplexity}
         rows.append({"neuron": str(one.address), "needed": one.address in members, **outcomes, **where})
@@ -144,19 +146,20 @@ def spike_rows(spike: SpikeResult) -> Table:
     return rows
 
 
-def is_short(sentence: str) -> bool:
-    """Whether a sentence has at most 30 words."""
-    return len(sentence.split()) <= MOST_WORDS
-
-
 @dataclass(frozen=True, kw_only=True)
 class FindSinks(SpikesFound):
     """The norm spikes of a model, what writes and needs them, and the heads that attend to their places."""
+
+    kind = "find-sinks"  # read and drawn without the command, which stands in another module
+    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Circuit(SpikesFound):
     """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and copies."""
+
+    kind = "circuit"
+    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
 
     def details(self) -> list[str]:
         """The lines of `find_sinks`, and what marks the place of the first spike."""

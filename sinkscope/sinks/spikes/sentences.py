@@ -12,7 +12,9 @@ ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} he
 ERASED = "{parts} {take} it away again."
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
 ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
-NO_SPIKE = "No norm spike was found: the largest departure is {ratio} times the typical one, at {token} after layer {layer}."
+NO_SPIKE = (
+    "No norm spike was found: the largest departure is {ratio} times the typical one, at {token} after layer {layer}."
+)
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
 
@@ -59,7 +61,7 @@ def raised(spike: SpikeResult) -> str:
     if spike.dims:
         dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
     return RAISED.format(
-        layers=run(spike),
+        layers=run(*spike.layers),
         parts=word_list(names, SHOWN) if names else "many parts",
         raise_=verb(names, "raise"),
         place=spike.place.words,
@@ -99,7 +101,9 @@ def without(spike: SpikeResult, needed: Needed) -> str:
         if needed.random is not None and needed.random.perplexity is not None:
             chance.append(f"{needed.random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
-    return WITHOUT.format(parts=parts, left=left.replace("-0%", "0%"), kind=kind, chance=", ".join(chance) or "not measured")
+    return WITHOUT.format(
+        parts=parts, left=left.replace("-0%", "0%"), kind=kind, chance=", ".join(chance) or "not measured"
+    )
 
 
 def alone(spike: SpikeResult, needed: Needed) -> list[str]:
@@ -121,7 +125,7 @@ def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
     """A place that has a spike of another place, too."""
     place = capital(spike.place.words)
     has = "have" if " positions" in place or "wherever they" in place else "has"
-    return ELSEWHERE.format(place=place, has=has, layers=run(original), heads=count_of(spike.heads, "head"))
+    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=count_of(spike.heads, "head"))
 
 
 def marked(spike: SpikeResult) -> str | None:
@@ -159,9 +163,8 @@ def component(part: str) -> str:
     return f"the {'MLP' if kind == 'mlp' else kind} of layer {layer}" if layer else part
 
 
-def run(spike: SpikeResult) -> str:
-    """The layers of a spike."""
-    first, last = spike.layers
+def run(first: int, last: int) -> str:
+    """The layers of a spike, as an end of "layer"."""
     return f" {first}" if first == last else f"s {first}-{last}"
 
 

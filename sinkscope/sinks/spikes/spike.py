@@ -215,3 +215,9 @@ class Measured:
         if self.needs is None or self.needs.needed is None:
             return ()
         return tuple(part for part in self.needs.needed.parts if isinstance(part, Neuron))
+
+    @property
+    def largest(self) -> Neuron:
+        """The needed neuron that writes most."""
+        shares = {one.part: one.share for one in self.neurons}
+        return max(self.needed_neurons, key=lambda neuron: shares.get(neuron, 0.0))

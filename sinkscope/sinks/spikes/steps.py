@@ -28,6 +28,7 @@ from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.spikes.writers import neurons_of, neutral_values, writers_of
 from sinkscope.sinks.tokens import pick_tokens, prefix_of
 
+NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
 OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 
 
@@ -54,6 +55,11 @@ class Sinks:
 def sinks_of(setup: Setup) -> Sinks:
     """Steps 1 to 4; they are taken once for a setup, whatever asks for them."""
     return setup.once((sinks_of, setup.seed), lambda: _steps(setup))
+
+
+def first_spike(setup: Setup) -> Measured | None:
+    """The spike of the first token that most heads read, of those that need neurons. None: there is none."""
+    return next((one for one in sinks_of(setup).at_first if one.needed_neurons), None)
 
 
 def _steps(setup: Setup) -> Sinks:

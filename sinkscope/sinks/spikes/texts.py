@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
-from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.edited import Effects, Reading, run_edits
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
@@ -105,17 +104,8 @@ def _mean_written(survey: Survey, spike: Spike, part: Component) -> Float[Tensor
     adapter, layer = survey.target.adapter, part.layer or 0
     if part.kind == "mlp":
         return survey.mlp[layer][spike.ordinary].mean(0) / adapter.write_factor
+    if part.kind == "mixer":
+        return survey.attention_mix(layer)[spike.ordinary].mean(0)
     if part.kind == "attention":
         return survey.attention_mix(layer)[spike.ordinary].mean(0) / adapter.attn_factor
     return survey.entered[0][spike.ordinary].mean(0)
-
-
-def components(target: Target, upto: int) -> list[Component]:
-    """The components that write into the residual stream up to a layer: the embedding, then attention and MLPs."""
-    parts = [Component("token embedding")]
-    for layer in range(upto + 1):
-        if target.has_attention(layer):
-            parts.append(Component("attention", layer))
-        if target.has_neurons(layer):
-            parts.append(Component("mlp", layer))
-    return parts

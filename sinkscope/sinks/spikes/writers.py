@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from collections.abc import Sequence
 
 from sinkscope.hooks.trace.layer_view import (
     columns,
@@ -19,6 +19,7 @@ from sinkscope.hooks.trace.layer_view import (
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import NOT_READ, Entering, Target
 from sinkscope.results.parts import Component, Neuron
+from sinkscope.sinks.spikes.components import mixing
 from sinkscope.sinks.spikes.spike import Share, Spike
 from sinkscope.sinks.spikes.survey import Mask, Survey
 
@@ -41,7 +42,8 @@ def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[S
 
     share(Component("token embedding"), survey.entered[0])
     for layer in range(target.n_layers):
-        share(Component("attention", layer), survey.attention_mix(layer))
+        for part in mixing(target, layer):
+            share(part, survey.attention_mix(layer))
         if target.has_neurons(layer):
             share(Component("mlp", layer), survey.mlp[layer])
     before = [one for one in shares if _layer(one) <= spike.peak]
@@ -56,9 +58,7 @@ def _layer(share: Share) -> int:
 
 
 @torch.no_grad()
-def neurons_of(
-    survey: Survey, spike: Spike, writers: tuple[Share, ...]
-) -> tuple[Share, ...]:
+def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tuple[Share, ...]:
     """The neurons that write most along the direction, as shares of the intact spike.
 
     Args:
@@ -74,7 +74,9 @@ def neurons_of(
     return tuple(shares[:MOST])
 
 
-def of_layer(survey: Survey, spike: Spike, layer: int, entering: Entering = NOT_READ) -> list[Share]:
+def of_layer(
+    survey: Survey, spike: Spike, layer: int, entering: Entering = NOT_READ, count: int = OF_A_LAYER
+) -> list[Share]:
     """The neurons of a layer that write most along the direction; under an ablation that acts, those that do so then."""
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
@@ -86,7 +88,7 @@ def of_layer(survey: Survey, spike: Spike, layer: int, entering: Entering = NOT_
     beyond = (projections[of_place] - projections[~of_place].mean(0)) / spike.size
     total = beyond.mean(0)
     shares: list[Share] = []
-    for number in total.topk(min(OF_A_LAYER, len(total))).indices.tolist():
+    for number in total.topk(min(count, len(total))).indices.tolist():
         if float(total[number]) >= NAMED:
             neuron = Neuron(layer, *expert_and_neuron(target, layer, number))
             by_text = spike.per_text(beyond[:, number])
