@@ -7,7 +7,7 @@ from dataclasses import replace
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.find.places import Place, Rule
+from sinkscope.sinks.spikes.places import Place, Rule
 from sinkscope.sinks.find.records import (
     Candidate,
     Readers,

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.find.places import (
+from sinkscope.sinks.spikes.places import (
     LEAST_CASES,
     Place,
     Rule,

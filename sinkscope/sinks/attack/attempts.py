@@ -98,7 +98,7 @@ class Attack:
         keys = torch.zeros(*ids.shape, 1)
         keys[:, 1:end] = 1
         received = attention_from(self.setup.target, ids, keys, end)
-        return float(received[..., self.spike.peak + 1 :].nanmean() / TAIL)
+        return float(received[..., self.spike.first + 1 :].nanmean() / TAIL)
 
     def tried(self, context: str, source: str, length: int, ids: TokenRows) -> list[Attempt]:
         """What sequences do under each patch."""

@@ -46,7 +46,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
     parts = (1, count, count)
-    layer = next((one for one in target.attending if one > spike.peak), target.attending[-1])
+    layer = next((one for one in target.attending if one > spike.first), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]))

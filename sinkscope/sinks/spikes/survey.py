@@ -116,7 +116,7 @@ class Survey:
         whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
         return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
 
-    def entering(self, texts: slice = slice(None), length: int | None = None) -> Entering:
+    def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> Entering:
         """Where a later pass over these texts, or their beginnings, may start."""
         inputs: dict[int, LayerInput] = {}
         if self.target.skips_layers:

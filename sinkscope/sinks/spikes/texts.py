@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
@@ -30,7 +30,7 @@ class SpikeTexts:
 
     survey: Survey
     spike: Spike
-    rows: Float[Tensor, " text"]
+    rows: Int[Tensor, " text"]
 
     @classmethod
     def of(cls, survey: Survey, spike: Spike, count: int = EDITED) -> SpikeTexts:
