@@ -54,8 +54,11 @@ def first(value) -> Tensor:
 def run(model, ids: Tensor) -> Pass:
     before, after, mlp = [], [], []
     layers, handles = blocks(model), []
-    handles.append(layers[0].register_forward_pre_hook(lambda _m, args, kwargs: before.append(
-        args[0] if args else kwargs["hidden_states"]), with_kwargs=True))
+    handles.append(
+        layers[0].register_forward_pre_hook(
+            lambda _m, args, kwargs: before.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+    )
     for block in layers:
         handles.append(block.register_forward_hook(lambda _m, _a, out: after.append(first(out))))
         handles.append(adds(block).register_forward_hook(lambda _m, _a, out: mlp.append(first(out))))

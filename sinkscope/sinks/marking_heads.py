@@ -213,8 +213,9 @@ def with_heads(
 ) -> MarkingHeads:
     """The result with what is lost without each head, and the heads of each token.
 
-    Of each token, the fewest heads that keep half are named, those with the largest drop and share kept alone first. All
-    of these together are one set, which is replaced at every token and compared with as many others in random draws.
+    Of each token, the fewest heads that keep half are named, those with the largest drop and share kept alone first.
+    All of these together are one set, which is replaced at every token and compared with as many others in random
+    draws.
 
     Args:
         found: The result without them.

@@ -20,7 +20,7 @@ from sinkscope.sinks.spikes.find import FACTOR, find_spikes
 from sinkscope.sinks.spikes.find_sinks import LATER
 from sinkscope.sinks.spikes.places import sink_places
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import READS, read_survey, survey_of
+from sinkscope.sinks.spikes.survey import READS, Survey, read_survey, survey_of
 from sinkscope.sinks.tokens import TokenRows
 
 LEAST_TYPICAL = 4  # tokens that a typical norm needs
@@ -31,9 +31,9 @@ Mask = Bool[Tensor, "batch pos"]
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
     """The positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
 
-    Nothing is assumed of a token or of a position. A position is in the mask if its state is more than three times as far
-    from the median state of its row as is typical there after some layer (Sun et al. 2024), or if a twentieth of the heads attend to it, at the first
-    position a hundredth, and at least two (Gu et al. 2024).
+    Nothing is assumed of a token or of a position. A position is in the mask if its state is more than three times as
+    far from the median state of its row as is typical there after some layer (Sun et al. 2024), or if a twentieth of
+    the heads attend to it, at the first position a hundredth, and at least two (Gu et al. 2024).
 
     Args:
         model: A live model, a name, or a Target.
@@ -64,9 +64,9 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
-    """The residual dimensions that carry norm spikes: those that hold a tenth of the square of a spike's direction.
+    """The residual dimensions that carry norm spikes: the fewest without which no spike stands out any more.
 
-    Typical text is read as by `find_sinks`. Of a spike that is spread over more dimensions, the largest one is taken.
+    Typical text is read as by `find_sinks`. Of each spike the largest dimensions are taken, after its peak.
 
     Args:
         model: A live model, a name, or a Target. By default the model in the package.
@@ -79,14 +79,18 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
         SinkscopeError: The model or its text cannot be read.
     """
     setup = Setup.open(model, **opening)
-    spikes, _ = find_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+    survey = survey_of(setup, setup.bos)
+    spikes, _ = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
-    return tuple(dict.fromkeys(dim for spike in spikes for dim in dims_of(spike)))
+    return tuple(dict.fromkeys(dim for spike in spikes for dim in dims_of(spike, survey)))
 
 
-def dims_of(spike: Spike) -> tuple[int, ...]:
-    """The dimensions that hold a tenth of a spike's square or more; or the largest one, if it is spread over many."""
-    return spike.dims or (int(spike.direction.abs().argmax()),)
+def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
+    """The fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
+    order = spike.direction.abs().argsort(descending=True, stable=True)
+    squares = (spike.direction[order].double() * spike.size).square()
+    left = squares.flip(0).cumsum(0).flip(0).sqrt()  # what is left without those before each
+    return tuple(order[left > FACTOR * survey.typical_departure[spike.peak]].tolist())
 
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:

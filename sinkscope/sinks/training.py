@@ -23,7 +23,6 @@ from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.mask import dims_of
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.spikes.writers import neurons_of, writers_of
@@ -118,12 +117,14 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         setup: The model and its text.
 
     Returns:
-        `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), mean over
+        `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), mean
+            over
         the texts of the survey; left out if no layer attends.
         `spike_ratio`: norm at the place of the largest spike over the typical one, after the layer where it is largest;
         if no norm stands out, the largest departure of first tokens.
         `spike_dim`: the residual dimension that carries most of the spike; left out if no norm stands out.
-        `spike_layer`, `spike_neuron` (and `spike_expert`): the neuron that writes most of the spike; left out if no norm
+        `spike_layer`, `spike_neuron` (and `spike_expert`): the neuron that writes most of the spike; left out if no
+            norm
         stands out, or no MLP writes it.
     """
     survey = survey_of(setup, setup.bos)
@@ -135,7 +136,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers
     spike = max(spikes, key=lambda one: one.size)
-    numbers |= {"spike_dim": dims_of(spike)[0], "spike_ratio": spike.ratio}
+    numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.ratio}
     writers, _ = writers_of(survey, spike)
     neuron = next((one.part for one in neurons_of(survey, spike, writers)), None)
     if isinstance(neuron, Neuron):

@@ -1,4 +1,4 @@
-"""Two real language models, as fixtures: GGUF files in the folder that the environment variable SINKSCOPE_REAL names."""
+"""Two real language models, as fixtures: GGUF files in the folder that the variable SINKSCOPE_REAL names."""
 
 from __future__ import annotations
 

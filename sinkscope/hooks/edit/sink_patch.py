@@ -101,12 +101,12 @@ class SinkPatch(NeuronEdit):
             chosen = [one for one in chosen if one is result.spikes[spike]]
         if not chosen and result.spikes and not result.first_spikes:
             raise SinkscopeError(
-                f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and this patch keeps the "
-                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
+                f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and this patch keeps "
+                "the first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
         if not chosen:
             raise SinkscopeError(
-                "no neurons were found that a spike of the first token needs in this model, so there is nothing to patch"
+                "no neurons were found that a spike of the first token needs, so there is nothing to patch"
             )
         needed = chosen[0].needed
         calibrated = dict(zip(needed.neurons, needed.neutral, strict=True))

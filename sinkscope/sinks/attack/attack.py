@@ -26,9 +26,9 @@ from sinkscope.sinks.tokens import vocabulary
 class ClusterAttack(Result):
     """How often sequences without a repeated token make norm spikes, and what patches do to them.
 
-    A position succeeds if it reaches half of the first token's projection on the direction of the spike that most heads read. The model's position 0
-    does not count, because any token there is a first token. Patches are tried if a neuron is causal and the model is
-    in memory.
+    A position succeeds if it reaches half of the first token's projection on the direction of the spike that most heads
+    read. The model's position 0 does not count, because any token there is a first token. Patches are tried if a neuron
+    is causal and the model is in memory.
 
     Attributes:
         clusters: The head of layer 0 that serves each token. None if no neurons are known.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import plotly.express as px
@@ -81,7 +81,7 @@ class PatchProof:
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
         if not self.failing.any():
-            tried = f"up to {count_of(self.repeats, 'copy').replace('copys', 'copies')} of {count_of(len(self.words), 'word')}"
+            tried = f"{self.repeats:,} copies of {count_of(len(self.words), 'word')}"
             return "no-repeats", f"{tried} do not reach half of the first token in the spike of {self.spikes[0]}."
         left = int((self.has_spike[PATCHED, 0] & self.failing).sum())
         if left:
@@ -170,9 +170,10 @@ class PatchMade(Result):
         _, patched, random = proof.perplexity
         return [
             *lines,
-            f"The perplexity of held-out text changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random neurons: "
-            f"{random.change:+.3%}); the largest change of a logit is {proof.largest_change:.2g}, and {proof.flips:.2%} of "
-            "the likeliest next tokens change.",
+            f"The perplexity of held-out text changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random "
+            f"neurons: {random.change:+.3%}).",
+            f"The largest change of a logit there is {proof.largest_change:.2g}, and {proof.flips:.2%} of the "
+            "likeliest next tokens change.",
         ]
 
     def _line(self, number: int, begin: str, words: Bool[Tensor, " word"]) -> str:
@@ -181,8 +182,8 @@ class PatchMade(Result):
         along = self.proof.along[:, number, words.numpy()]
         before, after, random = (along[case].max() for case in (INTACT, PATCHED, RANDOM))
         return (
-            f"{begin}the copies of {count_of(along.shape[1], 'word')} reach at most {after:.0%} of the first token in the "
-            f"spike of {self.proof.spikes[number]}, and {before:.0%} without it (random neurons: {random:.0%})."
+            f"{begin}the copies of {count_of(along.shape[1], 'word')} reach at most {after:.0%} of the first token in "
+            f"the spike of {self.proof.spikes[number]}, and {before:.0%} without it (random neurons: {random:.0%})."
         )
 
     def rows(self) -> Table:
@@ -201,7 +202,7 @@ def draw(result: PatchMade) -> go.Figure:
         rows: Table = []
         for row in result.rows():
             rows += [{"spike": row["spike"], "token": row["token"], "case": case, "share": row[case]} for case in CASES]
-        axes = {"x": "token", "y": "share", "color": "case", "facet_col": "spike", "barmode": "group"}
+        axes: dict[str, Any] = {"x": "token", "y": "share", "color": "case", "facet_col": "spike", "barmode": "group"}
         fig = px.bar(rows, **axes, labels={"share": "of the first token's projection"})
         fig.update_yaxes(tickformat=".0%")
     return figure_of(fig, result, width=1000, height=480)
@@ -228,7 +229,8 @@ def patch_make(
 
     With the neurons patched, repeated words must not reach half of the first token's projection on the spike's
     direction, and the perplexity of held-out text must not rise; the same is measured with random neurons. The other
-    spikes of the first token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    spikes of the first token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
+    hand.)
 
     Args:
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token

@@ -63,10 +63,10 @@ def repeat(
     and Table 3).
 
     Args:
-        read: "norm": projection of the repeated token on each spike of the first token; "attention" that copies and the sink receive; "distance"
-            of the first attention layer's output to that on the token alone, with the bound of theorem 4.1;
-            "probability" that the token comes once more, before and after a patch, and what the model writes after 50
-            and 400 repetitions.
+        read: "norm": projection of the repeated token on each spike of the first token; "attention" that copies and the
+            sink receive; "distance" of the first attention layer's output to that on the token alone, with the bound of
+            theorem 4.1; "probability" that the token comes once more, before and after a patch, and what the model
+            writes after 50 and 400 repetitions.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.

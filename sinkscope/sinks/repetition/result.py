@@ -47,10 +47,10 @@ class Repeat(Result):
     """One reading of a model over the number of repetitions of a token.
 
     Attributes:
-        read: "norm": projection on the direction of each spike, as a share of the first token's; "attention": attention that the last 64 tokens,
-            which are natural text, give to places, over what each place would get if all tokens got the same;
-            "distance": distance of the attention's output to that on the token alone; "probability": probability that
-            the token comes once more.
+        read: "norm": projection on the direction of each spike, as a share of the first token's; "attention": attention
+            that the last 64 tokens, which are natural text, give to places, over what each place would get if all
+            tokens got the same; "distance": distance of the attention's output to that on the token alone;
+            "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
         notes: Sentences that no claim carries.
@@ -60,8 +60,8 @@ class Repeat(Result):
         at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
         values: What was read. NaN where there is nothing to read; None for a vocabulary.
         shown: Which of `at` the table and the claims are about.
-        repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the first from
-            which on the probability stays below a half. NaN if never.
+        repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
+            first from which on the probability stays below a half. NaN if never.
         answers: What the model writes after a repetition.
     """
 

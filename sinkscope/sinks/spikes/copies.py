@@ -1,4 +1,4 @@
-"""Step 6, copies of a token, projected on each spike's direction: a model may converge in one spike and not in another."""
+"""Step 6, copies of a token, projected on each spike's direction: they may converge in one spike and not in another."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class Effects:
     """What is read of the intact texts, which come first, and under each edit.
 
     Attributes:
-        along: Projection of each position of the place on the spike's direction after the peak, as a share of the spike.
+        along: Projection of each position of the place on the spike's direction after the peak, as a share of the
+            spike.
         attention: Attention to the place, mean over the later queries that see it; 0 before the first layer that reads
             the spike.
         loss: Mean loss of the next tokens, in nats; NaN without a whole pass over a whole model.
@@ -231,7 +232,7 @@ class EditBatch:
 
 @torch.no_grad()
 def run_edits(target: Target, reading: Reading) -> Effects:
-    """Run texts intact and under edits. A streamed model is walked once: all batches pass a layer before the next is read.
+    """Run texts intact and under edits. A streamed model is walked once: all pass a layer before the next is read.
 
     Args:
         target: The model.

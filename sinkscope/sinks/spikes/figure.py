@@ -1,4 +1,4 @@
-"""The drawing of `find_sinks` and `circuit`: the norm with each spike as a run of layers, who writes it, and who reads it."""
+"""The drawing of `find_sinks` and `circuit`: each spike as a run of layers, who writes it, and who reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TITLES = ("Norm of the residual stream", "Written along each spike", "Attention 
 
 
 def draw(result: Any) -> go.Figure:
-    """Norms per layer of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
+    """Norms of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
     fig = panels(TITLES)
     layers = list(range(result.layers_read))
     first, typical = {"color": "#222222", "width": 3}, {"color": GREY}

@@ -1,4 +1,4 @@
-"""Step 2, the spikes: places at which states stand out, and the runs of layers in which the direction of each holds still."""
+"""Step 2, the spikes: places at which states stand out, and runs of layers in which the direction of each stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 5, the marks: what makes the writers of a spike fire at its place. Components first, then the heads of attention."""
+"""Step 5, the marks: what makes the writers of a spike fire at its place: components, then heads."""
 
 from __future__ import annotations
 

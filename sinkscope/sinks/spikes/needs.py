@@ -1,4 +1,4 @@
-"""Step 4, the needs: what is left of a spike, of the heads that attend to its place, and of the loss without its writers."""
+"""Step 4, the needs: what is left of a spike, of the heads that attend there, and of the loss without its writers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Found:
         backups: Those that write the spike only when others are gone.
     """
 
-    needed: Parts = ()
-    tried: Parts = ()
+    needed: tuple[Neuron, ...] = ()
+    tried: tuple[Neuron, ...] = ()
     order: tuple[Neuron, ...] = ()
     left: tuple[float, ...] = ()
     backups: tuple[Neuron, ...] = ()
@@ -66,10 +66,11 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
     """
     texts = SpikeTexts.of(survey, spike)
     found = search(texts, [one.part for one in neurons if isinstance(one.part, Neuron)])
-    needed, random, means = found.needed, list[Parts](), dict[Part, Tensor]()
-    if needed:
-        drawn = [random_neurons(survey.target, needed, seed, number, found.order) for number in range(RANDOM_SETS)]
-        random += drawn  # pyright: ignore[reportArgumentType]
+    needed: Parts = found.needed
+    random, means = list[Parts](), dict[Part, Tensor]()
+    if found.needed:
+        for number in range(RANDOM_SETS):
+            random.append(random_neurons(survey.target, found.needed, seed, number, found.order))
     else:
         parts = components(survey.target, spike.peak)
         means = means_of(survey, spike, parts)
@@ -102,7 +103,7 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
 
 @torch.no_grad()
 def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: int = 0) -> Needs | None:
-    """What a spike needs, if it is another one again at another place: the same direction, and gone without the same set.
+    """What a spike needs, if it is another one at another place: of the same direction, removed by the same set.
 
     Args:
         survey: The survey.
@@ -149,7 +150,7 @@ def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
     return found
 
 
-def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Parts, Parts]:
+def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
     """The smallest set of neurons that leaves less than a quarter of the spike, and the set that leaves least.
 
     A neuron joins if without it and those before less is left; then members are left out that are not needed.
@@ -192,7 +193,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
 
 
 def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[Part, Tensor]) -> Parts:
-    """A component, or else a pair of those that write, without which less than a quarter is left; those that write first.
+    """A component, or else a pair, without which less than a quarter is left; those that write come first.
 
     Args:
         texts: The texts.

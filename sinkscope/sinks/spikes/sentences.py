@@ -93,7 +93,8 @@ def without(spike: SpikeResult, needed: Needed) -> str:
     if not before:
         left += ", and no head of its layers attends there"
     else:
-        left = f"{needed.left:.0%} of the spike and {with_margin(after, needed.heads_margin[1])} of {before} heads are left"
+        heads = with_margin(after, needed.heads_margin[1])
+        left = f"{needed.left:.0%} of the spike and {heads} of {before} heads are left"
         if needed.random is not None:
             chance.append(str(needed.random.heads))
     if needed.perplexity is not None:

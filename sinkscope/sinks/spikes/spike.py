@@ -21,7 +21,7 @@ RatioOf = Literal["norm", "departure"]
 
 @dataclass(frozen=True)
 class Share:
-    """What a part adds along a spike's direction, as a share of the spike at its peak; below zero it is written against it.
+    """What a part adds along a spike's direction, as a share of the spike at its peak; below zero it is against it.
 
     Attributes:
         part: The part.
@@ -51,8 +51,9 @@ class Spike:
         norm: Norm of the residual stream at the place after the peak, mean over the place.
         before: The same before the run.
         ratio: How far the place stands out after the peak, mean over the place.
-        ratio_of: What that is a ratio of: "norm": the norm over the typical one; "departure": the distance to the median
-            state over the typical distance, where dimensions that are massive on all tokens make the norms alike.
+        ratio_of: What that is a ratio of: "norm": the norm over the typical one; "departure": the distance to the
+            median state over the typical distance, where dimensions that are massive on all tokens make the norms
+            alike.
         usual: The 95 % quantile of that ratio over ordinary positions.
         ratio_margin: Two standard errors of the ratio over texts. None: too few texts.
     """
@@ -103,7 +104,7 @@ class Spike:
 
 @dataclass(frozen=True)
 class Removal:
-    """What is left without some parts. Neurons are zeroed; other parts write at the place their mean over ordinary ones.
+    """What is left without some parts. Neurons are zeroed; others write at the place their mean over ordinary ones.
 
     Attributes:
         parts: The parts.

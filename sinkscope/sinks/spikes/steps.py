@@ -85,10 +85,12 @@ def _steps(setup: Setup) -> Sinks:
 
 def _by_readers(measured: Sequence[Measured]) -> tuple[Measured, ...]:
     """Spikes in the order of the heads that read them, those that are others again last."""
-    order = sorted(
-        range(len(measured)),
-        key=lambda n: (measured[n].like is not None, -(measured[n].needs.heads if measured[n].needs else 0)),
-    )
+
+    def rank(number: int) -> tuple[bool, int]:
+        needs = measured[number].needs
+        return measured[number].like is not None, 0 if needs is None else -needs.heads
+
+    order = sorted(range(len(measured)), key=rank)
     ordered: list[Measured] = []
     for number in order:
         one = measured[number]

@@ -1,4 +1,4 @@
-"""Step 1, the survey: one pass over typical text, without edits. It reads states, norms and attention, and judges nothing."""
+"""Step 1, the survey: one pass over typical text, without edits, which reads states, norms and attention."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Survey:
         return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
 
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
-        """Attention to all positions of a place together, mean over the queries after its first one; NaN without any."""
+        """Attention to all positions of a place together, mean over the queries after the first; NaN without any."""
         seen = self.seen[:, None, None]
         given = (self.attention * seen * place).sum(-1)
         queries = (seen * place).amax(-1)
@@ -112,7 +112,7 @@ class Survey:
 
     @property
     def sink_rate(self) -> Float[Tensor, " text"]:
-        """Share of heads that give position 0 more than 0.3, as Gu et al. (2025) count: over all queries that see it."""
+        """Share of heads that give position 0 more than 0.3, over all queries that see it (Gu et al. 2025)."""
         whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
         return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
 

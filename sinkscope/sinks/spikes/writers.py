@@ -31,7 +31,7 @@ ORDINARY_ELEMENTS = 1 << 24  # most activations of ordinary positions that are c
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
-    """Shares of the embedding, and of the attention and the MLP of each layer up to the peak; and what erases it later."""
+    """Shares of the embedding, the attention and the MLP of each layer up to the peak; and what erases it later."""
     target, shares = survey.target, list[Share]()
 
     def share(part: Component, added: Float[Tensor, "text pos d_model"]) -> None:
@@ -77,7 +77,7 @@ def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tupl
 def of_layer(
     survey: Survey, spike: Spike, layer: int, entering: Entering = NOT_READ, count: int = OF_A_LAYER
 ) -> list[Share]:
-    """The neurons of a layer that write most along the direction; under an ablation that acts, those that do so then."""
+    """The neurons of a layer that write most along the direction; under an ablation, those that do so then."""
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
