@@ -100,8 +100,10 @@ class PlainSpike:
 def spikes(seen: Pass) -> list[PlainSpike]:
     """The spikes of the first token, those of the lowest layers first."""
     states = seen.states[1:]
-    middle = states[:, :, 1:].flatten(1, 2).median(1).values
-    away = (states - middle[:, None, None]).norm(dim=-1)
+    later = states[:, :, 1:].flatten(1, 2)
+    size = later.abs().median(1).values
+    massive = size > 30 * size.median(1, keepdim=True).values
+    away = (states - (later.median(1).values * massive)[:, None, None]).norm(dim=-1)
     ratio = away / away[:, :, 1:].flatten(1).median(1).values[:, None, None]
     high = (ratio > FACTOR).any(0)
     ordinary = ~high

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Neuron
@@ -63,7 +61,6 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
         norm=930.0,
         before=20.0,
         ratio=ratio,
-        ratio_of="norm",
         ratio_margin=1.5,
         dims=(7,),
         writers=(PartShare("mlp 2", 0.97, 0.01), PartShare("attention 1", 0.03, None)),
@@ -81,8 +78,7 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
 
 def sample_find_sinks(**changes) -> FindSinks:
     """Six layers, and a sink at the first token."""
-    heads = np.linspace(0, 1, 48, dtype=np.float32).reshape(6, 8)
-    heads[5] = np.nan
+    heads = (*((0.1, 0.9) * 4 for _ in range(5)), (None,) * 8)
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"seed": 0, "text": None},

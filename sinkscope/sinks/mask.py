@@ -31,8 +31,8 @@ Mask = Bool[Tensor, "batch pos"]
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
     """The positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
 
-    Nothing is assumed of a token or of a position. A position is in the mask if its state is more than three times as
-    far from the median state of its row as is typical there after some layer (Sun et al. 2024), or if a twentieth of
+    Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three
+    times the typical one of its row after some layer (Sun et al. 2024), or if a twentieth of
     the heads attend to it, at the first position a hundredth, and at least two (Gu et al. 2024).
 
     Args:
@@ -87,10 +87,11 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
 
 def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
     """The fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
+    typical = float(survey.norms[spike.peak].median())
     order = spike.direction.abs().argsort(descending=True, stable=True)
     squares = (spike.direction[order].double() * spike.size).square()
     left = squares.flip(0).cumsum(0).flip(0).sqrt()  # what is left without those before each
-    return tuple(order[left > FACTOR * survey.typical_departure[spike.peak]].tolist())
+    return tuple(order[left > FACTOR * typical].tolist())
 
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:

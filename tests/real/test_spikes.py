@@ -44,7 +44,7 @@ def compare(real, found, step: int):
     expected = {(one.first, one.last): one for one in plain.spikes(seen)}
     assert {one.layers for one in found.first_spikes} == set(expected)
     mean = plain.received(seen.attention).mean(-1)
-    torch.testing.assert_close(torch.from_numpy(found.heads), mean, atol=1e-3, rtol=0)
+    torch.testing.assert_close(torch.tensor(found.heads), mean, atol=1e-3, rtol=0)
     for spike in found.first_spikes:
         own = expected[spike.layers]
         assert spike.norm == pytest.approx(own.norm, rel=1e-3) and spike.peak == own.peak

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.places import Place, pieces
-from sinkscope.sinks.spikes.spike import RatioOf, Spike
-from sinkscope.sinks.spikes.survey import SMALLEST, Mask, Survey
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import Mask, Survey
 
-FACTOR = 3.0  # a spike's departure from the median state over the typical one
+FACTOR = 3.0  # a spike's norm over the typical one
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike
 
 
@@ -52,7 +52,7 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
         first, last = run_around(peak, away / size[:, None].clamp(min=1e-30), free)
         norms = survey.norms[:, mask].mean(1)
         direction = away[peak] / size[peak]
-        ratios, kind = ratios_at(survey, mask, peak)
+        ratios = survey.ratios[peak]
         spike = Spike(
             place=place,
             mask=mask,
@@ -66,22 +66,10 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
             norm=float(norms[peak]),
             before=float(norms[first - 1] if first else survey.entered[0][mask].norm(dim=-1).mean()),
             ratio=float(ratios[mask].mean()),
-            ratio_of=kind,
             usual=float(ratios[ordinary].quantile(0.95)),
         )
         yield replace(spike, ratio_margin=margin_of(spike.per_text(ratios[mask]).numpy()))
         free[first : last + 1] = False
-
-
-def ratios_at(survey: Survey, mask: Mask, layer: int) -> tuple[Float[Tensor, "text pos"], RatioOf]:
-    """Norms after a layer over the typical one; departures from the median state where massive dimensions of all tokens
-    hide the place.
-    """
-    norms = survey.norms[layer]
-    ratios = norms / norms[:, 1:].median().clamp(min=SMALLEST)
-    if float(ratios[mask].mean()) >= FACTOR:
-        return ratios, "norm"
-    return survey.ratios[layer], "departure"
 
 
 def run_around(peak: int, unit: Float[Tensor, "layer d_model"], free: Bool[Tensor, " layer"]) -> tuple[int, int]:

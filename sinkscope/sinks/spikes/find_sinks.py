@@ -65,8 +65,9 @@ def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
     survey, target = sinks.survey, setup.target
     first = at_first(survey)
     received = survey.received(first)
-    heads = torch.full((target.n_layers, target.n_heads), torch.nan)
-    heads[target.attending] = received.mean(-1)[target.attending]
+    heads: list[tuple[float | None, ...]] = []
+    for layer, given in enumerate(received.mean(-1)):
+        heads.append(tuple(given.tolist()) if target.has_attention(layer) else (None,) * target.n_heads)
     place, mask = "the first token", first
     if sinks.spikes and sinks.spikes[0].needs is not None and sinks.spikes[0].needs.heads:
         place, mask = sinks.spikes[0].spike.place.words, sinks.spikes[0].spike.mask
@@ -76,8 +77,8 @@ def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
         "readers": readers_of(survey, place, mask),
         "attended": attended_places(survey, sinks, setup.tokenizer),
         "learned_heads": int((survey.learned.mean(-1) > READS).sum()),
-        "largest": largest_departure(survey, setup.tokenizer),
-        "heads": heads.numpy(),
+        "largest": largest_norm(survey, setup.tokenizer),
+        "heads": tuple(heads),
         "bos": other_bos(setup),
         "sink_rate": SinkRate(READS, survey.ids.shape[1], len(rate), float(rate.mean()), margin_of(rate.numpy())),
         "typical_norm": tuple(survey.typical_norm),
@@ -128,8 +129,8 @@ def words_of(place: Place) -> PlaceWords:
     return PlaceWords(place.words, next(iter(place.common), ""), place.share)
 
 
-def largest_departure(survey: Survey, tokenizer: Any) -> Largest:
-    """The largest departure that was seen anywhere."""
+def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
+    """The largest norm over the typical one that was seen anywhere."""
     best = int(survey.ratios.argmax())
     layer, rest = divmod(best, survey.ids.numel())
     text, position = divmod(rest, survey.ids.shape[1])

@@ -149,8 +149,8 @@ class SpikeResult:
         peak: The layer after which it is largest.
         norm: Norm there after the peak.
         before: Norm there before the run.
-        ratio: How far it stands out after the peak.
-        ratio_of: Whether that is a ratio of norms or of departures from the median state.
+        ratio: Norm there over the typical one after the peak, without what dimensions that are massive at all positions
+            have everywhere.
         ratio_margin: Two standard errors over texts.
         dims: Residual dimensions that hold at least a tenth of its direction's square.
         writers: What wrote it, largest share first; the shares of all components up to the peak sum to 1.
@@ -171,7 +171,6 @@ class SpikeResult:
     norm: float
     before: float
     ratio: float
-    ratio_of: str
     ratio_margin: float | None
     dims: tuple[int, ...]
     writers: tuple[PartShare, ...]
@@ -268,7 +267,7 @@ class SinkRate:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest departure from the median state, over the typical one, that was seen anywhere; and where."""
+    """The largest norm over the typical one of its layer that was seen anywhere; and where."""
 
     ratio: float
     token: str
@@ -305,7 +304,6 @@ def spike_result(measured: Measured) -> SpikeResult:
         norm=spike.norm,
         before=spike.before,
         ratio=spike.ratio,
-        ratio_of=spike.ratio_of,
         ratio_margin=spike.ratio_margin,
         dims=spike.dims,
         writers=tuple(part_share(one) for one in measured.writers if abs(one.share) >= LISTED),

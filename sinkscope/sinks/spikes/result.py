@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-from jaxtyping import Float
-
 from sinkscope.measure import Number, Result
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Neuron, in_words
@@ -27,8 +24,8 @@ class SpikesFound(Result):
         readers: Heads that attend to the place of the first spike, or to the first token if there is none.
         attended: Places without a spike that heads attend to.
         learned_heads: Heads that attend to their learned sink logit.
-        largest: The largest departure that was seen.
-        heads: Mean attention of each head to position 0; NaN in layers that do not attend.
+        largest: The largest norm over the typical one that was seen.
+        heads: Mean attention of each head to position 0; None in layers that do not attend.
         bos: What the other choice of BOS gives. None: the tokenizer has no BOS token.
         sink_rate: The sink rate of position 0.
         typical_norm: Median norm of later positions after each layer.
@@ -56,7 +53,7 @@ class SpikesFound(Result):
     attended: tuple[Attended, ...] = ()
     learned_heads: int = 0
     largest: Largest
-    heads: Float[np.ndarray, "layer head"]
+    heads: tuple[tuple[float | None, ...], ...]
     bos: OtherBos | None
     sink_rate: SinkRate
     typical_norm: tuple[float, ...]

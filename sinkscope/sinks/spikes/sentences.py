@@ -12,9 +12,7 @@ ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} he
 ERASED = "{parts} {take} it away again."
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
 ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
-NO_SPIKE = (
-    "No norm spike was found: the largest departure is {ratio} times the typical one, at {token} after layer {layer}."
-)
+NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
 
@@ -55,8 +53,6 @@ def raised(spike: SpikeResult) -> str:
     names = [f"{name} ({share:.0%})" for name, share in shares]
     times = f"{spike.ratio:,.{0 if spike.ratio >= 10 else 1}f}"
     ratio = f"{times} times the typical one"
-    if spike.ratio_of == "departure":
-        ratio = f"{times} times as far from the median state as usual"
     dims = "no dimension holds a tenth of it"
     if spike.dims:
         dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"

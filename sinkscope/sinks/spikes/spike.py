@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +15,6 @@ from sinkscope.sinks.spikes.survey import Mask, Survey
 
 Part = Neuron | Head | Component
 Parts = tuple[Part, ...]
-RatioOf = Literal["norm", "departure"]
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,8 @@ class Spike:
         size: Projection of the place's departure on it, mean over the place.
         norm: Norm of the residual stream at the place after the peak, mean over the place.
         before: The same before the run.
-        ratio: How far the place stands out after the peak, mean over the place.
-        ratio_of: What that is a ratio of: "norm": the norm over the typical one; "departure": the distance to the
-            median state over the typical distance, where dimensions that are massive on all tokens make the norms
-            alike.
+        ratio: Norm at the place over the typical one after the peak, mean over the place, without what dimensions
+            that are massive at all positions have everywhere.
         usual: The 95 % quantile of that ratio over ordinary positions.
         ratio_margin: Two standard errors of the ratio over texts. None: too few texts.
     """
@@ -70,7 +66,6 @@ class Spike:
     norm: float
     before: float
     ratio: float
-    ratio_of: RatioOf
     usual: float
     ratio_margin: float | None = None
 

@@ -26,6 +26,7 @@ FEWEST = 4  # ... but at least these
 AT_ONCE = 1 << 24  # elements of the widest activation of a batch
 NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
+MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
 SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
 
 TokenRows = Int[Tensor, "text pos"]
@@ -70,24 +71,23 @@ class Survey:
         return self.states.norm(dim=-1)
 
     @cached_property
-    def middle(self) -> Float[Tensor, "layer d_model"]:
-        """The median state of later positions: what every position has, massive dimensions of all tokens too."""
-        return self.states[:, :, 1:].flatten(1, 2).median(1).values
-
-    @cached_property
-    def departures(self) -> Float[Tensor, "layer text pos"]:
-        """Distance of each state from the median one."""
-        return (self.states - self.middle[:, None, None]).norm(dim=-1)
-
-    @cached_property
-    def typical_departure(self) -> Float[Tensor, " layer"]:
-        """Median distance of later positions."""
-        return self.departures[:, :, 1:].flatten(1).median(1).values.clamp(min=SMALLEST)
+    def shared_dims(self) -> Bool[Tensor, "layer d_model"]:
+        """The dimensions that are massive at ordinary positions: 30 times the median dimension or more."""
+        size = self.states[:, :, 1:].abs().flatten(1, 2).median(1).values
+        return size > MASSIVE * size.median(1, keepdim=True).values.clamp(min=SMALLEST)
 
     @cached_property
     def ratios(self) -> Float[Tensor, "layer text pos"]:
-        """Each distance over the typical one of its layer."""
-        return self.departures / self.typical_departure[:, None, None]
+        """Each norm over the typical one of its layer.
+
+        From dimensions that are massive at all positions their median is taken away first, or they would hide a spike.
+        """
+        norms = self.norms
+        if bool(self.shared_dims.any()):
+            middle = self.states[:, :, 1:].flatten(1, 2).median(1).values * self.shared_dims
+            norms = (self.states - middle[:, None, None]).norm(dim=-1)
+        typical = norms[:, :, 1:].flatten(1).median(1).values.clamp(min=SMALLEST)
+        return norms / typical[:, None, None]
 
     @property
     def typical_norm(self) -> list[float]:
