@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, hard
 from organisms import organism as new_organism
-from raw_kit import attention, blocks, down, inputs_edited
+from raw_kit import attention, blocks, down, inputs_edited, residuals
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
