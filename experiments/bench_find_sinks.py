@@ -90,31 +90,29 @@ def notebook_arm(folder: str) -> Row:
     return measured(run)
 
 
-def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
-    """`find_sinks` on the same folder, with the same repetitions and candidates."""
+def sinkscope_arm(folder: str) -> Row:
+    """`find_sinks` on the same folder, with the same repetitions, its layers read one by one."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
     from sinkscope.opening.open import open_target
-    from sinkscope.sinks.find.find import find_sinks
+    from sinkscope.sinks.spikes.find_sinks import find_sinks
 
     read: set[str] = set()
 
     def run() -> Row:
-        target: Any = open_target(Path(folder))  # as find_sinks(folder) does
-        found = find_sinks(target, tokens=["a"], max_repeats=REPEATS, all_layers=all_layers)
+        target: Any = open_target(Path(folder))
+        found = find_sinks(target, tokens=["a"], max_repeats=REPEATS)
         read.update(target.store.source.read)
-        items = []
-        for n in found.causal:
-            items.append(n.neuron)
+        spike = found.spike
         return {
-            "layer": found.sink_layer,
-            "neurons": sorted(items),
+            "layer": found.needed[0].layer if found.needed else None,
+            "neurons": sorted(neuron.neuron for neuron in found.needed),
             "layers_read": found.layers_read,
             "n_layers": found.model.n_layers,
-            "set_drop": 1 - found.spike.claims[0].value if found.minimal else None,
-            "repeats": found.repeats.median,
+            "set_drop": 1 - spike.needed.left if spike is not None and spike.needed is not None else None,
+            "repeats": spike.copies[0].half if spike is not None and spike.copies else None,
         }
 
     out = measured(run)

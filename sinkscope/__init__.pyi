@@ -31,17 +31,17 @@ from .models.checkpoints.names import models as models
 from .opening.load import load as load
 from .results.result import Result as Result
 from .sinks.attack.attack import attack as attack
-from .sinks.circuit.circuit import circuit as circuit
-from .sinks.circuit.separate import separate as separate
-from .sinks.find.find import find_sinks as find_sinks
-from .sinks.find.mask import sink_dims as sink_dims
-from .sinks.find.mask import sink_mask as sink_mask
 from .sinks.marking_heads import heads as heads
+from .sinks.mask import sink_dims as sink_dims
+from .sinks.mask import sink_mask as sink_mask
 from .sinks.patch.evaluate import patch_eval as patch_eval
 from .sinks.patch.make import patch_make as patch_make
 from .sinks.precision.precision import precision as precision
 from .sinks.repetition.repeat import repeat as repeat
 from .sinks.reproduce.reproduce import reproduce as reproduce
+from .sinks.separate import separate as separate
+from .sinks.spikes.circuit import circuit as circuit
+from .sinks.spikes.find_sinks import find_sinks as find_sinks
 from .sinks.training import SinkCallback as SinkCallback
 
 __version__: str

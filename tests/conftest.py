@@ -65,10 +65,10 @@ def skipping_what_is_missing() -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
-    """Half of `find_sinks` is the rate over 100 texts, which has tests of its own."""
+    """Fewer texts are surveyed where a test says so."""
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("few_texts"):
-            patch.setattr("sinkscope.sinks.find.attention_received.RATE_TEXTS", 8)
+            patch.setattr("sinkscope.sinks.spikes.survey.SURVEYED", 8)
         return (yield)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,11 +14,8 @@ from raw_kit import blocks, down, inputs_edited
 from torch import Tensor, nn
 
 from sinkscope.models.call_cache import bridge_hooks
-from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.results.parts import Parts
-from sinkscope.sinks.removal.effects import Effects, Trial, side_by_side
 
 
 def bridge_of(model, tokenizer):
@@ -114,11 +111,3 @@ def greedy(model, ids: Tensor, steps: int, around: Callable[[], AbstractContextM
         with around():
             ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return ids
-
-
-def effects(target: Target, ids: Tensor, edits: Sequence[Parts], **reading: Any) -> Effects:
-    """What edits do to a position of texts (the first, unless another is named), as the other fields of a trial say."""
-    for name in ("at", "source"):
-        reading[name] = torch.as_tensor(reading.get(name, 0)).expand(len(ids))
-    (read,) = side_by_side(target, [Trial(ids, edits, **reading)])
-    return read

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from sample_results import NEURONS, sample_find_sinks
+from sample_results import FIRST, sample_find_sinks, spike
 
 import sinkscope as ss
 from sinkscope import loops
@@ -58,7 +58,7 @@ def fill(folder: Path, text: str):
     found = sample_find_sinks(
         model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text),
         settings={text: text, "list": [text]},
-        neurons=NEURONS * 10,
+        spikes=(replace(spike(FIRST, 9.0), alone=spike(FIRST, 9.0).alone * 15),),
         provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
     )
     found.save(folder / "sinks.json")

@@ -6,64 +6,95 @@ from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
-from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.find.places import Place, Rule
-from sinkscope.sinks.find.records import (
-    Candidate,
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.records import (
+    Alone,
+    Attended,
+    Chance,
+    CopiesReach,
+    Largest,
+    MarkLeft,
+    Needed,
+    NeuronShare,
+    OtherBos,
+    OtherSpike,
+    PartShare,
+    PlaceWords,
     Readers,
-    RepeatedToken,
-    RepeatsNeeded,
-    Sink,
     SinkRate,
-    Spike,
+    SpikeResult,
 )
-from sinkscope.sinks.find.result import FindSinks
+from sinkscope.sinks.spikes.result import FindSinks
 
-FIRST = Place(((0, 0), (1, 0)), Rule("the first token", position=0), 0.8, 1.0, ("<s>",))
-STOP = Place(((0, 9),), Rule("'.' wherever it stands", tokens=(13,)), 0.2, 0.5, ())
-
-NEURONS = (
-    Candidate(2, None, 412, 905.0, 0.97, 0.93, 0.004, True, 0.01),
-    Candidate(2, None, 77, 130.0, 0.14, 0.12, 0.004, True, 0.02),
-    Candidate(2, None, 3, 4.0, 0.004, -0.01, 0.004, False, 0.03),
+FIRST = PlaceWords("the first token", "<s>", 1.0)
+STOP = PlaceWords("'.' wherever it stands", ".", 0.5)
+NEURONS = (Neuron(2, None, 412), Neuron(2, None, 77))
+NEEDED = Needed(
+    neurons=NEURONS,
+    neutral=(0.01, 0.02),
+    parts=tuple(map(str, NEURONS)),
+    left=0.02,
+    left_margin=0.01,
+    heads=(32, 1),
+    heads_margin=(2.0, 1.0),
+    attention=0.1,
+    perplexity=1.4,
+    perplexity_margin=0.2,
+    random=Chance(0.98, 32, 1.001),
+    texts=4,
 )
-PAIR = (Neuron(2, None, 412), Neuron(2, None, 77))
-TRIED = Search("sets of neurons", 9)
 
 
-def claim(role: str, kind: str, place: str, left: float) -> Claim:
+def claim(kind: str, left: float) -> Claim:
     """What is left without both neurons."""
-    contrasts = Contrast("intact", 1.0), Contrast("random", 0.98, 20)
-    return Claim(role, PAIR, Outcome(kind, (2,)), place, left, contrasts, 4, TRIED, 0.01)
+    contrasts = Contrast("intact", 1.0), Contrast("random", 0.98, 3)
+    search = Search("neurons alone", 3)
+    return Claim("makes", NEURONS, Outcome(kind, (2,)), FIRST.words, left, contrasts, 4, search, 0.01)
 
 
-MADE = claim("makes", "spike", FIRST.words, 0.02)
-CARRIED = claim("carries", "attention", FIRST.words, 0.1)
-HEADS = Readers((Head(3, 0), Head(3, 1)), (0.8, 0.6), (0.1, 0.04), TRIED, True, CARRIED)
-
-
-def spike(place: Place, ratio: float) -> Spike:
+def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResult:
     """A spike that both neurons make."""
-    return Spike(place, ((2, 3),), (1, 2), (), ratio, 1.5, (MADE,))
+    return SpikeResult(
+        place=place,
+        layers=(2, 4),
+        peak=3,
+        norm=930.0,
+        before=20.0,
+        ratio=ratio,
+        ratio_margin=1.5,
+        dims=(7,),
+        writers=(PartShare("mlp 2", 0.97, 0.01), PartShare("attention 1", 0.03, None)),
+        neurons=(NeuronShare(2, None, 412, 0.83, 0.01), NeuronShare(2, None, 77, 0.14, None)),
+        erasers=(PartShare("mlp 5", -0.4, 0.02),),
+        needed=NEEDED,
+        alone=(Alone(2, None, 412, 0.3, 20, 1.2, 0.83), Alone(2, None, 77, 0.9, 31, 1.01, 0.14)),
+        backups=(Neuron(2, None, 3),),
+        marks=(MarkLeft("attention 0", 0.01, 0.001), MarkLeft("L0.H1 and L0.H2", 0.02, None)),
+        copies=(CopiesReach(" the", 300, 0.01, 0.9, 1024), CopiesReach(" a", None, 0.0, 0.1, 1024)),
+        like=like,
+        heads=32,
+    )
 
 
 def sample_find_sinks(**changes) -> FindSinks:
-    """Six layers, four of them read, a sink in layer 2."""
+    """Six layers, and a sink at the first token."""
+    heads = (*((0.1, 0.9) * 4 for _ in range(5)), (None,) * 8)
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5),
-        spikes=(spike(FIRST, 232.0), spike(STOP, 12.0)),
-        sinks=(Sink(FIRST, 32, (HEADS,)),),
-        other_spikes=Place(((0, 9), (3, 12)), None, 0.02, 0.1, (".",)),
-        most_attended=Search("positions", 48, 1.0, "position 0"),
-        shared_dims=(7,),
-        sink_layer=2,
-        neurons=NEURONS,
-        spike_norm=(3.0, 20.0, 930.0, 931.0),
-        typical_norm=(2.0, 3.0, 4.0, 5.0),
-        layers_read=4,
-        repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1024),
-        sink_rate=SinkRate(64, 100, 0.4),
+        spikes=(spike(FIRST, 232.0), spike(STOP, 12.0, 0)),
+        readers=Readers(FIRST.words, 32, 48, 2.0, 4),
+        attended=(Attended(PlaceWords("'(' wherever it stands", "(", 0.4), 3),),
+        learned_heads=2,
+        largest=Largest(240.0, "<s>", 0, 3),
+        heads=heads,
+        bos=OtherBos(False, "<s>", 30, 3.0, (OtherSpike(FIRST, (2, 4), 200.0),)),
+        sink_rate=SinkRate(0.3, 64, 12, 0.4, 0.05),
+        typical_norm=(2.0, 3.0, 4.0, 5.0, 5.0, 5.0),
+        first_token_norm=(3.0, 20.0, 930.0, 931.0, 930.0, 400.0),
+        layers_read=6,
+        first_ids=(1,),
+        claims=(claim("spike", 0.02), claim("attention", 0.1)),
     )
     return replace(made, **changes)

@@ -24,7 +24,7 @@ from sinkscope.app import cli
 from sinkscope.bench import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
-from sinkscope.sinks.find import attention_received
+from sinkscope.sinks.spikes import survey
 
 
 def unequal_seeds(model, tokenizer):
@@ -87,7 +87,7 @@ def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
 def main(out: str, wanted: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    attention_received.RATE_TEXTS = 8
+    survey.SURVEYED = 8
     folders: dict[str, list[str]] = json.loads(wanted)
     assert (
         cli.main(["find-sinks", "--model", next(iter(folders)), "--json", str(Path(out).with_name("sinks.json"))]) == 0

@@ -30,8 +30,8 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.circuit.circuit import circuit
-from sinkscope.sinks.find.find import find_sinks
+from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 
 def ids_of(target: Target, rows: int, length: int) -> Tensor:
@@ -44,12 +44,9 @@ def ids_of(target: Target, rows: int, length: int) -> Tensor:
 
 def sinks(found: Any, truth: Row) -> Row:
     """Whether the planted neurons were found."""
-    items = []
-    for neuron in found.causal:
-        items.append(neuron.site)
-    sites = sorted(items)
+    sites = sorted(neuron.site for neuron in found.needed)
     right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
-    return {"sink_layer": found.sink_layer, "neurons": sites, "layers_read": found.layers_read, "right": right}
+    return {"neurons": sites, "right": right}
 
 
 def patched(target: Target, truth: Row, repeats: int) -> Row:

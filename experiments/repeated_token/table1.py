@@ -12,12 +12,14 @@ whose norm reaches half of BOS's. The paper states no criterion.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from experiments.drawn import markdown
 from experiments.repeated_token.weights import ABSENT, measured
 from experiments.script import run as run_script
 from sinkscope.models.checkpoints.names import BUNDLED
-from sinkscope.sinks.find.find import FindSinks, find_sinks
+from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.result import FindSinks
 
 PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed in Table 1
     "llama-1-7b": ("LLaMa-1-7b-HF", 450, 2, (7003,)),
@@ -44,22 +46,21 @@ def _row(name: str, found: FindSinks | None) -> tuple[str, ...]:
 def _measured(found: FindSinks | None) -> tuple[str, str, str]:
     if found is None:
         return ABSENT, ABSENT, ABSENT
-    if found.sink_layer is None:
+    spikes = [spike for spike in found.first_spikes if spike.needed is not None and spike.needed.neurons]
+    if not spikes:
         return "-", "no sink", "-"
-    r = found.repeats
-    if r.median is None:
-        median = f"over {r.max_repeats}"
-    else:
-        median = f"{r.median:.0f}"
-    never, unreached = "", [token.repeats for token in r.tokens].count(None)
-    if r.median and unreached:
-        never = f" ({unreached} of {len(r.tokens)} never within {r.max_repeats})"
-    at_layer = []
-    for n in found.causal:
-        if n.layer == found.sink_layer:
-            at_layer.append(n)
-    names = _numbers([n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in at_layer])
-    return median + never, str(found.sink_layer), names or "none alone"
+    (spike, *_), reached = spikes, list[int]()
+    for one in spike.copies:
+        if one.half is not None:
+            reached.append(one.half)
+    middle = f"{median(reached):.0f}" if reached else f"over {spike.copies[0].count}"
+    never, unreached = "", len(spike.copies) - len(reached)
+    if reached and unreached:
+        never = f" ({unreached} of {len(spike.copies)} never within {max(one.count for one in spike.copies)})"
+    neurons = spike.needed.neurons if spike.needed is not None else ()
+    layers = dict.fromkeys(neuron.layer for neuron in neurons)
+    names = _numbers([n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in neurons])
+    return middle + never, _numbers(list(layers)), names
 
 
 def _numbers(values: Sequence[object]) -> str:

@@ -33,12 +33,12 @@ from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.chunks import digest_of
-from sinkscope.sinks.circuit.circuit import circuit
-from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.repetition.repeat import repeat
+from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 PAGE = "card.html"
 
@@ -85,8 +85,8 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
 
 
 PARTS = (
-    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, streams=True, seconds=70),
-    Part("circuit", "circuit", circuit.on, seconds=30),
+    Part("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
+    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
     Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
     Part(
         "repeat",

@@ -17,12 +17,11 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.result import NOWHERE
 
 NO_CARD = "it is not finished, or failed: run the same command again to see why"
 ON_CARDS = {
-    "sink": ("find_sinks", "sink"),
-    "sink_layer": ("find_sinks", "sink_layer"),
+    "place": ("find_sinks", "place"),
+    "layers": ("find_sinks", "layers"),
     "neurons": ("find_sinks", "neurons"),
     "heads": ("find_sinks", "heads"),
     "loops": ("loops", "text.full.loop"),
@@ -41,12 +40,12 @@ class ScanTable(Result):
 
     kind = "scan-table"
     page = "scan"
-    columns = ("scan", "sink_layer", "neurons", "heads", "loops")
+    columns = ("scan", "layers", "neurons", "heads", "loops")
     glossary: ClassVar = {
         "scan": "name of the folder",
-        "sink": "where the attention sink is",
-        "sink_layer": "the layer that adds most to the norm of the spike",
-        "neurons": "the smallest set of neurons found whose ablation removes the spike",
+        "place": "where the spike is that most heads read",
+        "layers": "the layers in which it stands out",
+        "neurons": "the smallest set of neurons found that it needs",
         "heads": "share of heads that attend to the sink",
         "loops": "share of greedy answers that loop",
         "loops_margin": "two standard errors of that",
@@ -66,8 +65,8 @@ class ScanTable(Result):
 
     def conclusion(self) -> str:
         """How many of the models have an attention sink."""
-        measured = [row["sink"] for row in self.scans if not row["problem"]]
-        having = [sink for sink in measured if sink not in (None, NOWHERE)]
+        measured = [row["heads"] for row in self.scans if not row["problem"]]
+        having = [heads for heads in measured if heads]
         return f"{len(having)} of {len(measured)} models have an attention sink."
 
     def details(self) -> list[str]:

@@ -20,7 +20,7 @@ from sinkscope.results.result import Result
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
-Loading = Literal["stream", "whole"]
+Loading = Literal["stream", "whole", "fits"]
 
 SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open) if one.name != "loading"}
 """Parameters that every measurement has."""

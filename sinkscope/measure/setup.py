@@ -21,7 +21,7 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import put_before, resolve_bos, text_rows, typical_text
-from sinkscope.opening.open import open_target
+from sinkscope.opening.open import fits_in_memory, open_target
 from sinkscope.results.options import Hidden, Option
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Setup:
         tokenizer: Hidden = None,
         texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
         progress: Hidden = None,
-        loading: Annotated[Literal["stream", "whole"], Option(hidden=True)] = "stream",
+        loading: Annotated[Literal["stream", "whole", "fits"], Option(hidden=True)] = "stream",
     ) -> Setup:
         """Open a model and cut the typical text into pieces for it.
 
@@ -106,14 +106,16 @@ class Setup:
             texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first
                 tokens differ.
             progress: Called as `progress(what, done, total)`.
-            loading: "stream" reads layer by layer where possible; "whole" loads a model given by name into memory.
+            loading: "stream" reads layer by layer where possible; "whole" loads a model given by name into memory;
+                "fits" does so if it takes at most half of the memory that is free.
 
         Raises:
             SinkscopeError: Bad input; the message is one line and says what to do.
         """
         started, content = time.perf_counter(), typical_text(text)
         options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
-        target = open_target(model, **options, whole=loading == "whole")
+        whole = loading == "whole" or (loading == "fits" and fits_in_memory(model))
+        target = open_target(model, **options, whole=whole)
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts

@@ -68,6 +68,15 @@ def open_target(
     return target
 
 
+def fits_in_memory(model: object) -> bool:
+    """Whether a folder of safetensors takes, in float32, at most half of the memory that is free; False of all else."""
+    if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
+        return False
+    stored = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0 < 2 * stored <= free // 2
+
+
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
     """Type in which layers of a checkpoint are computed: its own, or float32 on a CPU, where half precision is slow."""
     own = config.dtype or config.get_text_config().dtype

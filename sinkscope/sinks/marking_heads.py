@@ -33,12 +33,12 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.find.left import INTACT, claim_of
-from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, first_spike
-from sinkscope.sinks.removal.search import CONTROL_DRAWS
+from sinkscope.sinks.spikes.controls import INTACT, claim_of
+from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE, first_spike
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 PRESENT = 0.5  # share of the sink neurons' activation from which a token has the mark
+CONTROL_DRAWS = 20  # random sets of as many heads
 NO_HEAD = "No head marks the first token"
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 
@@ -184,8 +184,8 @@ def heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural =
     words, made = _first_tokens(setup, tokens, count), first_spike(setup)
     if made is None:
         return MarkingHeads(sink_layer=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
-    layer = max(made.neurons, key=lambda neuron: neuron.contribution_norm).layer
-    neurons = tuple(neuron.address for neuron in made.neurons if neuron.layer == layer)
+    layer = made.largest.layer
+    neurons = tuple(neuron for neuron in made.needed_neurons if neuron.layer == layer)
     bench = Replacement(setup, neurons)
     cols, typical = columns(setup.target, layer, bench.flat), bench.post(setup.ids[:, 0])
     weights = cols @ normalize((typical @ cols).mean(0), dim=0)  # what a neuron's value adds along the typical spike
@@ -213,8 +213,9 @@ def with_heads(
 ) -> MarkingHeads:
     """The result with what is lost without each head, and the heads of each token.
 
-    The fewest heads of a token that keep half, those with the largest drop and share kept alone first, are compared
-    with as many others in random draws, of which the least that is left counts.
+    Of each token, the fewest heads that keep half are named, those with the largest drop and share kept alone first.
+    All of these together are one set, which is replaced at every token and compared with as many others in random
+    draws.
 
     Args:
         found: The result without them.
@@ -240,16 +241,20 @@ def with_heads(
     size = (without >= PRESENT).int().argmax(1)[:, None]
     serves = rank < size
     found = replace(found, heads=heads, drop=drop.numpy(), serves=serves.numpy())
+    marking = serves.any(0)
+    number = int(marking.sum())
+    stays = f"{float(without[:, 0].mean()):.0%} of the mark stays"
+    if not number:
+        return replace(found, instead=f"{NO_HEAD}: without all, {stays}.")
+    if 2 * number > len(heads):
+        several = f"{number} of {len(heads)} heads mark the first token, each token by its own"
+        return replace(found, instead=f"{several}, so not as many others are left to compare: without all, {stays}.")
     generator = draws(bench.setup.seed, "heads beside those that mark")
-    others = torch.rand(len(tokens), CONTROL_DRAWS, len(heads), generator=generator).masked_fill(serves[:, None], 1)
-    random = others.argsort(-1).argsort(-1) < size[..., None]
-    compared = ((size > 0) & (2 * size <= len(heads)))[:, 0]  # with as many others
-    if not bool(compared.any()):
-        why = "Most heads mark the first token, so not as many others are left to compare" if size.any() else NO_HEAD
-        return replace(found, instead=f"{why}: without all, {float(without[:, 0].mean()):.0%} of the mark stays.")
-    left = kept(torch.cat([serves[:, None], random], 1))[compared].clamp(min=0)
-    control = Contrast("random", float(left[:, 1:].amin(1).mean()), CONTROL_DRAWS)
-    marking = tuple(compress(heads, serves[compared].any(0).tolist()))
+    others = torch.rand(CONTROL_DRAWS, len(heads), generator=generator).masked_fill(marking, 1)
+    random = others.argsort(-1).argsort(-1) < number
+    left = kept(torch.cat([marking[None], random])[None]).clamp(min=0)
+    control = Contrast("random", float(left[:, 1:].mean(0).min()), CONTROL_DRAWS)
     outcome, search = Outcome("mark", lost_of="the mark"), Search("heads", len(heads))
-    claim = claim_of("marks", marking, outcome, "the first token", left[:, 0], (INTACT, control), search)
+    members = tuple(compress(heads, marking.tolist()))
+    claim = claim_of("marks", members, outcome, "the first token", left[:, 0], (INTACT, control), search)
     return replace(found, claims=(claim,))

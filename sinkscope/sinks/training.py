@@ -22,9 +22,10 @@ from sinkscope.measure import Setup
 from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
-from sinkscope.sinks.find.mask import dims_of
-from sinkscope.sinks.find.neurons import largest_writer
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.survey import survey_of
+from sinkscope.sinks.spikes.writers import neurons_of, writers_of
 
 
 class SinkCallback(TrainerCallback):
@@ -110,34 +111,36 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def read_sinks(setup: Setup) -> dict[str, float]:
     """What the sink of a model is, by the names under which it is logged.
 
-    The layer and the neuron are the candidates of a scan. They are not verified by ablation, as `find_sinks` does it.
+    The neuron is not verified by ablation, as `find_sinks` does it.
 
     Args:
         setup: The model and its text.
 
     Returns:
-        `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), over 100
-        texts of 64 tokens; left out if the context is shorter.
-        `spike_ratio`: norm at the place of the first spike over the typical one, after the layer where it is largest;
-        of the first token, if no norm stands out.
+        `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), mean
+            over
+        the texts of the survey; left out if no layer attends.
+        `spike_ratio`: norm at the place of the largest spike over the typical one, after the layer where it is largest;
+        if no norm stands out, the largest departure of first tokens.
         `spike_dim`: the residual dimension that carries most of the spike; left out if no norm stands out.
-        `spike_layer`, `spike_neuron` (and `spike_expert`): the layer whose MLP adds most to the spike, and its neuron
-        that writes most there; left out if no norm stands out, or no MLP makes it do so.
+        `spike_layer`, `spike_neuron` (and `spike_expert`): the neuron that writes most of the spike; left out if no
+            norm
+        stands out, or no MLP writes it.
     """
-    survey = Survey.of(setup)
-    scan = survey.first
+    survey = survey_of(setup, setup.bos)
+    spikes, _ = find_spikes(survey, setup.tokenizer)
     numbers: dict[str, float] = {}
-    if survey.rate is not None:
-        numbers["sink_rate"] = survey.rate.value
-    if survey.spikes:
-        scan = survey.scan(survey.spikes[0])
-    dims = dims_of(scan)
-    if dims:
-        numbers["spike_dim"] = dims[0]
-    if scan.sink_layer is not None:
-        neuron = largest_writer(scan, scan.layer)
+    if survey.target.attending:
+        numbers["sink_rate"] = float(survey.sink_rate.mean())
+    if not spikes:
+        numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
+        return numbers
+    spike = max(spikes, key=lambda one: one.size)
+    numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.ratio}
+    writers, _ = writers_of(survey, spike)
+    neuron = next((one.part for one in neurons_of(survey, spike, writers)), None)
+    if isinstance(neuron, Neuron):
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert
-    numbers["spike_ratio"] = float(scan.ratios.max())
     return numbers

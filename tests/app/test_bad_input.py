@@ -73,7 +73,7 @@ def test_a_spoiled_model_folder_is_refused_in_one_line(error, tmp_path, spoiling
 def command_on(command: str, folder: Path) -> list[str]:
     prompt = folder.parent / "p.txt"
     prompt.write_text("poem book")
-    more = ["--all-layers"] if command == "find-sinks" else ["--prompt-file", str(prompt)]
+    more = ["--max-repeats", "3"] if command == "find-sinks" else ["--prompt-file", str(prompt)]
     return [command, "--model", str(folder), *more]
 
 

@@ -101,10 +101,10 @@ def test_the_shell_completes(typed, word):
 def test_options_reach_the_function_as_they_are_typed(calls, typed):
     typed("find-sinks")
     assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
-    typed("find-sinks --model m --dtype float16 --no-bos --all-layers --max-repeats 3 --text t --token cat --token dog")
+    typed("find-sinks --model m --dtype float16 --no-bos --max-repeats 3 --text t --token cat --token dog")
     arguments = calls.pop()
     del arguments["progress"]
-    given = {"model": "m", "dtype": "float16", "bos": False, "all_layers": True, "max_repeats": 3, "text": "t"}
+    given = {"model": "m", "dtype": "float16", "bos": False, "max_repeats": 3, "text": "t"}
     assert arguments == {**given, "tokens": ["cat", "dog"]}
 
 
@@ -258,7 +258,7 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
 
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     out, err = typed("find-sinks --json x.json", 2)
-    assert "Layer 2 builds most of the spike" in out  # the result is seen all the same
+    assert "L2.N412 (83%)" in out  # the result is seen all the same
     assert err == "error: cannot write x.json: no space left on device; choose another place\n"
     assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 

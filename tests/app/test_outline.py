@@ -17,7 +17,7 @@ def test_the_data_are_those_of_the_functions():
 
 def test_every_kind_of_result_is_in_the_module_that_the_data_name():
     kinds = kind_modules()
-    assert len(kinds) > 15 and kinds["find-sinks"] == "sinkscope.sinks.find.result"
+    assert len(kinds) > 15 and kinds["find-sinks"] == "sinkscope.sinks.spikes.result"
     for kind, module in kinds.items():
         import_module(module)
         assert class_of(kind).__module__ == module

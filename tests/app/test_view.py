@@ -44,7 +44,7 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     text = found.texts[0]
     intact, zeroed, *heads, patched, control = text.variants
     assert [one.name for one in heads] in (["marking heads replaced"], [])  # of GPT-2, no head marks
-    assert found.layer == o.truth.sink_layer and text.spikes == (0,)
+    assert found.layer >= o.truth.sink_layer and text.spikes == (0,)
     assert set(found.neurons) == {neuron_name(*site) for site in o.truth.neurons}
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
     at_sink = [variant.norm[found.layer, 0] for variant in (intact, zeroed, patched, control)]

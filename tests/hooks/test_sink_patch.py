@@ -130,11 +130,11 @@ def test_one_token_prompt():
 
 
 def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
-    candidate = sample_find_sinks().neurons[0]
+    candidate = sample_find_sinks().spikes[0].neurons[0]
     patch = SinkPatch(sites=[candidate], calibrated={candidate: 0.7})
     assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
     patch.save(tmp_path / "patch.json")
-    assert "contribution_norm" not in (tmp_path / "patch.json").read_text()
+    assert "share" not in (tmp_path / "patch.json").read_text()
     assert Ablate(sites=[candidate, candidate.site]).checked_sites == Ablate(sites=[candidate.site]).checked_sites
 
 
@@ -181,16 +181,22 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
 
 
 def test_from_result(tmp_path):
-    """Causal neurons, with their values on ordinary text."""
+    """The neurons that a spike of the first token needs, with their values on ordinary text."""
     found = sample_find_sinks()
-    found = replace(found, spikes=(replace(found.spikes[0], claims=()),))
-    one, other, idle = found.neurons
-    found = replace(found, neurons=(one, replace(other, layer=3, expert=2), idle))
+    first, elsewhere = found.spikes
+    needed = replace(first.needed, neurons=(Neuron(2, None, 412), Neuron(3, 2, 77)))
+    found = replace(found, spikes=(replace(first, needed=needed), elsewhere))
     patch = SinkPatch.from_result(found)
     assert patch.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
     patch.save(tmp_path / "patch.json")
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
-    for nothing in ({"sink_layer": None}, {"neurons": (idle,)}, {"neurons": ()}):
+    assert SinkPatch.from_result(found, spike=0) == patch
+    parts = replace(first, needed=replace(first.needed, neurons=(), neutral=()))
+    for spikes in ((), (replace(first, needed=None),), (parts,)):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
-            SinkPatch.from_result(replace(found, **nothing))
+            SinkPatch.from_result(replace(found, spikes=spikes))
+    with pytest.raises(SinkscopeError, match="not at the first token"):
+        SinkPatch.from_result(replace(found, spikes=(elsewhere,)))
+    with pytest.raises(SinkscopeError, match="this result has 2 spikes, numbered from 0"):
+        SinkPatch.from_result(found, spike=2)

@@ -15,7 +15,7 @@ from raw_kit import attention
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.opening.live import target_of
-from sinkscope.sinks.find.attention_received import attention_received
+from sinkscope.sinks.spikes import survey
 from sinkscope.sinks.tokens import pick_tokens, single_token
 
 
@@ -33,8 +33,9 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type, monkeypa
     eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
     wanted = float((to_first > eps).float().mean())
     assert 0.3 < wanted < 0.7
-    monkeypatch.setattr("sinkscope.sinks.find.attention_received.RATE_EPS", eps)
-    assert attention_received(target_of(model, tokenizer), ids, batch=2).rate == pytest.approx(wanted)
+    monkeypatch.setattr(survey, "READS", eps)
+    rate = survey.read_survey(target_of(model, tokenizer), ids).sink_rate
+    assert float(rate.mean()) == pytest.approx(wanted)
 
 
 def test_a_text_that_is_too_short_for_a_piece_is_refused():

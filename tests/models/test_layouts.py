@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import every_nth
-from intervention_kit import effects
 from organisms.decoders import decoder
 from organisms.examine import expert_views
 from organisms.tiny import tiny_model
@@ -18,7 +17,10 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.find.layer_scan import scan_layers
+from sinkscope.sinks.spikes.edited import Reading, run_edits
+from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import read_survey
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in three layouts; more than an addition.
@@ -57,6 +59,20 @@ def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
     return kept[0]
 
 
+def direction(target: Target) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(target.d_model, generator=torch.Generator().manual_seed(1)), dim=0)
+
+
+def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tensor:
+    """Projection of a position after a layer on a direction, intact and without some neurons: [state, text]."""
+    mask = torch.zeros_like(IDS, dtype=torch.bool)
+    mask[:, at] = True
+    place = Place.of(IDS, mask, mask, None, str)
+    zero, way = torch.zeros(target.d_model), direction(target)
+    spike = Spike(place, mask, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, 1.0)
+    return run_edits(target, Reading(IDS, mask, spike, [edit])).along
+
+
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 4))
 @torch.no_grad()
 def test_zeroed_neurons_are_columns_of_zeros(model_type):
@@ -77,17 +93,17 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             else:
                 expert_views(other.sub(layer, "experts"), expert).down[neuron] = 0
         for at in (0, 5):
-            intact, kept = effects(target, IDS, [tuple(map(Neuron.of, edit))], at=at, upto=layer).norms[..., layer]
-            assert_close(kept, after(other, layer)[:, at].norm(dim=-1), rtol=1e-4, atol=1e-4)
+            intact, kept = along(target, layer, at, tuple(map(Neuron.of, edit)))
+            assert_close(kept, after(other, layer)[:, at].float() @ direction(target), rtol=1e-4, atol=1e-4)
             assert (kept - intact).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("model_type", every_nth(["granitemoeshared", "axk1", "gemma4_text", "beam"], 2, 1))
 @torch.no_grad()
 def test_what_an_mlp_adds_is_not_there_without_it(model_type):
-    """The scan against a pass in which every weight that the MLP writes with is zero."""
+    """The survey against a pass in which every weight that the MLP writes with is zero."""
     target = target_of(decoder(model_type))
-    scan = scan_layers(target, IDS, whole=True)
+    survey = read_survey(target, IDS)
     for layer in range(target.n_layers):
         other = target_of(decoder(model_type))
         intact = after(other, layer)
@@ -96,7 +112,7 @@ def test_what_an_mlp_adds_is_not_there_without_it(model_type):
             if (is_mlp and "down" in name) or "output_linear" in name:
                 parameter.zero_()
         added = (intact - after(other, layer))[:, 0].mean(0)
-        assert_close(scan.layers[layer].written, added, rtol=2e-3, atol=2e-3)
+        assert_close(survey.mlp[layer, :, 0].mean(0), added, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(("model_type", "width"), [("deepseek_v2", 16), ("gemma4_text", None), ("llama4_text", 16)])

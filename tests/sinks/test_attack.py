@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, hard
 from organisms import organism as new_organism
-from raw_kit import attention, blocks, down, inputs_edited, norms
+from raw_kit import attention, blocks, down, inputs_edited, residuals
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
@@ -24,7 +24,7 @@ from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import Attempt, drawn_sequences
 from sinkscope.sinks.attack.clusters import head_activations
-from sinkscope.sinks.find.spikes import sink_spike
+from sinkscope.sinks.spikes.steps import first_spike, sinks_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -105,14 +105,16 @@ def by_kind(found: ClusterAttack) -> dict[tuple[str, str, str], Attempt]:
     return {(one.patch, one.context, one.source): one for one in found.attempts}
 
 
-def test_rates_are_counts_of_norms_of_plain_passes():
+def test_rates_are_counts_of_projections_of_plain_passes():
     o = organism("neox", 2)
     found, layer = attack_once("neox", 2), o.truth.sink_layer
     assert layer is not None
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
     rows = drawn_sequences([ordinary], 8, 24, 0)
-    first = norms(o.model, o.natural()[:, :1])[layer].median()
-    hits = (norms(o.model, rows)[layer, :, 1:] / first >= 0.5).double()
+    with TemporaryDirectory() as folder:
+        spike = sinks_of(setup_of(o, text=text_file(o, Path(folder)))).at_first[0].spike
+    states = residuals(o.model, rows)[spike.peak, :, 1:]
+    hits = ((states - spike.mean) @ spike.direction / spike.size >= 0.5).double()
     random = by_kind(found)["none", "no BOS", "random"]
     assert random.positions == pytest.approx(float(hits.mean()), rel=1e-4)
     assert 0 < random.positions < 1  # else this test shows nothing
@@ -122,7 +124,7 @@ def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_pa
     m = hard("second_special", "llama")
     found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), lengths=[4], sequences=4)
     assert found.rows() == [] and found.clusters is None and found.claims == ()
-    assert found.conclusion().startswith("No neurons are known that make a norm spike at the first token")
+    assert found.conclusion().startswith("No neurons are known that a norm spike at the first token needs")
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("neox", 2, True)])
@@ -155,7 +157,7 @@ def test_attention_and_divergence_against_plain_hooks(tmp_path):
     received = attention(o.model, ids)[layer + 1 :, ..., 8:, 1:8].sum(-1).mean()
     made = by_kind(found)
     assert made["none", "no BOS", "cluster"].attention == pytest.approx(float(received), rel=1e-3)
-    neutral = {neuron.neuron: neuron.neutral_post for neuron in sink_spike(setup).neurons}
+    neutral = {neuron.neuron: value for neuron, value in first_spike(setup).neutral.items()}
 
     def held(post):
         for neuron, value in neutral.items():

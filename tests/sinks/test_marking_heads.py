@@ -81,7 +81,7 @@ def test_where_most_heads_mark_it_is_not_said_that_none_does():
     found = MarkingHeads(sink_layer=0, neurons=(Neuron(0, None, 1),), tokens=("a",))
     found = module.with_heads(found, ThreeHeads(), torch.tensor([5]), torch.ones(1))
     assert found.serves.sum() == 2
-    assert found.conclusion().startswith("Most heads mark the first token") and "0% of the mark" in found.conclusion()
+    assert found.conclusion().startswith("2 of 3 heads mark the first token") and "0% of the mark" in found.conclusion()
 
 
 def test_replacement_equals_an_edited_pass(monkeypatch, tmp_path):
@@ -113,7 +113,7 @@ def test_replacement_equals_an_edited_pass(monkeypatch, tmp_path):
 def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):
     m = hard("two_delimiters", "llama")
     found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), count=4)
-    assert found.claims == () and found.conclusion().startswith("No neurons are known that make")
+    assert found.claims == () and found.conclusion().startswith("No neurons are known that a norm spike")
 
 
 def test_tokens_that_are_given(tmp_path):

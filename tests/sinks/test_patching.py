@@ -13,11 +13,11 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
-from raw_kit import norms
+from raw_kit import residuals
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
@@ -25,6 +25,7 @@ from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make
+from sinkscope.sinks.spikes.steps import sinks_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -56,47 +57,49 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
     proof = made.proof
     assert (made.verdict, set(sites_of(made.sites))) == ("made", set(o.truth.neurons))
-    assert proof.layers[0] == o.truth.sink_layer and len(proof.words) > 0
-    intact, patched, control = proof.norms[:3, :, 0]
-    assert (patched <= proof.ceiling[0]).all() and (intact > proof.ceiling[0]).all()
+    assert len(proof.words) > 0
+    intact, patched, control = proof.along[:3, 0]
+    assert (patched < 0.1).all() and (intact >= 0.5).all()
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
     neurons, copies = made.claims
     assert (copies.verdict, neurons.verdict) == ("sufficient", "needed")
-    assert (neurons.value, neurons.control.value, neurons.draws) == (0, 1, len(proof.words))
+    assert neurons.value < 0.1 and neurons.draws == len(proof.words)
 
 
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
-    """Norms of the model itself under the loaded patch: the second way to the numbers of the table."""
+    """Projections in the model itself under the loaded patch: the second way to the numbers of the table."""
     o, made = made_once("llama", 5)
     proof = made.proof
     made.patch.save(tmp_path / "patch.json")
     patch = SinkPatch.load(tmp_path / "patch.json")
     ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in proof.words]
     rows = torch.cat([o.repeated(proof.repeats, token) for token in ids])
+    spike = sinks_of(setup_of(o, text=text_file(o, tmp_path, 16))).at_first[0].spike
     for condition, edit in enumerate((None, patch)):
         with nullcontext() if edit is None else edit.on(o.model):
-            last = norms(o.model, rows)[proof.layers[0], :, -1]
-        assert proof.norms[condition, :, 0] == pytest.approx(last.numpy(), rel=1e-4)
+            states = residuals(o.model, rows)[spike.peak, :, -1]
+        last = (states - spike.mean) @ spike.direction / spike.size
+        assert proof.along[condition, 0] == pytest.approx(last.numpy(), rel=1e-3, abs=1e-4)
     few = {"pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few).read
     assert [one.perplexity for one in proof.perplexity] == pytest.approx([one.perplexity for one in again])
 
 
 def test_only_words_that_need_repair_prove_it():
-    """A word whose norm does not stand out intact is no proof, and an infinite perplexity is no harmless one."""
+    """A word whose copies do not reach the spike intact is no proof, and an infinite perplexity is no harmless one."""
     _, made = made_once("llama", 5)
     proof = made.proof
-    norms = proof.norms.copy()
-    norms[:, 0] = proof.ceiling / 2
-    some = replace(made, proof=replace(proof, norms=norms))
+    along = proof.along.copy()
+    along[:, 0, 0] = 0.2
+    some = replace(made, proof=replace(proof, along=along))
     assert some.claims[0].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
-    none = replace(proof, norms=np.broadcast_to(norms[:, :1], norms.shape))
+    none = replace(proof, along=np.broadcast_to(along[:, :, :1], along.shape))
     assert none.judged(0.01)[0] == "no-repeats"
-    norms = proof.norms.copy()
-    norms[3] = norms[0]
-    at_once = replace(proof, norms=norms)
+    along = proof.along.copy()
+    along[3] = along[0]
+    at_once = replace(proof, along=along)
     assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
-    assert replace(made, proof=at_once).claims[-1].verdict == "not shown"
+    assert replace(made, proof=at_once).claims == ()
     none, patched, random = proof.perplexity
     assert replace(proof, perplexity=(none, replace(patched, change=np.nan), random)).judged(0.01)[0] == "refused"
     harmful = replace(proof, perplexity=(none, replace(patched, change=0.02), random))
@@ -105,9 +108,9 @@ def test_only_words_that_need_repair_prove_it():
         "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%.",
     )
     assert harmful.judged(0.03)[0] == "made"
-    returns = proof.norms.copy()
-    returns[1, :, 1] = returns[0, :, 1]  # as if a backup wrote the spike again one layer later
-    assert replace(proof, norms=returns).judged(0.01)[0] == "not-repaired"
+    returns = proof.along.copy()
+    returns[1] = returns[0]  # as if a backup wrote the spike again
+    assert replace(proof, along=returns).judged(0.01)[0] == "not-repaired"
     with pytest.raises(SinkscopeError, match="it harms"):
         _ = replace(made, verdict="refused", reason="it harms").patch
 
@@ -127,7 +130,7 @@ def test_make_then_eval(here, typed):
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24"
     out, err = typed(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json")
-    assert err == "JSON: made.json\n" and "with it patched 0% stays" in out
+    assert err == "JSON: made.json\n" and "Under the patch, the copies of" in out
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
     sites = SinkPatch.load("out/patch.json").checked_sites
@@ -143,5 +146,7 @@ def test_what_makes_no_file_ends_with_status_1(here, typed):
     out, err = typed("patch make --model none --out p.json --json made.json --max-repeats 8", 1)
     made = Result.load("made.json")
     made.figure()
-    assert "no sink neuron was found" in out and err == "JSON: made.json\n" and not Path("p.json").exists()
+    assert (
+        "No patch was made: no neurons are known" in out and err == "JSON: made.json\n" and not Path("p.json").exists()
+    )
     assert [replace(made, verdict=one).exit_code for one in get_args(Verdict)] == [0, 1, 1, 1, 1]

@@ -9,24 +9,21 @@ from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism, hard, organism
 from organisms.decoders import byte_tokenizer, decoder
-from raw_kit import attention, norms, zeroed
+from raw_kit import attention, residuals, zeroed
 from refusals import refused
 
 from sinkscope.models.text import text_rows
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import sites_of
-from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import beside_copies, sweep_of
+from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.copies import half_reached
+from sinkscope.sinks.spikes.steps import sinks_of
 
 pytestmark = pytest.mark.few_texts
-
-
-def norms_of(o: Organism, ids: list[int]) -> torch.Tensor:
-    return norms(o.model, torch.tensor([ids]))[o.truth.sink_layer, 0]
 
 
 def word_of(o: Organism, group: int) -> str:
@@ -37,9 +34,11 @@ def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **options)
 
 
-def spike_of(o: Organism) -> float:
-    """The norm of BOS at the sink layer."""
-    return float(norms_of(o, [o.tokenizer.bos_token_id])[0])
+def along(o: Organism, rows: torch.Tensor) -> torch.Tensor:
+    """Projection of each position on the spike's direction, by plain hooks: [row, position]."""
+    spike = sinks_of(setup_of(o)).at_first[0].spike
+    states = residuals(o.model, rows)[spike.peak]
+    return (states - spike.mean) @ spike.direction / spike.size
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +57,17 @@ def two():
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_marked_word_becomes_a_sink_where_its_norm_crosses_half_of_the_spike(llama):
-    """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
+def test_a_marked_word_reaches_half_where_its_projection_does_and_a_word_of_no_group_never(llama):
     expected = llama.truth.repeats_expected or 0
     result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
-    assert result.claims[0].outcome.layers == (llama.truth.sink_layer,)
     marked = int(result.repeats[0, 0])
     assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
     for count in (marked - 1, marked):
-        alone = norms_of(llama, llama.repeated(count, result.ids[0])[0].tolist())
+        alone = along(llama, llama.repeated(count, result.ids[0]))[0]
         assert (alone[-1] >= alone[0] / 2) == (count == marked)
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
+    assert "1 in layers" in result.conclusion() and result.conclusion().startswith("Of 2 tokens")
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -80,15 +78,15 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
     single, others = (rows[0] for rows in beside_copies(setup_of(llama), copies, 1))
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
-    shares = [float(norms_of(llama, row.tolist())[-1]) / spike_of(llama) for row in (copies[0], single, others)]
-    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3)
+    shares = along(llama, torch.stack([copies[0], single, others]))[:, -1].tolist()
+    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3, abs=1e-4)
     assert (claim.verdict == "sufficient") == (shares[0] - max(shares[1:]) >= 0.5)
 
 
-def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passes(two):
-    words, layer = [word_of(two, 0), word_of(two, 1)], two.truth.sink_layer
+def test_ablation_takes_the_planted_neurons_and_gives_the_projections_of_ablated_passes(two):
+    words = [word_of(two, 0), word_of(two, 1)]
     result = measured(two, tokens=words, max_repeats=2 * (two.truth.repeats_expected or 0), ablate=True)
-    assert layer is not None and result.conditions[0] == "intact" and len(result.conditions) == 3
+    assert len(result.conditions) == 3 and result.conditions[1].endswith(", needed neurons zeroed")
     claim, _ = result.claims
     assert set(sites_of(claim.subject)) == set(two.truth.neurons)
     random = random_neurons(target_of(two.model), claim.subject, 0)
@@ -98,37 +96,28 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_norms_of_ablated_passe
     last = []
     for condition, sites in enumerate([(), claim.subject, random]):
         with zeroed(two.model, sites_of(sites)):
-            expected = norms(two.model, rows)[layer]
-        assert result.values[condition] == pytest.approx(expected[:, result.at].numpy() / spike_of(two), rel=2e-3)
+            expected = along(two, rows)
+        assert result.values[condition] == pytest.approx(expected[:, result.at].numpy(), rel=2e-3, abs=1e-3)
         last.append(expected[:, -1])
     left, chance = (float((each / last[0]).mean()) for each in last[1:])
     assert claim.verdict == "needed"
-    assert [claim.value, claim.control.value] == pytest.approx([left, chance], rel=2e-3)
+    assert [claim.value, claim.control.value] == pytest.approx([left, chance], rel=2e-3, abs=1e-3)
 
 
-def test_where_the_spike_is_elsewhere_its_norm_is_the_unit_and_its_place_is_named(tmp_path):
-    """Norms of delimiters from plain passes; nothing is said of a first token."""
+def test_where_the_spike_is_elsewhere_nothing_is_said_of_copies_and_attention_names_the_place(tmp_path):
     m = hard("two_delimiters", "llama")
-    options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path), "max_repeats": 6}
-    delimiter = m.truth.delimiters[0]
-    words = [m.tokenizer.decode([token]) for token in (delimiter, delimiter + 1)]
-    result, attended = repeat(m.model, tokens=words, **options), repeat(m.model, read="attention", **options)
-    ids = m.natural(40, 64)
-    (layer,) = result.claims[0].outcome.layers
-    every = norms(m.model, ids)[layer]
-    spike = float(every[ids == delimiter].median())
-    place = f"{m.tokenizer.decode([delimiter])!r} wherever it stands"
-    assert f" of the norm at {place} " in str(result) and place in str(attended)
-    assert "first token" not in str(result) + str(attended)
-    row = torch.tensor([[m.tokenizer.bos_token_id, *[delimiter + 1] * 6]])
-    assert result.values[0, 1] == pytest.approx(norms(m.model, row)[layer, 0, 1:].numpy() / spike, rel=0.1)
-    assert spike > 3 * float(every[:, 0].median()) and result.repeats[0, 0] == 1
+    options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path, 20), "max_repeats": 6}
+    attended = repeat(m.model, read="attention", **options)
+    names = [f"{m.tokenizer.decode([token])!r} wherever it stands" for token in m.truth.delimiters]
+    assert any(name in str(attended) for name in names)
+    assert "first token" not in str(attended)
+    assert repeat(m.model, **options).conclusion().startswith("No norm spike was found at the first token")
 
 
-def test_a_spike_at_one_position_of_any_text_is_not_made_by_repetition():
-    norms = torch.tensor([1.0, 1, 9, 1, 9, 9, 9])
-    assert [repeats_until_half(norms[:end], 10.0) for end in (4, 6, 7)] == [None, 5, 5]
-    assert repeats_until_half(torch.tensor([9.0, 1, 1]), 10.0) == 1
+def test_half_is_reached_where_the_next_copy_reaches_it_too():
+    along = torch.tensor([0.1, 0.1, 0.9, 0.1, 0.9, 0.9, 0.9])
+    assert [half_reached(along[:end].clone()) for end in (4, 6, 7)] == [None, 5, 5]
+    assert half_reached(torch.tensor([0.9, 0.1, 0.1])) is None
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -154,7 +143,7 @@ def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     there = every[..., 1 : count + 1].sum(-1).mean(-1)
     assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
     assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
-    layer = llama.truth.sink_layer + 1
+    layer = sinks_of(setup_of(llama)).spikes[0].spike.first + 1
     assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
     (claim,) = result.claims
     values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]

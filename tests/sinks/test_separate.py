@@ -16,7 +16,7 @@ from scipy.stats import mannwhitneyu
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from sinkscope.sinks.circuit.separate import CLEAR, Separation, fitted, separate
+from sinkscope.sinks.separate import CLEAR, Separation, fitted, separate
 
 pytestmark = pytest.mark.few_texts
 
@@ -72,8 +72,8 @@ def test_each_token_is_once_alone_and_once_in_text_and_no_text_is_in_two_folds(t
         assert (texts == np.tile(seen[-1][1], 2)).all()
         return fitted(name, neuron, np.random.default_rng(0).random(inputs.shape), texts, seed)
 
-    monkeypatch.setattr("sinkscope.sinks.circuit.separate.samples", values)
-    monkeypatch.setattr("sinkscope.sinks.circuit.separate.fitted", fit)
+    monkeypatch.setattr("sinkscope.sinks.separate.samples", values)
+    monkeypatch.setattr("sinkscope.sinks.separate.fitted", fit)
     separated(organism("llama", 1), tmp_path)
     assert len(seen) == 3
 

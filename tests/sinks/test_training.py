@@ -12,12 +12,12 @@ import torch
 from attack_kit import text_file
 from covering import slow
 from organisms import hard, organism
-from raw_kit import attention, norms
+from raw_kit import attention, residuals
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
-from sinkscope.sinks.find import attention_received
+from sinkscope.sinks.spikes import survey
 
 pytestmark = pytest.mark.few_texts
 
@@ -121,14 +121,16 @@ def by_hand(m, ids):
     """The numbers, by plain hooks and their definitions."""
     model = m.model.eval()
     rate = (attention(model, ids[:100])[..., 0].mean(3) > 0.3).float().mean()
-    profile = norms(model, ids[:4])
-    first, typical = profile[:, :, 0].median(1).values, profile[:, :, 1:].flatten(1).quantile(0.5, 1)
-    return {"sink_rate": float(rate), "spike_ratio": float((first / typical).max())}
+    states = residuals(model, ids[:100])
+    mean = states[:, :, 1:].flatten(1, 2).mean(1)
+    peak = int((states[:, :, 0].mean(1) - mean).norm(dim=-1).argmax())  # where the first token departs most
+    norms = states[peak].norm(dim=-1)
+    return {"sink_rate": float(rate), "spike_ratio": float(norms[:, 0].mean() / norms[:, 1:].median())}
 
 
 @pytest.mark.parametrize("family", ["llama", slow("gpt2")])
 def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_received, "RATE_TEXTS", 100)
+    monkeypatch.setattr(survey, "SURVEYED", 100)
     m = organism(family, 0)
     ids = text_of(m, tmp_path / "text.txt")
     before = by_hand(m, ids)

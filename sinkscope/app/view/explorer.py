@@ -94,13 +94,13 @@ class Explorer:
             settings={"seed": setup.seed, "bos": setup.bos is not None},
             provenance=setup.provenance(),
             layer=sink.layer,
-            typical_norm=_rounded(np.array(sink.scan.typical_norm)),
+            typical_norm=_rounded(np.array(sink.typical_norm)),
             neurons=tuple(map(str, sink.neurons)),
             marks=tuple(map(str, sink.marks)),
             switches=tuple(switch.name for switch in switches_of(sink)),
             control=RANDOM,
             texts=(text,),
-            circuit=tuple([*sink.circuit.rows(), *sink.circuit.readers()]),
+            circuit=tuple(sink.circuit.rows()),
             circuit_sentence=sink.circuit.conclusion(),
         )
 
@@ -131,7 +131,7 @@ class Explorer:
         return (
             f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
             f"the largest norm is {norm[highest]:.4g} at {text.shown.tokens[highest]!r}, where typical text has "
-            f"{self.sink.scan.typical_norm[layer]:.4g}."
+            f"{self.sink.typical_norm[layer]:.4g}."
         )
 
     def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:

@@ -1,19 +1,17 @@
-"""An open model, and what is known of its sink: the norms, the neurons that make it, and the circuit."""
+"""An open model, and what is known of its sink: its survey, its spikes, and the circuit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sinkscope.measure import Setup
-from sinkscope.results.parts import Head
-from sinkscope.sinks.circuit.circuit import COPIES, MARKS, Circuit, circuit
-from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.result import FindSinks
-from sinkscope.sinks.removal.components import Neurons
+from sinkscope.results.parts import Head, Neuron
+from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.result import Circuit
+from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_marks
+
+COPIES = 300  # copies of a token that the circuit of a view tries
 
 
 @dataclass(frozen=True)
@@ -22,14 +20,12 @@ class ModelSink:
 
     Attributes:
         setup: The model and typical text.
-        scan: Norms on typical text, without dimensions that are massive on all tokens.
-        sinks: Where its sink is made.
-        circuit: The circuit of the sink.
+        sinks: Its survey, and its spikes with their marks.
+        circuit: The circuit of the sink, as a result.
     """
 
     setup: Setup
-    scan: LayerScan
-    sinks: FindSinks
+    sinks: Sinks
     circuit: Circuit
 
     @classmethod
@@ -37,24 +33,31 @@ class ModelSink:
         """Open a model as `Setup.open` does, whole, and measure its sink."""
         setup = Setup.open(model, **options, loading="whole")
         setup.target.shards.check_alone("view")
-        return cls(setup, scan_layers(setup.target, setup.ids, whole=True), find_sinks.on(setup), circuit.on(setup))
+        context = setup.target.max_positions or COPIES + 1
+        return cls(setup, with_marks(sinks_of(setup)), circuit.on(setup, max_repeats=min(COPIES, context - 1)))
 
     @property
     def layer(self) -> int:
-        """The sink layer, or the layer after which the first token stands out most."""
-        if self.scan.sink_layer is not None:
-            return self.scan.sink_layer
-        return int((np.array(self.scan.spike_norm) / np.array(self.scan.typical_norm)).argmax())
+        """The peak of the spike that most heads read, or the layer after which the first token stands out most."""
+        if self.sinks.spikes:
+            return self.sinks.spikes[0].spike.peak
+        return int(self.sinks.survey.ratios[:, :, 0].mean(1).argmax())
 
     @property
-    def neurons(self) -> Neurons:
-        """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
-        return tuple(neuron.address for neuron in self.sinks.minimal or self.sinks.causal)
+    def typical_norm(self) -> list[float]:
+        """Median norm of later positions after each layer."""
+        return self.sinks.survey.typical_norm
+
+    @property
+    def neurons(self) -> tuple[Neuron, ...]:
+        """The neurons that the spike with most readers needs."""
+        return self.sinks.spikes[0].needed_neurons if self.sinks.spikes else ()
 
     @property
     def marks(self) -> list[Head]:
-        """The heads that mark the first token, and those that mark a repetition."""
+        """The heads that mark the places of spikes."""
         marks: dict[Head, None] = {}
-        for claim in (*self.circuit.of(MARKS), *self.circuit.of(COPIES)):
-            marks |= {part: None for part in claim.subject if isinstance(part, Head)}
+        for one in self.sinks.spikes:
+            for mark in one.marks:
+                marks |= {part: None for part in mark.parts if isinstance(part, Head)}
         return list(marks)

@@ -16,7 +16,7 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norm_of
-from sinkscope.sinks.find.places import SPIKE_RATIO
+from sinkscope.sinks.spikes.find import FACTOR
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 
@@ -50,7 +50,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 
     def keep(layer: int, output: object) -> None:
-        norms[layer] = norm_of(first_tensor(output)[0], without=sink.scan.shared_dims).cpu().numpy()
+        norms[layer] = norm_of(first_tensor(output)[0]).cpu().numpy()
 
     norms = np.zeros((sink.setup.n_layers, length), np.float32)
     hooks = list[Hook]()
@@ -72,13 +72,14 @@ def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[s
 
 def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
     """Norms after a layer, in a pass that ends there."""
-    site, norm = f"blocks.{layer}.hook_resid_post", partial(norm_of, without=sink.scan.shared_dims)
-    return trace(sink.setup.target, [ids], site, norm)[site][0].numpy()
+    site = f"blocks.{layer}.hook_resid_post"
+    return trace(sink.setup.target, [ids], site, norm_of)[site][0].numpy()
 
 
 def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
     """Positions with at least half of the first token's norm and three times the typical one."""
-    bar = max(SPIKE_RATIO * sink.scan.typical_norm[sink.layer], SPIKE_SHARE * sink.scan.spike_norm[sink.layer])
+    survey = sink.sinks.survey
+    bar = max(FACTOR * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 

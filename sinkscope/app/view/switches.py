@@ -17,8 +17,7 @@ from sinkscope.models.checks import check_site
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.removal.components import Neurons
-from sinkscope.sinks.removal.search import random_neurons
+from sinkscope.sinks.spikes.controls import random_neurons
 
 RANDOM = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""
@@ -45,8 +44,8 @@ def switches_of(sink: ModelSink) -> list[Switch]:
     if sink.neurons:
         zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [])
         switches.append(zeroed)
-        if sink.sinks.spike is not None and sink.sinks.spike.place.is_first:
-            switches.append(Switch("patched", SinkPatch.from_result(sink.sinks), zeroed.control))
+        if sink.circuit.first_spikes and sink.circuit.first_spikes[0] is sink.circuit.spike:
+            switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control))
         if zeroed.control is not None:
             switches.append(Switch(RANDOM, zeroed.control))
     if sink.marks:
@@ -54,7 +53,7 @@ def switches_of(sink: ModelSink) -> list[Switch]:
     return switches
 
 
-def switch_off(sink: ModelSink, name: str, neurons: Neurons, heads: Sequence[Head]) -> Switch:
+def switch_off(sink: ModelSink, name: str, neurons: tuple[Neuron, ...], heads: Sequence[Head]) -> Switch:
     """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
     setup, edit = sink.setup, _off(neurons, heads)
     layers = sorted({head.layer for head in heads})
@@ -102,7 +101,7 @@ def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
     return switch_off(sink, f"without {word_list(names)}", tuple(neurons), heads)
 
 
-def _off(neurons: Neurons, heads: Sequence[Head]) -> Intervention:
+def _off(neurons: tuple[Neuron, ...], heads: Sequence[Head]) -> Intervention:
     """Zero neurons and replace heads by their mean output."""
     edits: list[Intervention] = []
     if neurons:

@@ -83,32 +83,33 @@ class SinkPatch(NeuronEdit):
             )
 
     @classmethod
-    def from_result(cls, result: Any) -> SinkPatch:
-        """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
+    def from_result(cls, result: Any, spike: int | None = None) -> SinkPatch:
+        """The patch for the neurons that a spike of the first token needs, with calibrated values.
+
+        Args:
+            result: The result of `find_sinks` or `circuit`.
+            spike: Number of the spike in `result.spikes`. None: the first one, which most heads read, of those at the
+                first token that need neurons.
 
         Raises:
-            SinkscopeError: The model has no sink, or it is not at the first token; no neuron was causal; or repeated
-                tokens do not need the neurons.
+            SinkscopeError: There is no such spike, it is not at the first token, or no neurons are needed for it.
         """
-        if result.spike is not None and not result.spike.place.is_first:
+        chosen = [one for one in result.first_spikes if one.needed is not None and one.needed.neurons]
+        if spike is not None:
+            if not 0 <= spike < len(result.spikes):
+                raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
+            chosen = [one for one in chosen if one is result.spikes[spike]]
+        if not chosen and result.spikes and not result.first_spikes:
             raise SinkscopeError(
-                f"the norm spike is at {result.spike.place}, not at the first token, and this patch keeps the "
-                "first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
+                f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and this patch keeps "
+                "the first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
             )
-        known = {neuron.address: neuron for neuron in result.neurons}
-        chosen = [known[site] for site in result.minimal if site in known] or [*result.causal]
-        if result.sink_layer is None or not chosen:
+        if not chosen:
             raise SinkscopeError(
-                "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
-                f"sink_layer={result.sink_layer} and no causal neuron"
+                "no neurons were found that a spike of the first token needs, so there is nothing to patch"
             )
-        repetition = result.repetition
-        if repetition is not None and repetition.other_neurons:
-            raise SinkscopeError(
-                f"the norm of the repeated token {repetition.token!r} does not need the first token's neurons: this "
-                "patch would not repair repetition; give the neurons yourself with SinkPatch(sites=...)"
-            )
-        calibrated = {neuron.address: neuron.neutral_post for neuron in chosen}
+        needed = chosen[0].needed
+        calibrated = dict(zip(needed.neurons, needed.neutral, strict=True))
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -19,7 +19,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import Attack, Attempt, attack_patches, attempts_of
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.find.spikes import NO_FIRST_SPIKE, first_spike
+from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE, first_spike
 from sinkscope.sinks.tokens import vocabulary
 
 
@@ -27,9 +27,9 @@ from sinkscope.sinks.tokens import vocabulary
 class ClusterAttack(Result):
     """How often sequences without a repeated token make norm spikes, and what patches do to them.
 
-    A position succeeds if its norm after the sink layer is at least half of the first token's. The model's position 0
-    does not count, because any token there is a first token. Patches are tried if a neuron is causal and the model is
-    in memory.
+    A position succeeds if it reaches half of the first token's projection on the direction of the spike that most heads
+    read. The model's position 0 does not count, because any token there is a first token. Patches are tried if a neuron
+    is causal and the model is in memory.
 
     Attributes:
         clusters: The head of layer 0 that serves each token. None if no neurons are known.
@@ -107,14 +107,17 @@ def attack(
         return ClusterAttack(instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
     if sample is not None:
         everyone = some_of(everyone, sample, draws(setup.seed, "tokens of clusters"))
-    clusters, claims = find_clusters(setup, made, everyone, resume)
+    clusters, claims = find_clusters(setup, made.largest, everyone, resume)
+    unneeded = (
+        f"with all of them at their mean, {clusters.unneeded:.0%} of {len(everyone):,} tokens fire {clusters.neuron}"
+    )
     if not claims:
-        return ClusterAttack(
-            clusters=clusters, instead="No single head of layer 0 marks a token: there are no clusters."
-        )
+        return ClusterAttack(clusters=clusters, instead=f"No head of layer 0 marks a token by itself: {unneeded}.")
     result = ClusterAttack(clusters=clusters, claims=claims)
+    if sequences and max(map(len, clusters.pools[1:])) < min(lengths):
+        return replace(result, instead=f"No cluster has {min(lengths)} tokens, so no sequence was tried: {unneeded}.")
     if sequences:
-        tries = Attack(setup, made.scan, attack_patches(setup))
+        tries = Attack(setup, made.spike, attack_patches(setup))
         attempts, claim = attempts_of(tries, clusters, lengths, sequences)
         result = replace(result, attempts=attempts, claims=(claim, *claims))
     return result

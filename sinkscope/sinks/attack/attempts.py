@@ -21,14 +21,14 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.results.parts import Tokens
 from sinkscope.sinks.attack.clusters import TokenClusters
-from sinkscope.sinks.find.layer_scan import LayerScan
 from sinkscope.sinks.patch.patches import Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.sweep import SEQUENCES, claim_of_cases, norms_at_sink, one_copy
+from sinkscope.sinks.repetition.sweep import SEQUENCES, claim_of_cases, one_copy
+from sinkscope.sinks.spikes.copies import along_spikes
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows
 
-SUCCESS = 0.5  # share of the spike's norm from which a position counts as a sink
-SEQUENCES_AT_ONCE = 64  # sequences per pass
+SUCCESS = 0.5  # share of the first token's projection from which a position counts as a sink
 TAIL = 16  # tokens of text after an attack, whose attention is read
 SOURCES = "cluster", "random"
 
@@ -78,18 +78,18 @@ class Attack:
 
     Attributes:
         setup: The model and its text.
-        scan: The model at the place of its spike.
+        spike: The spike of the first token.
         patches: The patches, by name.
     """
 
     setup: Setup
-    scan: LayerScan
+    spike: Spike
     patches: Patches
 
     def spikes(self, ids: TokenRows) -> Float[Tensor, "row attacked"]:
-        """Whether positions have at least half of the spike's norm."""
-        norms = norms_at_sink(self.scan, ids, SEQUENCES_AT_ONCE)[:, 1:]
-        return (norms >= SUCCESS * self.scan.spike_norm[self.scan.layer]).float()
+        """Whether positions reach half of the first token's projection on the spike's direction."""
+        (along,) = along_spikes(self.setup.target, [self.spike], ids)
+        return (along[:, 1:] >= SUCCESS).float()
 
     def attention(self, ids: TokenRows) -> float:
         """The share of the attention of the text after them that the attacked positions get."""
@@ -98,7 +98,7 @@ class Attack:
         keys = torch.zeros(*ids.shape, 1)
         keys[:, 1:end] = 1
         received = attention_from(self.setup.target, ids, keys, end)
-        return float(received[..., self.scan.layer + 1 :].nanmean() / TAIL)
+        return float(received[..., self.spike.first + 1 :].nanmean() / TAIL)
 
     def tried(self, context: str, source: str, length: int, ids: TokenRows) -> list[Attempt]:
         """What sequences do under each patch."""

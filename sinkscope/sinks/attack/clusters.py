@@ -12,11 +12,10 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claims, Contrast, Outcome, Search
-from sinkscope.results.parts import Head
+from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.left import claim_of
-from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.marking_heads import Replacement
+from sinkscope.sinks.spikes.controls import claim_of
 from sinkscope.sinks.tokens import PerToken
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
@@ -49,11 +48,15 @@ class TokenClusters:
         tokens: The tokens.
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
+        unneeded: Share of the tokens that fire the neuron without any head of layer 0.
+        neuron: The neuron.
     """
 
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
     head: PerToken
+    unneeded: float
+    neuron: Neuron
 
     @property
     def heads(self) -> list[int]:
@@ -66,28 +69,27 @@ class TokenClusters:
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
-def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume) -> tuple[TokenClusters, Claims]:
-    """The head that serves each token, seen at the sink neuron that writes most.
+def find_clusters(setup: Setup, neuron: Neuron, ids: list[int], resume: Resume) -> tuple[TokenClusters, Claims]:
+    """The head that serves each token, seen at the sink neuron.
 
     The claim is of how many tokens one head alone marks, beside no head and another one; there is none if no head does.
 
     Args:
         setup: The model and its text.
-        made: The spike at the first token, and the neurons that make it.
+        neuron: The neuron that writes most of the spike of the first token, of those that it needs.
         ids: The tokens, which stand alone, thus first.
         resume: Folder that keeps finished chunks.
     """
     target = setup.target
-    largest = max(made.neurons, key=lambda neuron: neuron.contribution_norm)
-    hold_layers(target, largest.layer)
-    model = Replacement(setup, [largest.address])
+    hold_layers(target, neuron.layer)
+    model = Replacement(setup, [neuron])
     reference = float(model.post(setup.ids[:, 0]).median())
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
         return {"shares": (head_activations(model, tokens) / reference).cpu().double().round(decimals=4).tolist()}
 
     size = max(1, ROWS // (target.n_heads + 1))
-    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)
+    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=neuron.site)
     background, alone = np.split(np.array(columns["shares"]), [1], 1)
     needed = background[:, 0] < FIRES
     served = (alone.max(1) >= FIRES) & needed
@@ -104,4 +106,5 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
         outcome, search = Outcome("mark by one head", gives=gives), Search("tokens", len(ids))
         fires = torch.from_numpy(served).double()
         claims = (claim_of("marks", heads, outcome, "tokens that stand first", fires, contrasts, search),)
-    return TokenClusters(token_texts(target, ids), np.array(ids), head), claims
+    unneeded = 1 - float(needed.mean())
+    return TokenClusters(token_texts(target, ids), np.array(ids), head, unneeded, neuron), claims

@@ -18,14 +18,14 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results.parts import in_words
+from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
-from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.tokens import TokenRows
 
 PIECES = 8  # in one pass
+COMPARED = 4  # pieces of which every logit is compared
 
 
 def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
@@ -69,13 +69,18 @@ class PatchEvaluation(Result):
     Attributes:
         read: The perplexity without a patch, with it, and with a random one.
         neurons: Neurons of the patch.
+        largest_change: Largest change of a logit under the patch, in a few of the pieces.
+        flips: Share of next tokens there whose likeliest prediction changes.
     """
 
     page = "measure/patch"
     percent = ("change", "two_errors")
+    table_of = "read"
 
     read: tuple[Perplexity, ...]
-    neurons: Neurons
+    neurons: tuple[Neuron, ...]
+    largest_change: float
+    flips: float
 
     def conclusion(self) -> str:
         """The change by the patch, beside a random patch."""
@@ -84,6 +89,13 @@ class PatchEvaluation(Result):
             f"The patch of {in_words(self.neurons, 3)} changes the perplexity of held-out text by {patched} "
             f"(random neurons: {random})."
         )
+
+    def details(self) -> list[str]:
+        """What changes beside the mean loss."""
+        return [
+            f"The largest change of a logit is {self.largest_change:.2g}, and {self.flips:.2%} of the likeliest next "
+            "tokens change."
+        ]
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
@@ -139,4 +151,12 @@ def patch_eval(
     errors = [0.0, *(2 * errors_of(samples) * perplexity[1:] / perplexity[0]).tolist()]
     change = (perplexity / perplexity[0] - 1).tolist()
     rows = zip(("none", "patch", "random patch"), perplexity.tolist(), change, errors, strict=True)
-    return PatchEvaluation(read=tuple(Perplexity(*row) for row in rows), neurons=edit.checked_sites)
+    intact = logits_of(setup.target, ids[:COMPARED])
+    with edit.on(setup.target):
+        patched = logits_of(setup.target, ids[:COMPARED])
+    return PatchEvaluation(
+        read=tuple(Perplexity(*row) for row in rows),
+        neurons=edit.checked_sites,
+        largest_change=float((patched - intact).abs().max()),
+        flips=float((patched.argmax(-1) != intact.argmax(-1)).float().mean()),
+    )

@@ -1,17 +1,17 @@
-"""A patch of the sink neurons, and the proof that it repairs repetition and leaves ordinary text alone."""
+"""A patch of the neurons that a spike needs, and the proof of what it does to repetition and to ordinary text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
@@ -20,26 +20,26 @@ from sinkscope.files.output import check_output
 from sinkscope.files.processes import is_first
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Option, Result, Setup, measurement
+from sinkscope.measure import Option, Result, Setup, Whole, measurement
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of
+from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.places import SPIKE_RATIO
-from sinkscope.sinks.find.records import RepeatedToken
-from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
-from sinkscope.sinks.removal.components import Neurons
-from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, norms_at, one_copy
-from sinkscope.sinks.tokens import prefix_of, repeated, repetition_limit
+from sinkscope.sinks.repetition.norm import name_of
+from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, one_copy
+from sinkscope.sinks.spikes.copies import along_spikes, copies_of
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.steps import first_spike, sinks_of
+from sinkscope.sinks.tokens import pick_tokens, prefix_of, repeated, repetition_limit
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CASES = ("intact", "patched", "random", "one copy", "other tokens")
+HALF = 0.5  # share of the first token's projection from which a position has the spike
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
@@ -53,40 +53,46 @@ class PatchProof:
     Attributes:
         words: The words that were repeated.
         repeats: How often each is repeated.
-        layers: Layers from the one that completes the spike to the last.
-        ceiling: Three times the typical norm after each layer; what is larger stands out.
-        norms: Norm after each layer.
+        spikes: The spikes of the first token, by their layers; that whose neurons are patched comes first.
+        along: Projection on the direction of each spike, as a share of the first token's.
         perplexity: Of held-out text in the first three cases.
+        largest_change: Largest change of a logit of held-out text under the patch.
+        flips: Share of its next tokens whose likeliest prediction changes.
     """
 
     words: tuple[str, ...]
     repeats: int
-    layers: Int[np.ndarray, " layer"]
-    ceiling: Float[np.ndarray, " layer"]
-    norms: Float[np.ndarray, "case word layer"]
+    spikes: tuple[str, ...]
+    along: Float[np.ndarray, "case spike word"]
     perplexity: tuple[Perplexity, ...]
+    largest_change: float
+    flips: float
 
     @property
-    def stands_out(self) -> Bool[Tensor, "case word"]:
-        """Whether a norm stands out after some layer."""
-        return torch.from_numpy((self.norms > self.ceiling).any(2))
+    def has_spike(self) -> Bool[Tensor, "case spike word"]:
+        """Whether a position reaches half of the first token's projection."""
+        return torch.from_numpy(self.along >= HALF)
 
     @property
     def failing(self) -> Bool[Tensor, " word"]:
-        """The words that need repair: copies stand out in the intact model, and one does not. Only these prove it."""
-        return self.stands_out[INTACT] & ~self.stands_out[ONCE]
+        """The words that need repair: copies reach the patched spike in the intact model, and one does not."""
+        return self.has_spike[INTACT, 0] & ~self.has_spike[ONCE, 0]
 
     def judged(self, limit: float) -> tuple[Verdict, str]:
         """The verdict and its reason."""
         if not self.failing.any():
-            return "no-repeats", f"no norm of {count_of(len(self.words), 'word')} stands out only when it is repeated."
-        left = int((self.stands_out[PATCHED] & self.failing).sum())
+            tried = f"{self.repeats:,} copies of {count_of(len(self.words), 'word')}"
+            return "no-repeats", f"{tried} do not reach half of the first token in the spike of {self.spikes[0]}."
+        left = int((self.has_spike[PATCHED, 0] & self.failing).sum())
         if left:
-            return "not-repaired", f"under the patch, the norms of {count_of(left, 'word')} still stand out."
+            return (
+                "not-repaired",
+                f"under the patch, {count_of(left, 'word')} still reach the spike of {self.spikes[0]}.",
+            )
         rise = self.perplexity[PATCHED].change
         if not rise <= limit:
             return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
-        return "made", "repeated words keep a typical norm, and ordinary text is read as before."
+        return "made", f"repeated words no longer reach the spike of {self.spikes[0]}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +109,19 @@ class PatchMade(Result):
     """
 
     page = "measure/patch"
+    percent = CASES
     glossary: ClassVar = {
-        "intact": "norm at the last copy without a patch, after the layer that completes the spike",
+        "spike": "the spike of the first token, by its layers",
+        "intact": "projection of the last copy on the spike's direction without a patch, over that of the first token",
         "patched": "the same under the patch",
         "random": "the same under a patch of random neurons",
-        "one copy": "norm at one copy behind ordinary text",
-        "other tokens": "norm of ordinary text there",
+        "one copy": "the same of one copy behind ordinary text",
+        "other tokens": "the same of ordinary text there",
     }
 
     verdict: Verdict
     reason: str
-    sites: Neurons = ()
+    sites: tuple[Neuron, ...] = ()
     calibrated: tuple[float, ...] = ()
     proof: PatchProof | None = None
 
@@ -136,51 +144,67 @@ class PatchMade(Result):
 
     @property
     def claims(self) -> Claims:
-        """What is left under the patch of the norms that copies alone make; and what copies do."""
+        """What copies of the words that need repair reach in each spike under the patch, beside random neurons."""
+        proof = self.proof
+        if proof is None or not bool(proof.failing.any()):
+            return ()
+        along = torch.from_numpy(proof.along)
+        copies = claim_of_copies(proof.repeats, Outcome("norm"), along[[INTACT, ONCE, OTHERS], 0])
+        outcome = Outcome("norm", effect=f"the spike of {proof.spikes[0]} at {{}}")
+        left = along[[PATCHED, INTACT, RANDOM], 0][:, proof.failing] / along[INTACT, 0, proof.failing]
+        return claim_of_cases(self.sites, copies.place, outcome, left, edit="patched"), copies
+
+    def conclusion(self) -> str:
+        """What the patch does in its own spike, or why there is none."""
+        if self.verdict != "made" or self.proof is None:
+            return f"No patch was made: {self.reason}"
+        return self._line(0, "Under the patch, ", self.proof.failing)
+
+    def details(self) -> list[str]:
+        """The other spikes, and what the patch changes in ordinary text."""
         proof = self.proof
         if proof is None:
-            return ()
-        gives = "make the norms of {} of the words stand out"
-        outcome = Outcome("a norm that stands out", tuple(proof.layers.tolist()), unit="cases", gives=gives)
-        stands_out, failing = proof.stands_out.cpu().double(), proof.failing
-        copies = claim_of_copies(proof.repeats, outcome, stands_out[[INTACT, ONCE, OTHERS]])
-        if not failing.any():
-            return (copies,)
-        left = stands_out[[PATCHED, INTACT, RANDOM]][:, failing]
-        high = replace(outcome, effect=f"the high norms of {count_of(int(failing.sum()), 'word')} at {{}}")
-        return claim_of_cases(self.sites, copies.place, high, left, edit="patched"), copies
-
-    @property
-    def instead(self) -> str | None:
-        """Why there is no patch."""
-        return None if self.verdict == "made" else f"No patch was made: {self.reason}"
-
-    def facts(self) -> list[str]:
-        """The perplexity."""
-        if self.proof is None:
             return []
-        _, patched, random = (one.change for one in self.proof.perplexity)
-        return [f"The patch changes the perplexity of held-out text by {patched:+.3%}, a random one by {random:+.3%}."]
+        every = torch.ones(len(proof.words), dtype=torch.bool)
+        lines = [self._line(number, "The patch leaves ", every) for number in range(1, len(proof.spikes))]
+        _, patched, random = proof.perplexity
+        return [
+            *lines,
+            f"The perplexity of held-out text changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random "
+            f"neurons: {random.change:+.3%}).",
+            f"The largest change of a logit there is {proof.largest_change:.2g}, and {proof.flips:.2%} of the "
+            "likeliest next tokens change.",
+        ]
+
+    def _line(self, number: int, begin: str, words: Bool[Tensor, " word"]) -> str:
+        """What the last copies of some words reach in a spike with and without the patch."""
+        assert self.proof is not None
+        along = self.proof.along[:, number, words.numpy()]
+        before, after, random = (along[case].max() for case in (INTACT, PATCHED, RANDOM))
+        return (
+            f"{begin}the copies of {count_of(along.shape[1], 'word')} reach at most {after:.0%} of the first token in "
+            f"the spike of {self.proof.spikes[number]}, and {before:.0%} without it (random neurons: {random:.0%})."
+        )
 
     def rows(self) -> Table:
-        """One row per word: its norms after the layer that completes the spike."""
+        """One row per spike and word: what the last copy reaches in each case."""
         if self.proof is None:
             return []
-        return long_table(dict(zip(CASES, self.proof.norms[:, :, 0], strict=True)), token=self.proof.words)
+        return long_table(
+            dict(zip(CASES, self.proof.along, strict=True)), spike=self.proof.spikes, token=self.proof.words
+        )
 
 
 def draw(result: PatchMade) -> go.Figure:
-    """Draw the largest norm of the repeated words after each layer in each case, and from where on it stands out."""
+    """Draw what the last copy of each word reaches in each spike, in each case."""
     fig = go.Figure()
     if result.proof is not None:
-        lines = [*result.proof.norms.max(1), result.proof.ceiling]
-        curves = dict(zip((*CASES, "stands out"), lines, strict=True))
-        fig = px.line(
-            curves, render_mode="svg", labels={"index": "layer", "value": "largest norm"}, log_y=True, markers=True
-        )
-        fig.update_traces(x=result.proof.layers)
-        fig.update_traces(line_width=7, selector={"name": "intact"})  # random neurons leave the same curve
-        fig.update_xaxes(dtick=1 + len(result.proof.layers) // 16)
+        rows: Table = []
+        for row in result.rows():
+            rows += [{"spike": row["spike"], "token": row["token"], "case": case, "share": row[case]} for case in CASES]
+        axes: dict[str, Any] = {"x": "token", "y": "share", "color": "case", "facet_col": "spike", "barmode": "group"}
+        fig = px.bar(rows, **axes, labels={"share": "of the first token's projection"})
+        fig.update_yaxes(tickformat=".0%")
     return figure_of(fig, result, width=1000, height=480)
 
 
@@ -194,19 +218,23 @@ def draw(result: PatchMade) -> go.Figure:
 def patch_make(
     setup: Setup,
     *,
+    spike: Whole | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
     pieces: Pieces = 32,
-    length: Length = 256,
+    length: Length = 64,
     out: Annotated[str | Path | None, Option(metavar="FILE", required=True, writes=True)] = None,
 ) -> PatchMade:
-    """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
+    """Make a patch of the neurons that a spike needs, and prove that it keeps repeated words from reaching the spike.
 
-    The neurons are the smallest causal set of `find_sinks`. With them patched, the norm of repeated words must not
-    stand out after any later layer, and the perplexity of held-out text must not rise; the same is measured with random
-    neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    With the neurons patched, repeated words must not reach half of the first token's projection on the spike's
+    direction, and the perplexity of held-out text must not rise; the same is measured with random neurons. The other
+    spikes of the first token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
+    hand.)
 
     Args:
+        spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
+            that need neurons.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
         pieces: Number of pieces of held-out text.
@@ -218,69 +246,76 @@ def patch_make(
     """
     if out is not None:
         check_output(out, ["sink-patch"])
-    result = _made(setup, max_repeats, limit, pieces, length)
+    result = _made(setup, spike, max_repeats, limit, pieces, length)
     if out is not None and result.verdict == "made" and is_first():
         replace(result, model=setup.info()).patch.save(out)
     return result
 
 
-def _made(setup: Setup, max_repeats: int | None, limit: float, pieces: int, length: int) -> PatchMade:
+def _made(
+    setup: Setup, spike: int | None, max_repeats: int | None, limit: float, pieces: int, length: int
+) -> PatchMade:
     """The patch and its proof."""
-    most = repetition_limit(setup.target, max_repeats)
-    sinks, made = find_sinks.on(setup), sink_spike(setup)
+    most, sinks = repetition_limit(setup.target, max_repeats), sinks_of(setup)
     setup.record(max_repeats=most)
-    try:
-        patch = SinkPatch.from_result(sinks)
-    except SinkscopeError as error:
-        return PatchMade(verdict="no-sink", reason=f"{error}.")
-    assert made is not None  # the patch is of its neurons
-    words = sinks.repeats.tokens
-    needed = [word.repeats for word in words if word.repeats is not None]
-    # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = min(most, 2 * max(needed, default=most))
-    read = patch_eval.on(setup, patch=patch, pieces=pieces, length=length).read
-    proof = proof_of(setup, made.scan, patch, words, count, read)
+    chosen = first_spike(setup)
+    if spike is not None:
+        if spike >= len(sinks.spikes):
+            raise SinkscopeError(f"--spike {spike}: this model has {len(sinks.spikes)} spikes, numbered from 0")
+        chosen = sinks.spikes[spike]
+    if chosen is None or not chosen.needed_neurons or not chosen.spike.place.is_first:
+        reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
+        return PatchMade(verdict="no-sink", reason=reason)
+    sites = chosen.needed_neurons
+    calibrated = tuple(chosen.neutral[site] for site in sites)
+    patch = SinkPatch(sites=sites, calibrated=dict(zip(sites, calibrated, strict=True)))
+    others = [one.spike for one in sinks.at_first if one is not chosen]
+    proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = proof.judged(limit)
-    sites = patch.checked_sites
-    calibrated = tuple(patch.calibrated[site] for site in sites)
     return PatchMade(verdict=verdict, reason=reason, sites=sites, calibrated=calibrated, proof=proof)
 
 
 @torch.no_grad()
 def proof_of(
-    setup: Setup,
-    scan: LayerScan,
-    patch: SinkPatch,
-    words: Sequence[RepeatedToken],
-    count: int,
-    read: Sequence[Perplexity],
+    setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: int, length: int
 ) -> PatchProof:
     """What a patch does to repeated words and to ordinary text.
 
     Args:
         setup: The model and its text.
-        scan: The layers at the first token.
+        spikes: The spikes of the first token, first that which is patched.
         patch: The patch.
-        words: The words to repeat.
-        count: Number of repetitions.
-        read: What `patch_eval` measures.
+        limit: Largest number of repetitions.
+        pieces: Number of pieces of held-out text.
+        length: Tokens per piece.
     """
-    ids = [word.id for word in words]
-    rows = repeated(prefix_of(setup, ids), ids, count)
+    target, ids = setup.target, pick_tokens(setup)
+    before = prefix_of(setup, ids)
+    (copies,) = copies_of(target, spikes[:1], ids, before, limit, setup.progress)
+    # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
+    needed = [one.half for one in copies if one.half is not None]
+    count = max(2, min(limit, 2 * max(needed, default=limit)))
+    rows = repeated(before, ids, count)
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
-    layers = list(range(max(scan.stages), len(scan.layers)))
-    norms: list[Tensor] = []
-    random, once = random_patch(setup, patch), one_copy(others, rows)
-    for edit, texts in ((None, rows), (patch, rows), (random, rows), (None, once), (None, others)):
-        with under(edit, setup.target):
-            norms.append(norms_at(scan, layers, texts)[:, -1])
-        setup.progress("patches", len(norms), len(CASES))
+    along: list[Tensor] = []
+    for edit, texts in (
+        (None, rows),
+        (patch, rows),
+        (random_patch(setup, patch), rows),
+        (None, one_copy(others, rows)),
+        (None, others),
+    ):
+        with under(edit, target):
+            along.append(torch.stack([of_spike[:, -1] for of_spike in along_spikes(target, spikes, texts)]))
+        setup.progress("patches", len(along), len(CASES))
+    cost = patch_eval.on(setup, patch=patch, pieces=pieces, length=length)
     return PatchProof(
-        words=tuple(word.token for word in words),
+        words=tuple(one.token for one in copies),
         repeats=count,
-        layers=np.array(layers),
-        ceiling=SPIKE_RATIO * np.array(scan.typical_norm)[layers],
-        norms=torch.stack(norms).numpy(),
-        perplexity=tuple(read),
+        spikes=tuple(map(name_of, spikes)),
+        along=torch.stack(along).numpy(),
+        perplexity=tuple(cost.read),
+        largest_change=cost.largest_change,
+        flips=cost.flips,
     )

@@ -8,8 +8,8 @@ from contextlib import suppress
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.removal.search import random_neurons
+from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""

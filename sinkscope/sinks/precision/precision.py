@@ -26,11 +26,10 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.find.find import find_sinks
-from sinkscope.sinks.find.left import INTACT, claim_of
-from sinkscope.sinks.find.places import Place
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.removal.search import random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
+from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.tokens import TokenRows
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
@@ -133,9 +132,9 @@ def precision(
         raise UnsupportedError(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
         )
-    sinks = find_sinks.on(setup)
-    places = [each.place for each in sinks.spikes or sinks.sinks if each.place is not None]
-    neurons = tuple(dict.fromkeys(chain.from_iterable(spike.set for spike in sinks.spikes)))
+    spikes = sinks_of(setup).spikes
+    places = [one.spike.place for one in spikes]
+    neurons = tuple(dict.fromkeys(chain.from_iterable(one.needed_neurons for one in spikes)))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
@@ -160,7 +159,7 @@ def precision(
 
 
 def places_beside(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
-    """The places of norm spikes or, without any, those that heads attend to; and as many other tokens of each text."""
+    """The places of norm spikes, and as many other tokens of each text."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     for place in places:
         there |= place.means(ids)

@@ -11,9 +11,9 @@ from torch import Tensor
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Outcome
-from sinkscope.sinks.find.spikes import MadeSpike
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, beside_copies, claim_of_copies
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
@@ -21,7 +21,7 @@ QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 
 
-def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
+def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     """The attention that natural text gives to the place of the spike, and to what is before it.
 
     The claim is of the share of all attention that the copies get together in the first layer whose heads can read the
@@ -29,10 +29,10 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
 
     Args:
         sweep: What is repeated; the context has room for the tail.
-        made: The spike.
+        spike: The spike.
     """
     setup, target, before = sweep.setup, sweep.setup.target, sweep.before
-    place = made.spike.place
+    place = spike.place
     natural = text_rows(target.tokenizer, setup.text, 1, sweep.rows.shape[1] + TAIL, setup.bos)
     natural[:, :before] = sweep.rows[:1, :before]
     single, _ = beside_copies(setup, sweep.rows, before)
@@ -46,7 +46,7 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
     parts = (1, count, count)
-    layer = next((one for one in target.attending if one > made.scan.layer), target.attending[-1])
+    layer = next((one for one in target.attending if one > spike.first), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)

@@ -1,75 +1,97 @@
-"""Norm of repeated tokens at the sink layer, also with sink neurons zeroed (Yona et al. 2025, Fig. 2, 3, 7, 9).
+"""Repeated tokens projected on each spike, also without the neurons that it needs (Yona et al. 2025, Fig. 2, 3, 7, 9).
 
-Of every token of the vocabulary, it says after how many repetitions the token becomes a sink (Fig. 6).
+Of every token of the vocabulary, it says after how many repetitions the token reaches half of the first token (Fig. 6).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float
+import torch
 from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
-from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure import Setup
-from sinkscope.models.draws import seed_of
-from sinkscope.results.claims import Outcome
+from sinkscope.results.claims import Claim, Outcome
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.find.repetitions import repeat_until_half, repeats_until_half
-from sinkscope.sinks.find.spikes import MadeSpike
-from sinkscope.sinks.removal.components import Neurons
-from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, norms_at_sink
-from sinkscope.sinks.tokens import TokenRows, prefix_of, repeated, sample_tokens, vocabulary
+from sinkscope.sinks.repetition.sweep import Sweep, beside_copies, claim_of_cases, claim_of_copies
+from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
+from sinkscope.sinks.spikes.sentences import run
+from sinkscope.sinks.spikes.spike import Measured, Spike
+from sinkscope.sinks.tokens import prefix_of, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens of a vocabulary in one chunk
-COMPARED = 16  # of these whose copies are compared with one copy and with other tokens
 
 
-def read_norms(sweep: Sweep, made: MadeSpike, ablate: bool) -> Repeat:
-    """The norms of repeated tokens at the layer of a spike.
+def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat:
+    """The projections of repeated tokens on the spikes of the first token.
 
     Args:
         sweep: What is repeated.
-        made: The spike.
-        ablate: Read them also with the neurons that make the spike zeroed, and with as many random ones.
+        spikes: The spikes.
+        ablate: Read them also with the neurons zeroed that each spike needs, and with as many random ones.
     """
-    setup, scan = sweep.setup, made.scan
-    spike, neurons = scan.spike_norm[scan.layer], Neurons()
-    edits: dict[str, Intervention | None] = {"intact": None}
-    if ablate and made.neurons:
-        neurons = tuple(neuron.address for neuron in made.neurons)
-        random = random_neurons(setup.target, neurons, setup.seed)
-        edits |= {"sink neurons zeroed": Ablate(sites=neurons), "random neurons zeroed": Ablate(sites=random)}
+    setup, target = sweep.setup, sweep.setup.target
+    directions = [one.spike for one in spikes]
+    conditions = [name_of(one.spike) for one in spikes]
+    values = [row[:, sweep.before :] for row in along_spikes(target, directions, sweep.rows)]
+    beside = [along_spikes(target, directions, rows) for rows in beside_copies(setup, sweep.rows, sweep.before)]
+    claims: list[Claim] = []
+    for number, spike in enumerate(directions):
+        outcome = Outcome(
+            "norm", (spike.peak,), gives=f"reach {{}} of the spike of {name_of(spike)} at the first token"
+        )
+        last = torch.stack([values[number][:, -1], *(rows[number][:, -1] for rows in beside)])
+        claims.append(claim_of_copies(sweep.count, outcome, last))
+    for one, intact in zip(spikes, values[:], strict=True):
+        if not ablate or not one.needed_neurons:
+            continue
+        edits = {"needed neurons zeroed": one.needed_neurons}
+        edits["random neurons zeroed"] = random_neurons(target, one.needed_neurons, setup.seed)
+        read: list[Tensor] = []
+        for words, neurons in edits.items():
+            with Ablate(sites=neurons).on(target):
+                read.append(along_spikes(target, [one.spike], sweep.rows)[0][:, sweep.before :])
+            conditions.append(f"{name_of(one.spike)}, {words}")
+            values.append(read[-1])
+            setup.progress("repetitions", len(values), 3 * len(spikes))
+        converging = torch.tensor([half_reached(row) is not None for row in intact])
+        if bool(converging.any()):
+            left = torch.stack([read[0][:, -1], intact[:, -1], read[1][:, -1]])[:, converging] / intact[converging, -1]
+            outcome = Outcome("norm", (one.spike.peak,), effect="the copies' projection at {}")
+            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, left))
+    repeats = np.array([[half_reached(row) or np.nan for row in rows] for rows in values], dtype=float)
+    points = torch.stack(values)[:, :, sweep.counts - 1].numpy()
+    fields = sweep.fields()
+    return Repeat(
+        read="norm", claims=tuple(claims), conditions=tuple(conditions), repeats=repeats, values=points, **fields
+    )
 
-    def shares(ids: TokenRows) -> Float[Tensor, "row n"]:
-        return norms_at_sink(scan, ids)[:, sweep.before :] / spike
 
-    outcome = Outcome("norm", (scan.layer,), gives=f"reach {{}} of the norm at {made.spike.place.words}")
-    curves = sweep.curves(outcome, shares, partial(repeats_until_half, spike=1.0), edits, neurons)
-    return Repeat(read="norm", **curves)
+def name_of(spike: Spike) -> str:
+    """A spike of the first token by its layers."""
+    return f"layer{run(spike.first, spike.last)}"
 
 
-def read_vocabulary(setup: Setup, made: MadeSpike, limit: int, sample: int | None, resume: Resume) -> Repeat:
-    """The repetitions that every token needs at the layer of a spike."""
-    target, scan = setup.target, made.scan
+def read_vocabulary(setup: Setup, spikes: Sequence[Measured], limit: int, sample: int | None, resume: Resume) -> Repeat:
+    """The repetitions that every token needs to reach half of the first token in each spike."""
+    target, directions = setup.target, [one.spike for one in spikes]
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sample_tokens(ids, sample, setup.seed)
-    hold_layers(target, scan.layer)
+    hold_layers(target, max(spike.peak for spike in directions))
 
     def work(tokens: list[int]) -> Columns:
-        needed = repeat_until_half(scan, tokens, prefix_of(setup, tokens), limit)
-        return {"repeats": [token.repeats for token in needed.tokens]}
+        each = copies_of(target, directions, tokens, prefix_of(setup, tokens), limit)
+        return {name_of(spike): [one.half for one in found] for spike, found in zip(directions, each, strict=True)}
 
-    settings = {"layer": scan.layer, "max_repeats": limit, "place": made.spike.place.words}
+    settings = {"layers": [name_of(spike) for spike in directions], "max_repeats": limit}
     columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
-    repeats = np.array(columns["repeats"], dtype=float)
-    some = sample_tokens(ids, COMPARED, seed_of(setup.seed, "tokens to compare"))
-    result = read_norms(Sweep(setup, 1, repeated(prefix_of(setup, some), some, limit)), made, ablate=False)
-    every = {"ids": tuple(ids), "tokens": token_texts(target, ids), "repeats": repeats[None]}
-    return replace(result, at=None, values=None, **every)
+    names = [name_of(spike) for spike in directions]
+    repeats = np.array([columns[name] for name in names], dtype=float)
+    return Repeat(
+        read="norm", conditions=tuple(names), ids=tuple(ids), tokens=token_texts(target, ids), repeats=repeats
+    )

@@ -13,8 +13,8 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
-from sinkscope.sinks.removal.components import Neurons
 from sinkscope.sinks.repetition.result import HALF, Repeat, RepeatAnswer
 from sinkscope.sinks.repetition.sweep import Sweep
 from sinkscope.sinks.tokens import TokenRows
@@ -30,7 +30,7 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         sweep: What is repeated.
         patch: The patch or its file. None: a patch of the causal neurons.
     """
-    setup, neurons = sweep.setup, Neurons()
+    setup, neurons = sweep.setup, tuple[Neuron, ...]()
     if not setup.target.resident:  # logits and generation need the whole model in memory
         model, options = setup.source
         setup = replace(setup, target=open_target(model, **options, whole=True))

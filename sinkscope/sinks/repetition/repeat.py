@@ -11,18 +11,18 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.measure import Option, Setup, measurement
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.find.spikes import sink_spike
 from sinkscope.sinks.repetition.attention import TAIL, read_attention
 from sinkscope.sinks.repetition.distance import read_distances
 from sinkscope.sinks.repetition.norm import read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import read_probabilities
 from sinkscope.sinks.repetition.result import Repeat, What
 from sinkscope.sinks.repetition.sweep import sweep_of
+from sinkscope.sinks.spikes.steps import sinks_of
 
 EVERY_TOKEN = ["all"]
 OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all", "resume": "--tokens all"}
 """What an option belongs to."""
-NO_SPIKE = "No MLP makes a norm spike, so there is no layer to read repetitions at; see `circuit`."
+NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `circuit`."
 
 
 def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) -> None:
@@ -63,14 +63,14 @@ def repeat(
     and Table 3).
 
     Args:
-        read: "norm" of the repeated token at the sink layer; "attention" that copies and the sink receive; "distance"
-            of the first attention layer's output to that on the token alone, with the bound of theorem 4.1;
-            "probability" that the token comes once more, before and after a patch, and what the model writes after 50
-            and 400 repetitions.
+        read: "norm": projection of the repeated token on each spike of the first token; "attention" that copies and the
+            sink receive; "distance" of the first attention layer's output to that on the token alone, with the bound of
+            theorem 4.1; "probability" that the token comes once more, before and after a patch, and what the model
+            writes after 50 and 400 repetitions.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        ablate: Read the norm also with the sink neurons of `find_sinks` zeroed, and with as many random ones.
+        ablate: Read it also with the neurons zeroed that each spike needs, and with as many random ones.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
         sample: With all tokens: only this many, drawn at random.
@@ -86,11 +86,11 @@ def repeat(
         return read_distances(sweep)
     if read == "probability":
         return read_probabilities(sweep, patch)
-    made = sink_spike(setup)
-    if made is None:
+    sinks = sinks_of(setup)
+    if read == "attention" and sinks.spikes:
+        return read_attention(sweep, sinks.spikes[0].spike)
+    if not sinks.at_first:
         return Repeat(read=read, instead=NO_SPIKE)
-    if read == "attention":
-        return read_attention(sweep, made)
     if every:
-        return read_vocabulary(setup, made, sweep.count, sample, resume)
-    return read_norms(sweep, made, ablate)
+        return read_vocabulary(setup, sinks.at_first, sweep.count, sample, resume)
+    return read_norms(sweep, sinks.at_first, ablate)

@@ -12,12 +12,13 @@ from jaxtyping import Float, Int
 
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claims
+from sinkscope.results.notation import word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 
 HALF = 0.5
 """Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
-TURNS = {"norm": "reach half of the spike's norm", "probability": "stop being repeated"}
+TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
 What = Literal["norm", "attention", "distance", "probability"]
 SHOWN_TEXT = 40  # characters of an answer in the table
 
@@ -46,10 +47,10 @@ class Repeat(Result):
     """One reading of a model over the number of repetitions of a token.
 
     Attributes:
-        read: "norm": norm at the sink layer, as a share of the spike's; "attention": attention that the last 64 tokens,
-            which are natural text, give to places, over what each place would get if all tokens got the same;
-            "distance": distance of the attention's output to that on the token alone; "probability": probability that
-            the token comes once more.
+        read: "norm": projection on the direction of each spike, as a share of the first token's; "attention": attention
+            that the last 64 tokens, which are natural text, give to places, over what each place would get if all
+            tokens got the same; "distance": distance of the attention's output to that on the token alone;
+            "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
         notes: Sentences that no claim carries.
@@ -59,8 +60,8 @@ class Repeat(Result):
         at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
         values: What was read. NaN where there is nothing to read; None for a vocabulary.
         shown: Which of `at` the table and the claims are about.
-        repeats: First number of repetitions whose norm reaches half of the spike's; with "probability" the first from
-            which on the probability stays below a half. NaN if never.
+        repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
+            first from which on the probability stays below a half. NaN if never.
         answers: What the model writes after a repetition.
     """
 
@@ -68,8 +69,8 @@ class Repeat(Result):
     drawing: ClassVar = "sinkscope.sinks.repetition.result:draw"
     glossary: ClassVar = {
         "condition": "what was read, or under which edit",
-        "norm": "norm after the last repetition over that of the spike",
-        "attention": "what a place gets in the layer after the sink layer, over what uniform attention gives it",
+        "norm": "projection on the spike's direction after the last repetition, over that of the first token",
+        "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
         "distance": "distance to the output on the token alone, after the last repetition",
         "probability": "of the token to come once more after the last repetition",
     }
@@ -87,18 +88,32 @@ class Repeat(Result):
     repeats: Float[np.ndarray, "condition token"] | None = None
     answers: tuple[RepeatAnswer, ...] = ()
 
+    def conclusion(self) -> str:
+        """How many words converge in each spike; of other readings, the first claim."""
+        if self.read != "norm" or self.repeats is None or self.instead is not None:
+            return super().conclusion()
+        said: list[str] = []
+        for condition, repeats in zip(self.conditions, self.repeats, strict=True):
+            if " zeroed" not in condition:
+                said.append(f"{int(np.isfinite(repeats).sum())} in {condition}")
+        count = "" if self.at is None else f" within {int(self.at[-1])} copies"
+        return (
+            f"Of {len(self.tokens)} tokens, those whose copies reach half of the first token{count}: {word_list(said)}."
+        )
+
+    def details(self) -> list[str]:
+        """The facts; of a reading of spikes, no mean over words of which some converge and others do not."""
+        return self.facts() if self.read == "norm" else super().details()
+
     def facts(self) -> list[str]:
         """The notes, and how many tokens turn under each condition."""
         lines = list(self.notes)
         if self.repeats is not None:
-            shown = self.repeats
-            if self.read == "norm" and not np.isfinite(shown[0]).any():
-                shown = shown[:1]  # there is nothing that an edit could take away
-            for condition, repeats in zip(self.conditions, shown, strict=False):
+            for condition, repeats in zip(self.conditions, self.repeats, strict=True):
                 turned = repeats[np.isfinite(repeats)]
                 line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.read]} ({condition}"
                 if len(turned):
-                    line += f"; median after {np.median(turned):.0f} copies"
+                    line += f"; after {turned.min():.0f} to {turned.max():.0f} copies"
                 lines.append(f"{line}).")
         return lines
 

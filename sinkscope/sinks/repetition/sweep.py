@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.hooks.trace.run import trace
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
-from sinkscope.models.norms import norm_of
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search
 from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.left import claim_of
+from sinkscope.sinks.spikes.controls import claim_of
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
@@ -210,21 +206,3 @@ def claim_of_copies(
     return claim_of_cases(
         (Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried, exact=exact
     )
-
-
-@torch.no_grad()
-def norms_at(
-    scan: LayerScan, layers: Sequence[int], ids: TokenRows, size: int = SEQUENCES
-) -> Float[Tensor, "row pos layer"]:
-    """Norms of the residual stream after some layers, without the dimensions that are massive on all tokens.
-
-    Each pass of so many sequences ends at the last of these layers.
-    """
-    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-    norms = trace(scan.target, ids, sites, partial(norm_of, without=scan.shared_dims), batch_size=size)
-    return torch.stack([norms[site] for site in sites], dim=2)
-
-
-def norms_at_sink(scan: LayerScan, ids: TokenRows, size: int = SEQUENCES) -> Float[Tensor, "row pos"]:
-    """The norms after the sink layer."""
-    return norms_at(scan, [scan.layer], ids, size)[..., 0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,43 +18,67 @@ from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
-from sinkscope.sinks.find.attention_received import attention_received
-from sinkscope.sinks.find.layer_scan import LayerScan
-from sinkscope.sinks.find.neurons import stage_neurons
-from sinkscope.sinks.find.repetitions import repeat_until_half
+from sinkscope.results.parts import Component, Neuron
+from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.copies import copies_of
+from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import Survey, read_survey
+from sinkscope.sinks.spikes.texts import SpikeTexts
+from sinkscope.sinks.spikes.writers import of_layer, writers_of
 from sinkscope.sinks.tokens import single_token
 
 LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
-AT_ONCE = 50  # texts in one pass
+AT_ONCE = 10  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
+CAUSES = 0.1  # share of the spike that a neuron takes away, and more than any random one
+CONTROLS = 20  # random neurons of the layer
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
-Protocol = Callable[[Setup, LayerScan, Published], Any]
+Protocol = Callable[[Setup, Survey, Published], Any]
 
 
-def layers(_: Setup, first: LayerScan, __: Published) -> list[int | None]:
-    """The layer whose MLP adds most to the norm of the first token."""
-    return [first.sink_layer]
+def highest(survey: Survey, tokenizer: Any) -> Spike | None:
+    """The spike of the first token with the largest departure; None if there is none."""
+    spikes = [spike for spike in find_spikes(survey, tokenizer)[0] if spike.place.is_first]
+    return max(spikes, key=lambda spike: spike.size, default=None)
 
 
-def neurons(setup: Setup, first: LayerScan, record: Published) -> list[str]:
-    """Of the ten neurons of each layer that write most at the first token, those without which its norm falls."""
-    found: list[str] = []
+def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
+    """The layer whose MLP adds most to the first token along the direction of its highest spike."""
+    spike = highest(survey, setup.tokenizer)
+    if spike is None:
+        return [None]
+    mlps = [one for one in writers_of(survey, spike)[0] if isinstance(one.part, Component) and one.part.kind == "mlp"]
+    return [max(mlps, key=lambda one: one.share).part.layer]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
+    """Of the ten neurons of each layer that write most at the first token, those without which its spike falls."""
+    spike, found = highest(survey, setup.tokenizer), list[str]()
     for layer in sorted({read_neuron(name)[0] for name in record.value}):
-        check_site(first.target, layer)
-        for neuron in stage_neurons(first, layer, CANDIDATES, setup.seed, upto=layer):
-            if neuron.causal:
-                found.append(str(neuron.address))
+        check_site(survey.target, layer)
+        if spike is None:
+            continue
+        shares = of_layer(survey, spike, layer, survey.entering(), CANDIDATES)
+        members = [one.part for one in shares if isinstance(one.part, Neuron)]
+        if not members:
+            continue
+        random = [random_neurons(survey.target, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
+        left = SpikeTexts.of(survey, spike).along([*((one,) for one in members), *random]).mean(1)
+        lost = (1 - left).tolist()
+        least = max(CAUSES, *lost[len(members) :])
+        found += [str(one) for one, drop in zip(members, lost, strict=False) if drop > least]
     return found
 
 
-def massive(_: Setup, first: LayerScan, record: Published) -> list[Any]:
+def massive(_: Setup, survey: Survey, record: Published) -> list[Any]:
     """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| of later positions, mean over texts.
 
     The dimensions that have one after any layer; or the first and the last layer after which there is one.
     """
-    values = torch.stack([layer.residual for layer in first.layers])
-    median = torch.tensor([[layer.hidden] for layer in first.layers])
+    values = survey.states[:, :, 0].mean(1)
+    median = survey.states[:, :, 1:].abs().flatten(1).median(1, keepdim=True).values
     there = values.abs() > (RATIO * median).clamp(min=LEAST)
     if record.quantity == "residual_dims":
         return there.any(0).nonzero().flatten().tolist()
@@ -61,18 +86,22 @@ def massive(_: Setup, first: LayerScan, record: Published) -> list[Any]:
     return [*after[:1], *after[-1:]]
 
 
-def repeats(setup: Setup, first: LayerScan, record: Published) -> float:
-    """Copies of "cat", "dog" or "the" until the norm is half of the first token's; median over these words."""
-    if first.sink_layer is None:
+def repeats(setup: Setup, survey: Survey, record: Published) -> float:
+    """Copies of "cat", "dog" or "the" that reach half of the first token's projection; median over these words."""
+    spike = highest(survey, setup.tokenizer)
+    if spike is None:
         return inf
     tokens = [single_token(setup.tokenizer, word) for word in REPEATED]
-    return repeat_until_half(first, tokens, first.ids[0, :1].tolist(), 2 * record.value).median or inf
+    (copies,) = copies_of(survey.target, [spike], tokens, survey.ids[0, :1].tolist(), 2 * record.value)
+    reached = [one.half for one in copies if one.half is not None]
+    return median(reached) if reached else inf
 
 
-def sink_rate(setup: Setup, _: LayerScan, __: Published) -> float:
+def sink_rate(setup: Setup, survey: Survey, __: Published) -> float:
     """Share of heads with mean attention to position 0 above 0.3: 100 texts, 64 long."""
     ids = text_rows(setup.tokenizer, setup.text, RATE_TEXTS, PIECE, setup.bos)
-    return attention_received(setup.target, ids, batch=AT_ONCE).rate
+    rates = [read_survey(survey.target, some).sink_rate for some in ids.split(AT_ONCE)]
+    return float(torch.cat(rates).mean())
 
 
 PROTOCOLS: dict[str, Protocol] = {

@@ -16,8 +16,8 @@ from sinkscope.models.text import put_before
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
 from sinkscope.results.tables import cell
-from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
+from sinkscope.sinks.spikes.survey import Survey, read_survey
 
 
 @checked
@@ -35,12 +35,12 @@ class Compared(Published):
     remark: str | None = None
 
     @classmethod
-    def of(cls, record: Published, setup: Setup, first: LayerScan) -> Compared:
+    def of(cls, record: Published, setup: Setup, survey: Survey) -> Compared:
         """A published result beside what is measured now."""
         if record.quantity not in PROTOCOLS:
             return cls(**vars(record), remark="no protocol here")
         try:
-            measured = PROTOCOLS[record.quantity](setup, first, record)
+            measured = PROTOCOLS[record.quantity](setup, survey, record)
         except SinkscopeError as error:
             return cls(**vars(record), remark=f"not measured: {error}")
         return cls(**vars(record), measured=measured, agrees=record.fits(measured))
@@ -119,9 +119,9 @@ def reproduce(
     opened = Setup.open(model, revision=revision, device=device, dtype=dtype, tokenizer=tokenizer, progress=progress)
     opened.target.shards.check_alone("reproduce")
     setup = Setup.open(opened.target, bos=bool(put_before(opened.tokenizer)), progress=progress)
-    first = scan_layers(setup.target, setup.ids, whole=True)
+    survey = read_survey(setup.target, setup.ids)
     name = known_as(setup.target.name)
-    compared = [Compared.of(one, setup, first) for one in known if known_as(one.model) == name]
+    compared = [Compared.of(one, setup, survey) for one in known if known_as(one.model) == name]
     if not compared:
         raise SinkscopeError(f"nothing is published here about {setup.target.name}: give --records FILE")
     settings = {"records": records, "revision": revision}

@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
-from sinkscope.sinks.find.attention_received import LATER_QUERIES, attention_received
-from sinkscope.sinks.find.layer_scan import LayerScan, scan_layers
-from sinkscope.sinks.find.places import spike_places, stands_out
-from sinkscope.sinks.find.survey import Survey
+from sinkscope.sinks.spikes.find import FACTOR, find_spikes
+from sinkscope.sinks.spikes.find_sinks import LATER
+from sinkscope.sinks.spikes.places import sink_places
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import READS, Survey, read_survey, survey_of
 from sinkscope.sinks.tokens import TokenRows
 
 LEAST_TYPICAL = 4  # tokens that a typical norm needs
@@ -31,9 +31,9 @@ Mask = Bool[Tensor, "batch pos"]
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
     """The positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
 
-    Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three times the
-    typical one of its row after some layer (Sun et al. 2024), or if a twentieth of the heads attend to it, at the first
-    position a hundredth, and at least two (Gu et al. 2024).
+    Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three
+    times the typical one of its row after some layer (Sun et al. 2024), or if a twentieth of
+    the heads attend to it, at the first position a hundredth, and at least two (Gu et al. 2024).
 
     Args:
         model: A live model, a name, or a Target.
@@ -64,45 +64,45 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
-    """The residual dimensions that carry norm spikes: the fewest without which the norm no longer stands out.
+    """The residual dimensions that carry norm spikes: the fewest without which no spike stands out any more.
 
-    Typical text is read as by `find_sinks`. Of each spike the largest dimensions are taken, where it stands out most.
+    Typical text is read as by `find_sinks`. Of each spike the largest dimensions are taken, after its peak.
 
     Args:
         model: A live model, a name, or a Target. By default the model in the package.
         opening: How to open it and its text, as in `find_sinks`: `tokenizer`, `text`, `bos`, `dtype`, `device`.
 
     Returns:
-        The dimensions, those of the first spike first, the largest first; empty if no norm stands out.
+        The dimensions, those of the largest spike first; empty if no norm stands out.
 
     Raises:
         SinkscopeError: The model or its text cannot be read.
     """
-    survey = Survey.of(Setup.open(model, **opening))
-    dims: list[int] = []
-    for place in survey.spikes:
-        dims += dims_of(survey.scan(place))
-    return tuple(dict.fromkeys(dims))
+    setup = Setup.open(model, **opening)
+    survey = survey_of(setup, setup.bos)
+    spikes, _ = find_spikes(survey, setup.tokenizer)
+    spikes.sort(key=lambda spike: -spike.size)
+    return tuple(dict.fromkeys(dim for spike in spikes for dim in dims_of(spike, survey)))
 
 
-def dims_of(scan: LayerScan) -> list[int]:
-    """The fewest dimensions of a spike without which its norm no longer stands out, where it stands out most."""
-    layer = int(scan.ratios.argmax())
-    spike = scan.spike_after(layer).cpu().double()
-    order = spike.abs().argsort(descending=True, stable=True)
-    squares = spike[order].square()
-    left = squares.flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
-    return order[stands_out(left, torch.tensor(scan.typical_norm[layer]))].tolist()
+def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
+    """The fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
+    typical = float(survey.norms[spike.peak].median())
+    order = spike.direction.abs().argsort(descending=True, stable=True)
+    squares = (spike.direction[order].double() * spike.size).square()
+    left = squares.flip(0).cumsum(0).flip(0).sqrt()  # what is left without those before each
+    return tuple(order[left > FACTOR * typical].tolist())
 
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:
     """The sinks of a row without padding."""
-    received = attention_received(target, ids)
-    if not bool(received.norms.isfinite().all()):
-        raise SinkscopeError(f"{target.name} gives infinite or NaN norms in {target.dtype}: try float32")
-    there = spike_places(received.norms)
-    if not bool(there.any()) and ids.shape[1] >= LEAST_TYPICAL:  # massive dimensions may hide a spike
-        there = spike_places(scan_layers(target, ids, whole=True).norms)
-    end = max(0, ids.shape[1] - LATER_QUERIES)
-    there[:, :end] |= received.places[:, :end]
+    there = torch.zeros_like(ids, dtype=torch.bool)
+    if ids.shape[1] < 2:
+        return there
+    survey = read_survey(target, ids)
+    if ids.shape[1] >= LEAST_TYPICAL:
+        there |= (survey.ratios > FACTOR).any(0)
+    end = max(0, ids.shape[1] - LATER)
+    if target.attending and end:
+        there[:, :end] |= sink_places(survey.attention[target.attending][..., :end] > READS)
     return there

@@ -26,7 +26,7 @@ POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a po
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
 LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
-SOME_TEXTS = 0.2  # least share of the texts that have a place without words
+SOME_TEXTS = 0.2  # least share of the texts that have a place
 COMMON = 3  # tokens named where no words fit
 PLACE_TEXTS = 4  # texts in which a place is looked at
 Decode = Callable[[list[int]], str]
@@ -98,7 +98,7 @@ class Place:
         tokens = word_list([repr(token) for token in self.common])
         if self.is_first:
             return f"some first tokens (most often {tokens})"
-        return f"{len(self.cases):,} places without a common description (most often {tokens})"
+        return f"{len(self.cases):,} other positions, most often {self.common[0]!r}"
 
     @property
     def is_first(self) -> bool:
@@ -190,7 +190,7 @@ def pieces(
     """The parts of a set of places, and what is left over: too few, or such as do not hold.
 
     Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
-    its own if a fifth of the texts have it, first tokens apart from others.
+    its own, first tokens apart from others. A fifth of the texts have to have a piece.
 
     Args:
         ids: The texts.
@@ -204,9 +204,7 @@ def pieces(
     for rule, fits in [*_rules(ids, whole, decode), (None, first.means(ids)), (None, behind)]:
         piece = fits & rest
         precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
-        enough = int(piece.sum()) >= least
-        if rule is None:
-            enough = enough and float(piece.any(1).float().mean()) >= SOME_TEXTS
+        enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
         if precise and enough and holds(piece):
             found.append(Place.of(ids, whole, piece, rule, decode))
             rest = rest & ~piece

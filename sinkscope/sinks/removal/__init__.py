@@ -1,1 +1,0 @@
-"""What removing components of a model does to one position of a text."""

@@ -1,0 +1,71 @@
+"""The components of a model that write into the residual stream, and where what they write passes."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from sinkscope.hooks.edit.places import Place, heads_place
+from sinkscope.models.target import Target
+from sinkscope.results.parts import Component, Head
+from sinkscope.sinks.spikes.spike import Part
+
+
+def mixing(target: Target, layer: int) -> list[Component]:
+    """The attention of a layer, or its mixer; none if the layer has neither."""
+    if target.has_attention(layer):
+        return [Component("attention", layer)]
+    if mixer_of(target, layer) is not None:
+        return [Component("mixer", layer)]
+    return []
+
+
+def mixer_of(target: Target, layer: int) -> Any:
+    """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
+    paths = [target.path(layer, part) for part in ("mlp", "down", "experts")]
+    of_mlp = {path.split(".")[0] for path in paths if path}
+    for name, module in target.layers[layer].named_children():
+        if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
+            return module
+    return None
+
+
+def components(target: Target, upto: int) -> list[Component]:
+    """What writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
+    parts = [Component("token embedding")]
+    for layer in range(upto + 1):
+        parts += mixing(target, layer)
+        if target.has_neurons(layer):
+            parts.append(Component("mlp", layer))
+    return parts
+
+
+def places_of(target: Target, part: Part) -> list[Place]:
+    """Where what a component or a head writes passes; all of these together are what it writes."""
+    layer = part.layer or 0
+    if isinstance(part, Head):
+        return [heads_place(target, layer, target.head_columns(layer, part.head))]
+    assert isinstance(part, Component)
+    return [Place(module, "post") for module in writing_modules(target, part)]
+
+
+def writing_modules(target: Target, component: Component) -> list[Any]:
+    """The modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
+    layer = component.layer or 0
+    match component.kind:
+        case "attention" if target.has_part(layer, "attn_out"):
+            return [target.sub(layer, "attn_out")]
+        case "attention":
+            module = target.sub(layer, "attn")
+            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
+            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+                return [target.sub(layer, "o")]
+            return [module]
+        case "mixer":
+            return [mixer_of(target, layer)]
+        case "mlp" if target.has_part(layer, "post_mlp_norm"):
+            return [target.sub(layer, "post_mlp_norm")]
+        case "mlp":
+            return target.mlp_writers(layer)
+        case _:
+            return [target.embedding]

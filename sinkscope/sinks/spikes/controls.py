@@ -1,0 +1,68 @@
+"""What removals are held against: random neurons of the same layers; and claims about what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.draws import draws
+from sinkscope.models.target import Target
+from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.parts import Neuron, Parts, sites_of
+
+INTACT = Contrast("intact", 1.0)
+
+
+def random_neurons(
+    target: Target, neurons: Sequence[Neuron], seed: int, number: int = 0, excluded: Sequence[Neuron] = ()
+) -> tuple[Neuron, ...]:
+    """As many other neurons of the same layers (and experts), none of these or `excluded` if there are enough others.
+
+    Args:
+        target: The model.
+        neurons: The neurons that are compared with the random ones.
+        seed: Seed of the measurement.
+        number: Number of the draw, of several beside the same neurons.
+        excluded: Other neurons that are not drawn.
+    """
+    generator = draws(seed, f"neurons beside {sites_of(neurons)}, draw {number}")
+    drawn: list[Neuron] = []
+    for one in neurons:
+        barred: set[int] = set()
+        for other in (*excluded, *neurons, *drawn):
+            if (other.layer, other.expert) == (one.layer, one.expert):
+                barred.add(other.neuron)
+        width = target.width(one.layer, one.expert)
+        others = [number for number in range(width) if number not in barred] or range(width)
+        chosen = others[int(torch.randint(len(others), (1,), generator=generator))]
+        drawn.append(Neuron(one.layer, one.expert, chosen))
+    return tuple(drawn)
+
+
+def claim_of(
+    role: str,
+    subject: Parts,
+    outcome: Outcome,
+    place: str,
+    left: Float[Tensor, " draw"],
+    contrasts: Sequence[Contrast],
+    search: Search,
+    edit: str = "",
+) -> Claim:
+    """What an edit leaves of an outcome, mean over draws, beside its contrasts."""
+    return Claim(
+        role=role,
+        subject=subject,
+        outcome=outcome,
+        place=place,
+        value=float(left.mean()),
+        contrasts=tuple(contrasts),
+        draws=len(left),
+        search=search,
+        margin=margin_of(left.numpy()),
+        edit=edit,
+    )

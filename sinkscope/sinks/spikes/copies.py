@@ -1,0 +1,88 @@
+"""Step 6, copies of a token, projected on each spike's direction: they may converge in one spike and not in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.files.progress import Progress, silent
+from sinkscope.hooks.trace.run import trace
+from sinkscope.models.target import Target
+from sinkscope.sinks.spikes.spike import Copies, Spike
+from sinkscope.sinks.tokens import TokenRows, repeated
+
+FIRST_LENGTH = 128  # copies of the first pass; their number doubles
+AT_ONCE = 1 << 24  # elements of the widest activation of a pass
+
+
+@torch.no_grad()
+def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
+    """Projection of every position on each spike's direction after its peak, as a share of the spike."""
+    layers = sorted({spike.peak for spike in spikes})
+    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
+
+    def project(layer: int, states: Tensor) -> Tensor:
+        here = [spike for spike in spikes if spike.peak == layer]
+        return torch.stack([spike.along(states.float().cpu()) for spike in here])
+
+    size = max(1, AT_ONCE // (rows.shape[1] * target.d_mlp))
+    found: dict[int, list[Tensor]] = {number: [] for number in range(len(spikes))}
+    for some in rows.split(size):
+        states = trace(target, some, sites, batch_size=len(some))
+        for site, layer in zip(sites, layers, strict=True):
+            along = iter(project(layer, states[site]))
+            for number, spike in enumerate(spikes):
+                if spike.peak == layer:
+                    found[number].append(next(along))
+    return [torch.cat(found[number]) for number in range(len(spikes))]
+
+
+def half_reached(along: Float[Tensor, " copy"]) -> int | None:
+    """The first number of copies that reaches half of the first token's projection, as does the next; None: never."""
+    reaches = along >= 0.5
+    reaches[:-1] &= reaches[1:].clone()
+    reached = reaches.nonzero().flatten()
+    if not len(reached):
+        return None
+    return int(reached[0]) + 1
+
+
+def copies_of(
+    target: Target,
+    spikes: Sequence[Spike],
+    tokens: Sequence[int],
+    before: Sequence[int],
+    limit: int,
+    progress: Progress = silent,
+) -> list[tuple[Copies, ...]]:
+    """What copies of each token reach in each spike, in one causal pass of a length that doubles up to the limit.
+
+    Args:
+        target: The model.
+        spikes: Spikes of the first token.
+        tokens: Ids of the tokens.
+        before: What stands before the copies; its first token is the one that they are compared with.
+        limit: Largest number of copies.
+        progress: Called after each pass.
+
+    Returns:
+        Of each spike, a record of each token.
+    """
+    found: dict[tuple[int, int], Copies] = {}
+    waiting, length = list(tokens), min(FIRST_LENGTH, limit)
+    while waiting and spikes:
+        each = along_spikes(target, spikes, repeated(before, waiting, length))
+        for number, rows in enumerate(each):
+            for token, row in zip(waiting, rows, strict=True):
+                own = row[len(before) :] / row[0]
+                half, word = half_reached(own), target.tokenizer.decode([token])
+                found[number, token] = Copies(word, token, half, float(own[0]), float(own[-1]), length)
+        progress("copies", length, limit)
+        if length == limit:
+            break
+        waiting = [token for token in waiting if any(found[n, token].half is None for n in range(len(spikes)))]
+        length = min(2 * length, limit) if target.resident else limit
+    return [tuple(found[number, token] for token in tokens) for number in range(len(spikes))]

@@ -1,0 +1,51 @@
+"""The drawing of `find_sinks` and `circuit`: each spike as a run of layers, who writes it, and who reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+
+from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
+from sinkscope.sinks.spikes.records import PartShare, SpikeResult
+from sinkscope.sinks.spikes.sentences import run
+
+COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
+TITLES = ("Norm of the residual stream", "Written along each spike", "Attention to position 0")
+
+
+def draw(result: Any) -> go.Figure:
+    """Norms of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
+    fig = panels(TITLES)
+    layers = list(range(result.layers_read))
+    first, typical = {"color": "#222222", "width": 3}, {"color": GREY}
+    fig.add_scatter(x=layers, y=result.first_token_norm, name="the first token, median", line=first, row=1, col=1)
+    fig.add_scatter(x=layers, y=result.typical_norm, name="later tokens, median", line=typical, row=1, col=1)
+    shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
+    for spike, colour in zip(shown, COLOURS, strict=False):
+        _draw_spike(fig, spike, colour)
+    fig.update_xaxes(title_text="layer", col=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
+    fig.update_xaxes(title_text="layer", col=2)
+    fig.update_yaxes(title_text="share of the spike", tickformat=".0%", col=2)
+    scale = {"colorscale": [[0, "#ffffff"], [1, BLUE]], "zmin": 0, "zmax": 1, "showscale": False}
+    fig.add_heatmap(z=result.heads, **scale, row=1, col=3)
+    fig.update_xaxes(title_text="head", col=3)
+    fig.update_yaxes(title_text="layer", autorange="reversed", col=3)
+    return figure_of(fig, result, width=1500, height=480, legend=-0.3, bottom=130, barmode="relative")
+
+
+def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
+    """The run of a spike as a band, and the shares of what writes it and what erases it."""
+    low, high = spike.layers
+    name = f"layer{run(*spike.layers)}"
+    fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
+    parts = [*spike.writers, *spike.erasers]
+    layers = [_layer(one) for one in parts]
+    fig.add_bar(x=layers, y=[one.share for one in parts], name=name, marker_color=colour, row=1, col=2)
+
+
+def _layer(one: PartShare) -> int:
+    """The layer of a component; the embedding stands before the first."""
+    layer = one.part.rpartition(" ")[2]
+    return int(layer) if layer.isdigit() else -1

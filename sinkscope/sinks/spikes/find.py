@@ -1,0 +1,83 @@
+"""Step 2, the spikes: places at which states stand out, and runs of layers in which the direction of each stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.measure.margin import margin_of
+from sinkscope.sinks.spikes.places import Place, pieces
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import Mask, Survey
+
+FACTOR = 3.0  # a spike's norm over the typical one
+SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike
+
+
+def find_spikes(survey: Survey, tokenizer: object) -> tuple[list[Spike], Place | None]:
+    """The spikes of each place, first layers first, and the positions that stand out but are too few for a place.
+
+    Args:
+        survey: The survey.
+        tokenizer: Its `decode` gives words for places.
+    """
+    high = survey.ratios > FACTOR
+    anywhere = high.any(0)
+    ordinary = ~anywhere
+    ordinary[:, 0] = False
+    if not bool(ordinary.any()):  # every position stands out somewhere
+        ordinary = torch.ones_like(anywhere)
+        ordinary[:, 0] = False
+    places, rare = pieces(survey.ids, anywhere, tokenizer.decode)  # pyright: ignore[reportAttributeAccessIssue]
+    spikes: list[Spike] = []
+    for place in places:
+        spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.first)
+    return spikes, rare
+
+
+def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
+    """The spikes at one place, the highest first."""
+    mask = place.there(survey.ids)
+    mean = survey.states[:, ordinary].mean(1)
+    away = survey.states[:, mask].mean(1) - mean
+    size = away.norm(dim=-1)
+    ratio = survey.ratios[:, mask].mean(1)
+    free = ratio > FACTOR
+    while bool(free.any()):
+        peak = int(size.masked_fill(~free, -1).argmax())
+        first, last = run_around(peak, away / size[:, None].clamp(min=1e-30), free)
+        norms = survey.norms[:, mask].mean(1)
+        direction = away[peak] / size[peak]
+        ratios = survey.ratios[peak]
+        spike = Spike(
+            place=place,
+            mask=mask,
+            ordinary=ordinary,
+            first=first,
+            last=last,
+            peak=peak,
+            mean=mean[peak],
+            direction=direction,
+            size=float(size[peak]),
+            norm=float(norms[peak]),
+            before=float(norms[first - 1] if first else survey.entered[0][mask].norm(dim=-1).mean()),
+            ratio=float(ratios[mask].mean()),
+            usual=float(ratios[ordinary].quantile(0.95)),
+        )
+        yield replace(spike, ratio_margin=margin_of(spike.per_text(ratios[mask]).numpy()))
+        free[first : last + 1] = False
+
+
+def run_around(peak: int, unit: Float[Tensor, "layer d_model"], free: Bool[Tensor, " layer"]) -> tuple[int, int]:
+    """The first and last layer around a peak whose states stand out along the direction at the peak."""
+    carries = free & (unit @ unit[peak] >= SAME)
+    first = last = peak
+    while first > 0 and carries[first - 1]:
+        first -= 1
+    while last + 1 < len(carries) and carries[last + 1]:
+        last += 1
+    return first, last

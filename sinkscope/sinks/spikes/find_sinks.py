@@ -1,0 +1,153 @@
+"""`find_sinks`: steps 1 to 5 and 7 of `steps`, and few copies, as a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sinkscope.measure import Natural, Setup, measurement
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.text import beginning
+from sinkscope.sinks.spikes.figure import draw
+from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.places import Place, pieces, sink_places
+from sinkscope.sinks.spikes.records import (
+    Attended,
+    Largest,
+    OtherBos,
+    OtherSpike,
+    PlaceWords,
+    Readers,
+    SinkRate,
+    claims_of,
+    spike_result,
+)
+from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
+from sinkscope.sinks.spikes.survey import READS, Mask, Survey
+from sinkscope.sinks.spikes.texts import EDITED
+from sinkscope.sinks.tokens import repetition_limit, unknown_share
+
+FEW_COPIES = 64  # copies that `find_sinks` tries
+LATER = 16  # later queries that a place needs to be judged by its attention
+
+
+@measurement(
+    group="Sinks",
+    help="Find the norm spikes of a model, and the neurons and heads behind them.",
+    loading="fits",
+    figure=draw,
+)
+def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural = FEW_COPIES) -> FindSinks:
+    """Find the norm spikes of a model, what writes them, what they need, and the heads that attend to their places.
+
+    A spike is a place, a direction in the residual stream and a run of layers. Typical text is read once; what each
+    component and neuron adds along the direction are shares of the spike. Then its writers are removed, one by one and
+    together, beside random neurons of the same layers (Sun et al. 2024; Yona et al. 2025, section 4).
+
+    Args:
+        tokens: Words to repeat, one token each. By default five words of the text.
+        max_repeats: Number of copies of each; `circuit` and `repeat` try more.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
+    """
+    limit = min(max_repeats, repetition_limit(setup.target, None))
+    sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit)
+    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
+    return FindSinks(**fields_of(setup, sinks))
+
+
+def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
+    """The fields of a result."""
+    survey, target = sinks.survey, setup.target
+    first = at_first(survey)
+    received = survey.received(first)
+    heads: list[tuple[float | None, ...]] = []
+    for layer, given in enumerate(received.mean(-1)):
+        heads.append(tuple(given.tolist()) if target.has_attention(layer) else (None,) * target.n_heads)
+    place, mask = "the first token", first
+    if sinks.spikes and sinks.spikes[0].needs is not None and sinks.spikes[0].needs.heads:
+        place, mask = sinks.spikes[0].spike.place.words, sinks.spikes[0].spike.mask
+    rate = survey.sink_rate
+    return {
+        "spikes": tuple(spike_result(one) for one in sinks.spikes),
+        "readers": readers_of(survey, place, mask),
+        "attended": attended_places(survey, sinks, setup.tokenizer),
+        "learned_heads": int((survey.learned.mean(-1) > READS).sum()),
+        "largest": largest_norm(survey, setup.tokenizer),
+        "heads": tuple(heads),
+        "bos": other_bos(setup),
+        "sink_rate": SinkRate(READS, survey.ids.shape[1], len(rate), float(rate.mean()), margin_of(rate.numpy())),
+        "typical_norm": tuple(survey.typical_norm),
+        "first_token_norm": tuple(survey.first_norm),
+        "layers_read": target.n_layers,
+        "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
+        "claims": tuple(claim for one in sinks.spikes for claim in claims_of(one)),
+    }
+
+
+def at_first(survey: Survey) -> Mask:
+    """The first position of each text."""
+    mask = torch.zeros_like(survey.ids, dtype=torch.bool)
+    mask[:, 0] = True
+    return mask
+
+
+def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
+    """Heads that attend to a place, in as many texts as edits are tried in."""
+    number = mask.sum(1)
+    order = number.argsort(descending=True, stable=True)[:EDITED]
+    received = survey.received(mask)[survey.target.attending][:, :, order[number[order] > 0]]
+    by_text = (received > READS).flatten(0, 1).sum(0).float()
+    total = received.shape[0] * received.shape[1]
+    return Readers(place, int((received.mean(-1) > READS).sum()), total, margin_of(by_text.numpy()), len(by_text))
+
+
+def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
+    """Places that heads attend to and at which there is no spike."""
+    layers = survey.target.attending
+    if not layers:
+        return ()
+    above = survey.attention[layers] > READS
+    above[..., max(1, above.shape[-1] - LATER) :] = False
+    there = sink_places(above)
+    for one in sinks.spikes:
+        there &= ~one.spike.mask
+    found: list[Attended] = []
+    for place in pieces(survey.ids, there, tokenizer.decode)[0]:
+        heads = int((survey.received(place.there(survey.ids)).nanmean(-1)[layers] > READS).sum())
+        if heads > 1:
+            found.append(Attended(words_of(place), heads))
+    return tuple(sorted(found, key=lambda one: -one.heads))
+
+
+def words_of(place: Place) -> PlaceWords:
+    """The record of a place."""
+    return PlaceWords(place.words, next(iter(place.common), ""), place.share)
+
+
+def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
+    """The largest norm over the typical one that was seen anywhere."""
+    best = int(survey.ratios.argmax())
+    layer, rest = divmod(best, survey.ids.numel())
+    text, position = divmod(rest, survey.ids.shape[1])
+    token = tokenizer.decode([int(survey.ids[text, position])])
+    return Largest(float(survey.ratios[layer, text, position]), token, position, layer)
+
+
+def other_bos(setup: Setup) -> OtherBos | None:
+    """Step 7: heads and spikes with the other choice of BOS."""
+    other = other_survey(setup)
+    if other is None:
+        return None
+    bos, survey = other
+    token = setup.tokenizer.decode([bos if bos is not None else setup.bos])
+    received = readers_of(survey, "the first token", at_first(survey))
+    spikes = [
+        OtherSpike(words_of(one.place), (one.first, one.last), one.ratio)
+        for one in find_spikes(survey, setup.tokenizer)[0]
+    ]
+    return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

@@ -1,0 +1,167 @@
+"""The result of `find_sinks` and `circuit`: the spikes, who reads them, and what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sinkscope.measure import Number, Result
+from sinkscope.results.claims import Claims
+from sinkscope.results.parts import Neuron, in_words
+from sinkscope.results.tables import Table
+from sinkscope.sinks.spikes import sentences
+from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult
+
+LINES = 5  # lines below the conclusion
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikesFound(Result):
+    """The norm spikes of a model, what writes and needs them, and the heads that attend to their places.
+
+    Attributes:
+        spikes: The spikes, those that most heads read first.
+        readers: Heads that attend to the place of the first spike, or to the first token if there is none.
+        attended: Places without a spike that heads attend to.
+        learned_heads: Heads that attend to their learned sink logit.
+        largest: The largest norm over the typical one that was seen.
+        heads: Mean attention of each head to position 0; None in layers that do not attend.
+        bos: What the other choice of BOS gives. None: the tokenizer has no BOS token.
+        sink_rate: The sink rate of position 0.
+        typical_norm: Median norm of later positions after each layer.
+        first_token_norm: Median norm of first tokens after each layer.
+        layers_read: Number of layers.
+        first_ids: The ids with which the texts begin that are no text.
+        claims: What is left of each spike, and of the attention to it, without what it needs.
+    """
+
+    percent = ("share", "left")
+    columns = ("neuron", "needed", "share", "left", "heads", "perplexity", "place", "layers")
+    glossary: ClassVar = {
+        "neuron": "the neuron; or the component, if the spike needs components",
+        "needed": "whether it is in the smallest set found without which less than a quarter of the spike is left",
+        "share": "what it adds along the spike's direction, as a share of the spike",
+        "left": "share of the spike that is left without it alone",
+        "heads": "heads in the spike's layers that still attend to the place without it alone",
+        "perplexity": "perplexity without it alone, over that of the intact model",
+        "place": "where the spike is",
+        "layers": "layers in which the spike stands out",
+    }
+
+    spikes: tuple[SpikeResult, ...]
+    readers: Readers
+    attended: tuple[Attended, ...] = ()
+    learned_heads: int = 0
+    largest: Largest
+    heads: tuple[tuple[float | None, ...], ...]
+    bos: OtherBos | None
+    sink_rate: SinkRate
+    typical_norm: tuple[float, ...]
+    first_token_norm: tuple[float, ...]
+    layers_read: int
+    first_ids: tuple[int, ...]
+    claims: Claims = ()
+
+    @property
+    def spike(self) -> SpikeResult | None:
+        """The spike that most heads read; None if there is none."""
+        return next(iter(self.spikes), None)
+
+    @property
+    def first_spikes(self) -> tuple[SpikeResult, ...]:
+        """The spikes of the first token."""
+        return tuple(one for one in self.spikes if one.place.words == "the first token")
+
+    @property
+    def needed(self) -> tuple[Neuron, ...]:
+        """The neurons that the spike with most readers needs; empty if there are none."""
+        if self.spike is None or self.spike.needed is None:
+            return ()
+        return self.spike.needed.neurons
+
+    def conclusion(self) -> str:
+        """How many heads attend where; or, if none does, the spikes alone."""
+        if self.readers.heads or self.spikes:
+            return sentences.readers(self.readers, self.spikes, self.bos)
+        if self.learned_heads:
+            return sentences.learned(self.learned_heads, self.readers.total)
+        return sentences.no_spike(self.largest)
+
+    def details(self) -> list[str]:
+        """The spikes, each in a line, and what else heads attend to."""
+        lines = [sentences.spike_line(one) for one in self.spikes if one.like is None]
+        lines += [sentences.elsewhere(one, self.spikes[one.like]) for one in self.spikes if one.like is not None]
+        if not self.spikes and self.readers.heads:
+            lines.append(sentences.no_spike(self.largest))
+        said = {self.readers.place} if not self.spikes else set()
+        lines += [sentences.attended(one) for one in self.attended if one.place.words not in said]
+        if self.learned_heads and self.conclusion() != sentences.learned(self.learned_heads, self.readers.total):
+            lines.append(sentences.learned(self.learned_heads, self.readers.total))
+        return lines[:LINES]
+
+    def rows(self) -> Table:
+        """A row for each neuron, or component, that was removed alone, or that is needed, in the order of need."""
+        rows: Table = []
+        for spike in self.spikes:
+            rows += spike_rows(spike)
+        return rows
+
+    def numbers(self) -> list[Number]:
+        """The heads, the spike's ratio, its neurons, and what is left without them."""
+        share = self.readers.heads / max(self.readers.total, 1)
+        margin = None if self.readers.margin is None else self.readers.margin / max(self.readers.total, 1)
+        numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
+        if self.spike is not None:
+            numbers.append(Number("place", "where the norm spike is", self.spike.place.words))
+            numbers.append(
+                Number("layers", "layers in which it stands out", sentences.run(*self.spike.layers)[1:].strip())
+            )
+            numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
+        if self.spike is not None and self.spike.needed is not None:
+            needed = self.spike.needed
+            chance = None if needed.random is None else needed.random.left
+            numbers.append(Number("neurons", "neurons that the spike needs", in_words(needed.neurons)))
+            left = Number("left", "share of the spike left without them", needed.left, chance, needed.left_margin, True)
+            numbers.append(left)
+        return numbers
+
+
+def spike_rows(spike: SpikeResult) -> Table:
+    """The rows of a spike: needed members first, then others by what is left without them."""
+    rows: Table = []
+    members = () if spike.needed is None else spike.needed.neurons
+    where = {"place": spike.place.words, "layers": sentences.run(*spike.layers)[1:].strip()}
+    for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left)):
+        outcomes = {"share": one.share, "left": one.left, "heads": one.heads, "perplexity": one.perplexity}
+        rows.append({"neuron": str(one.address), "needed": one.address in members, **outcomes, **where})
+    if spike.needed is not None and not members:
+        needed = spike.needed
+        shares = {one.part: one.share for one in spike.writers}
+        outcomes = {"left": needed.left, "heads": needed.heads[1], "perplexity": needed.perplexity}
+        share = sum(shares.get(part, 0.0) for part in needed.parts)
+        rows.append({"neuron": " + ".join(needed.parts), "needed": True, "share": share, **outcomes, **where})
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindSinks(SpikesFound):
+    """The norm spikes of a model, what writes and needs them, and the heads that attend to their places."""
+
+    kind = "find-sinks"  # read and drawn without the command, which stands in another module
+    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circuit(SpikesFound):
+    """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and copies."""
+
+    kind = "circuit"
+    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
+
+    def details(self) -> list[str]:
+        """The lines of `find_sinks`, and what marks the place of the first spike."""
+        lines = super().details()
+        if self.spike is not None:
+            mark = sentences.marked(self.spike)
+            lines += [mark] if mark else []
+        return lines[-LINES:] if len(lines) > LINES else lines

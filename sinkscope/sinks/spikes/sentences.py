@@ -1,0 +1,183 @@
+"""What `find_sinks` and `circuit` say: fixed sentences that are filled with measured numbers, and no others."""
+
+from __future__ import annotations
+
+from sinkscope.results.notation import count_of, word_list
+from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, OtherBos, Readers, SpikeResult
+
+READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
+RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
+WITHOUT = "Without {parts}, {left} (random {kind}: {chance})."
+ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} heads are left."
+ERASED = "{parts} {take} it away again."
+MARKED = "With {parts} replaced at the place, {left} of the spike is left."
+ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
+NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
+ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
+LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
+
+SHOWN = 3  # neurons or components that a sentence names
+WRITES = 0.1  # share from which a neuron or a component is named
+KEPT = 0.75  # share of the heads that are left without either of two neurons, if either is enough
+
+
+def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | None) -> str:
+    """How many heads attend to a place, in which layers, and with the other choice of BOS."""
+    bos, parts = "", list[str]()
+    if other is not None and said.place == "the first token":
+        bos = f" ({other.heads} {'with' if other.bos else 'without'} {other.token})"
+        if abs(other.heads - said.heads) <= max(2, 0.1 * said.heads):
+            bos = f", with or without {other.token}"
+    for spike in sorted(spikes, key=lambda one: one.layers):
+        if spike.place.words == said.place and spike.heads:
+            parts.append(f"{spike.heads} in layers {spike.layers[0] + 1}-{spike.layers[1] + 1}")
+    layers = f": {word_list(parts)}" if parts else ""
+    heads = with_margin(said.heads, said.margin)
+    return READERS.format(heads=heads, total=said.total, place=said.place, bos=bos, layers=layers)
+
+
+def spike_line(spike: SpikeResult) -> str:
+    """What raises a spike, what is left without what it needs and without single neurons, and what takes it away."""
+    sentences = [raised(spike)]
+    if spike.needed is not None:
+        sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
+    if spike.erasers:
+        names = [f"{component(one.part)} ({-one.share:.0%})" for one in spike.erasers[:2]]
+        sentences.append(ERASED.format(parts=capital(word_list(names)), take=verb(names, "take")))
+    return " ".join(sentences)
+
+
+def raised(spike: SpikeResult) -> str:
+    """Which neurons, or else components, raise the norm at a place, and how far."""
+    shares = named(spike) or [(component(one.part), one.share) for one in spike.writers if one.share >= WRITES]
+    names = [f"{name} ({share:.0%})" for name, share in shares]
+    times = f"{spike.ratio:,.{0 if spike.ratio >= 10 else 1}f}"
+    ratio = f"{times} times the typical one"
+    dims = "no dimension holds a tenth of it"
+    if spike.dims:
+        dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
+    return RAISED.format(
+        layers=run(*spike.layers),
+        parts=word_list(names, SHOWN) if names else "many parts",
+        raise_=verb(names, "raise"),
+        place=spike.place.words,
+        before=f"{spike.before:,.0f}",
+        norm=f"{spike.norm:,.0f}",
+        ratio=ratio,
+        dims=dims,
+    )
+
+
+def named(spike: SpikeResult) -> list[tuple[str, float]]:
+    """The neurons that are named, with their shares: those that are needed, then others that write a tenth."""
+    needed = () if spike.needed is None else spike.needed.neurons
+    some = [one for one in spike.neurons if one.share >= WRITES or one.address in needed]
+    some.sort(key=lambda one: (one.address not in needed, -one.share))
+    return [(str(one.address), one.share) for one in some]
+
+
+def without(spike: SpikeResult, needed: Needed) -> str:
+    """What is left without the needed set, beside random ones."""
+    names = [component(part) for part in needed.parts]
+    parts = word_list(names, SHOWN)
+    if [name for name, _ in named(spike)] and {name for name, _ in named(spike)} == set(names):
+        parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
+    before, after = needed.heads
+    left, chance = f"{needed.left:.0%} of the spike is left", list[str]()
+    if needed.random is not None:
+        chance.append(f"{needed.random.left:.0%}")
+    if not before:
+        left += ", and no head of its layers attends there"
+    else:
+        heads = with_margin(after, needed.heads_margin[1])
+        left = f"{needed.left:.0%} of the spike and {heads} of {before} heads are left"
+        if needed.random is not None:
+            chance.append(str(needed.random.heads))
+    if needed.perplexity is not None:
+        left += f" and perplexity is {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
+        if needed.random is not None and needed.random.perplexity is not None:
+            chance.append(f"{needed.random.perplexity:.1f} times")
+    kind = "neurons" if needed.neurons else "components"
+    return WITHOUT.format(
+        parts=parts, left=left.replace("-0%", "0%"), kind=kind, chance=", ".join(chance) or "not measured"
+    )
+
+
+def alone(spike: SpikeResult, needed: Needed) -> list[str]:
+    """What is left without single neurons where no one is needed: either of two is enough, or others only add to it."""
+    some, before = [one for one in spike.alone if one.address in needed.neurons], needed.heads[0]
+    if len(needed.neurons) == 1:
+        some = [one for one in spike.alone if one.address not in needed.neurons and one.share >= WRITES]
+    if not some or not before or not needed.neurons:
+        return []
+    left, heads = min(one.left for one in some), min(one.heads for one in some)
+    parts = f"{'the other ' if len(needed.neurons) == 1 else 'the '}{len(some)}"
+    said = ALONE.format(parts=parts, left=f"{left:.0%}", heads=heads)
+    if len(some) == len(needed.neurons) == 2 and heads >= KEPT * before:
+        said = f"Either one is enough for {heads} of the heads."
+    return [said]
+
+
+def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
+    """A place that has a spike of another place, too."""
+    place = capital(spike.place.words)
+    has = "have" if " positions" in place or "wherever they" in place else "has"
+    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=count_of(spike.heads, "head"))
+
+
+def marked(spike: SpikeResult) -> str | None:
+    """What marks the place of a spike."""
+    if not spike.marks:
+        return None
+    mark: MarkLeft = spike.marks[0]
+    parts = word_list([component(part) for part in mark.part.split(" and ")], SHOWN)
+    return MARKED.format(parts=parts, left=f"{mark.left:.0%}")
+
+
+def no_spike(largest: Largest) -> str:
+    """That no norm stands out, with the largest ratio that was seen."""
+    return NO_SPIKE.format(ratio=f"{largest.ratio:.1f}", token=repr(largest.token), layer=largest.layer)
+
+
+def attended(one: Attended) -> str:
+    """Heads that attend to a place without a spike."""
+    return ATTENDED.format(heads=one.heads, place=one.place.words)
+
+
+def learned(heads: int, total: int) -> str:
+    """Heads that attend to their learned sink logit."""
+    return LEARNED.format(heads=heads, total=total)
+
+
+# --- words ---
+
+
+def component(part: str) -> str:
+    """A part in a sentence, from its name in JSON."""
+    kind, _, layer = part.partition(" ")
+    if kind == "embedding":
+        return "the embedding"
+    return f"the {'MLP' if kind == 'mlp' else kind} of layer {layer}" if layer else part
+
+
+def run(first: int, last: int) -> str:
+    """The layers of a spike, as an end of "layer"."""
+    return f" {first}" if first == last else f"s {first}-{last}"
+
+
+def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
+    """A number with its margin over texts, if that shows."""
+    text = f"{value:,.{digits}f}"
+    if margin is None or margin < 0.5 * 10**-digits:
+        return text
+    return f"{text} (± {margin:,.{digits}f})"
+
+
+def verb(names: list[str], plural: str) -> str:
+    """A verb that agrees with some names."""
+    return f"{plural}s" if len(names) == 1 else plural
+
+
+def capital(text: str) -> str:
+    """A text with a capital at its beginning."""
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,125 @@
+"""The circuit of a sink, step by step:
+
+1. Survey: one pass over typical text.
+2. Spikes: places, directions and runs of layers in which the residual stream stands out.
+3. Writers: what each component and neuron adds along a spike's direction.
+4. Needs: what is left of the spike, of the heads that attend to it, and of the loss without its writers.
+5. Marks: what makes the writers fire at the place.
+6. Copies: how far copies of a token go along each spike's direction.
+7. BOS: the survey once more with the other choice.
+
+`find_sinks` takes steps 1 to 5 and 7, and few copies; `circuit` takes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sinkscope.measure import Setup
+from sinkscope.models.text import resolve_bos
+from sinkscope.sinks.spikes.copies import copies_of
+from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.marks import marks_of
+from sinkscope.sinks.spikes.needs import needs_of, same_needs
+from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.spike import Measured
+from sinkscope.sinks.spikes.survey import Survey, survey_of
+from sinkscope.sinks.spikes.writers import neurons_of, neutral_values, writers_of
+from sinkscope.sinks.tokens import pick_tokens, prefix_of
+
+NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
+OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks:
+    """What the steps measured.
+
+    Attributes:
+        survey: The survey.
+        spikes: The spikes, each with what was measured of it; those that most heads read come first.
+        rare: Positions that stand out and are too few for a place. None: there are none.
+    """
+
+    survey: Survey
+    spikes: tuple[Measured, ...]
+    rare: Place | None
+
+    @property
+    def at_first(self) -> tuple[Measured, ...]:
+        """The spikes of the first token."""
+        return tuple(one for one in self.spikes if one.spike.place.is_first)
+
+
+def sinks_of(setup: Setup) -> Sinks:
+    """Steps 1 to 4; they are taken once for a setup, whatever asks for them."""
+    return setup.once((sinks_of, setup.seed), lambda: _steps(setup))
+
+
+def first_spike(setup: Setup) -> Measured | None:
+    """The spike of the first token that most heads read, of those that need neurons. None: there is none."""
+    return next((one for one in sinks_of(setup).at_first if one.needed_neurons), None)
+
+
+def _steps(setup: Setup) -> Sinks:
+    survey = survey_of(setup, setup.bos)
+    spikes, rare = find_spikes(survey, setup.tokenizer)
+    measured: list[Measured] = []
+    for number, spike in enumerate(spikes):
+        writers, erasers = writers_of(survey, spike)
+        neurons = neurons_of(survey, spike, writers)
+        one = Measured(spike, survey, writers, erasers, neurons)
+        for earlier, other in enumerate(measured):
+            if other.needs is not None and other.like is None and one.needs is None:
+                same = same_needs(survey, spike, other.spike, other.needs, setup.seed)
+                if same is not None:
+                    one = replace(one, needs=same, like=earlier)
+        if one.needs is None:
+            one = replace(one, needs=needs_of(survey, spike, writers, neurons, setup.seed))
+        one = replace(one, neutral=neutral_values(survey, spike.ordinary, one.needed_neurons))
+        measured.append(one)
+        setup.progress("spikes", number + 1, len(spikes))
+    return Sinks(survey, _by_readers(measured), rare)
+
+
+def _by_readers(measured: Sequence[Measured]) -> tuple[Measured, ...]:
+    """Spikes in the order of the heads that read them, those that are others again last."""
+
+    def rank(number: int) -> tuple[bool, int]:
+        needs = measured[number].needs
+        return measured[number].like is not None, 0 if needs is None else -needs.heads
+
+    order = sorted(range(len(measured)), key=rank)
+    ordered: list[Measured] = []
+    for number in order:
+        one = measured[number]
+        if one.like is not None:
+            one = replace(one, like=order.index(one.like))
+        ordered.append(one)
+    return tuple(ordered)
+
+
+def with_marks(sinks: Sinks) -> Sinks:
+    """Step 5."""
+    marked = [replace(one, marks=marks_of(one.survey, one.spike, one.needs)) for one in sinks.spikes]
+    return replace(sinks, spikes=tuple(marked))
+
+
+def with_copies(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: int) -> Sinks:
+    """Step 6, for the spikes of the first token."""
+    words = pick_tokens(setup, tokens)
+    firsts = [one.spike for one in sinks.at_first]
+    each = iter(copies_of(setup.target, firsts, words, prefix_of(setup, words), limit, setup.progress))
+    spikes: list[Measured] = []
+    for one in sinks.spikes:
+        spikes.append(replace(one, copies=next(each)) if one.spike.place.is_first else one)
+    return replace(sinks, spikes=tuple(spikes))
+
+
+def other_survey(setup: Setup) -> tuple[int | None, Survey] | None:
+    """Step 7: the survey with BOS if it was without, and without if it was with; None if there is no BOS token."""
+    other = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
+    if setup.bos is None and other is None:
+        return None
+    return other, survey_of(setup, other, OTHER_TEXTS)

@@ -1,0 +1,251 @@
+"""Step 1, the survey: one pass over typical text, without edits, which reads states, norms and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import PIECE, Setup
+from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.modules.layer_call import keep_call
+from sinkscope.models.target import Entering, LayerInput, Target
+from sinkscope.models.text import text_rows
+from sinkscope.tap.observers import visible_rows
+
+SURVEYED = 12  # texts of a survey
+KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
+FEWEST = 4  # ... but at least these
+AT_ONCE = 1 << 24  # elements of the widest activation of a batch
+NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
+READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
+MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
+SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
+
+TokenRows = Int[Tensor, "text pos"]
+Mask = Bool[Tensor, "text pos"]
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What one pass over texts shows.
+
+    Attributes:
+        target: The model.
+        ids: The texts.
+        entered: The residual stream where it enters each layer and, last, after all layers.
+        mlp: What the MLP of each layer adds to it.
+        wrapped: Whether the layers of the model return a tuple.
+        attention: Attention that each position receives, mean over the later queries that see it; 0 for the last
+            position, and in layers that do not attend or whose window is narrower than 24 positions.
+        own: Attention that each position gives itself.
+        seen: Number of later queries that see each position.
+        learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
+    """
+
+    target: Target
+    ids: TokenRows
+    entered: Float[Tensor, "layer_1 text pos d_model"]
+    mlp: Float[Tensor, "layer text pos d_model"]
+    wrapped: bool
+    attention: Float[Tensor, "layer head text pos"]
+    own: Float[Tensor, "layer head text pos"]
+    seen: Float[Tensor, "layer pos"]
+    learned: Float[Tensor, "layer head text"]
+
+    @property
+    def states(self) -> Float[Tensor, "layer text pos d_model"]:
+        """The residual stream after each layer."""
+        return self.entered[1:]
+
+    @cached_property
+    def norms(self) -> Float[Tensor, "layer text pos"]:
+        """Norm of the residual stream after each layer."""
+        return self.states.norm(dim=-1)
+
+    @cached_property
+    def shared_dims(self) -> Bool[Tensor, "layer d_model"]:
+        """The dimensions that are massive at ordinary positions: 30 times the median dimension or more."""
+        size = self.states[:, :, 1:].abs().flatten(1, 2).median(1).values
+        return size > MASSIVE * size.median(1, keepdim=True).values.clamp(min=SMALLEST)
+
+    @cached_property
+    def ratios(self) -> Float[Tensor, "layer text pos"]:
+        """Each norm over the typical one of its layer.
+
+        From dimensions that are massive at all positions their median is taken away first, or they would hide a spike.
+        """
+        norms = self.norms
+        if bool(self.shared_dims.any()):
+            middle = self.states[:, :, 1:].flatten(1, 2).median(1).values * self.shared_dims
+            norms = (self.states - middle[:, None, None]).norm(dim=-1)
+        typical = norms[:, :, 1:].flatten(1).median(1).values.clamp(min=SMALLEST)
+        return norms / typical[:, None, None]
+
+    @property
+    def typical_norm(self) -> list[float]:
+        """Median norm of later positions after each layer."""
+        return self.norms[:, :, 1:].flatten(1).median(1).values.tolist()
+
+    @property
+    def first_norm(self) -> list[float]:
+        """Median norm of first tokens after each layer."""
+        return self.norms[:, :, 0].median(1).values.tolist()
+
+    def attention_mix(self, layer: int) -> Float[Tensor, "text pos d_model"]:
+        """What the attention of a layer adds, or what else the layer adds beside its MLP."""
+        return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
+
+    def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
+        """Attention to all positions of a place together, mean over the queries after the first; NaN without any."""
+        seen = self.seen[:, None, None]
+        given = (self.attention * seen * place).sum(-1)
+        queries = (seen * place).amax(-1)
+        return torch.where(place.any(1), given / queries.clamp(min=1), torch.nan)
+
+    @property
+    def sink_rate(self) -> Float[Tensor, " text"]:
+        """Share of heads that give position 0 more than 0.3, over all queries that see it (Gu et al. 2025)."""
+        whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
+        return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
+
+    def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> Entering:
+        """Where a later pass over these texts, or their beginnings, may start."""
+        inputs: dict[int, LayerInput] = {}
+        if self.target.skips_layers:
+            for layer in range(1, len(self.entered) - 1):
+                hidden = self.entered[layer, texts, :length]
+                inputs[layer] = LayerInput(layer, hidden.to(self.target.device, self.target.dtype), self.wrapped)
+        return Entering(inputs)
+
+
+def survey_of(setup: Setup, bos: int | None, count: int = SURVEYED) -> Survey:
+    """Read typical text once.
+
+    Args:
+        setup: The model and its text.
+        bos: The token that texts begin with. None: none.
+        count: Number of texts.
+
+    Raises:
+        SinkscopeError: A state is not finite.
+    """
+    target = setup.target
+    length = min(PIECE, target.max_positions or PIECE)
+    kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
+    texts = max(min(count, kept), FEWEST)
+    ids = text_rows(setup.tokenizer, setup.text, texts, length, bos)
+    return read_survey(target, ids, lambda done: setup.progress("survey", done, len(ids)))
+
+
+@torch.no_grad()
+def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] = lambda _: None) -> Survey:
+    """Read some texts of equal length once.
+
+    Raises:
+        SinkscopeError: A state is not finite.
+    """
+    parts: list[_Reading] = []
+    size = max(1, AT_ONCE // (ids.shape[1] * target.d_mlp))
+    if not target.resident:
+        size = len(ids)  # a streamed model is read from disk once
+    for rows in ids.split(size):
+        parts.append(_Reading(target, rows))
+        parts[-1].run()
+        progress(sum(len(part.ids) for part in parts))
+    first = parts[0]
+    return Survey(
+        target=target,
+        ids=ids,
+        entered=torch.cat([part.entered for part in parts], 1),
+        mlp=torch.cat([part.mlp for part in parts], 1),
+        wrapped=first.wrapped,
+        attention=torch.cat([part.attention for part in parts], 2),
+        own=torch.cat([part.own for part in parts], 2),
+        seen=first.seen,
+        learned=torch.cat([part.learned for part in parts], 2),
+    )
+
+
+class _Reading:
+    """One pass of a survey, with the attributes of `Survey`."""
+
+    def __init__(self, target: Target, ids: TokenRows) -> None:
+        self.target, self.ids, self.wrapped = target, ids, False
+        depth, heads = target.n_layers, target.n_heads
+        self.entered = torch.zeros(depth + 1, *ids.shape, target.d_model)
+        self.mlp = torch.zeros(depth, *ids.shape, target.d_model)
+        self.attention = torch.zeros(depth, heads, *ids.shape)
+        self.own = torch.zeros(depth, heads, *ids.shape)
+        self.seen = torch.zeros(depth, ids.shape[1])
+        self.learned = torch.zeros(depth, heads, len(ids))
+        self._calls: list[Any] = []
+
+    def run(self) -> None:
+        """Run the texts through the model."""
+        target, hooks = self.target, list[Hook]()
+        layers = list(range(target.n_layers))
+        for layer in layers:
+            hooks += self._hooks(layer)
+        rows = nullcontext()
+        if target.attending:
+            rows = visible_rows(target, self._attend, layers=layers, rows_per_chunk=self.ids.shape[1], whole=False)
+        with target.hooks(*hooks), rows:
+            target.forward(self.ids, upto=target.n_layers - 1)
+
+    def _hooks(self, layer: int) -> list[Hook]:
+        target, hooks = self.target, list[Hook]()
+        module = target.layers[layer]
+        if layer == 0:
+            hooks.append((module, "first", on_input(partial(self._keep, self.entered, 0))))
+        if target.has_neurons(layer) and not target.adapter.adds:
+            hooks.append(keep_call(target, layer, self._calls))
+        elif target.has_neurons(layer):
+            take = partial(self._keep, self.mlp, layer)
+            if target.has_part(layer, "post_mlp_norm"):
+                hooks += target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
+            else:
+                hooks += target.on_mlp(layer, take)
+        hooks.append((module, "post", on_output(partial(self._after, layer))))
+        return hooks
+
+    def _keep(self, where: Tensor, number: int, values: Tensor) -> None:
+        where[number] = values.detach().float().reshape(where.shape[1:]).cpu()
+
+    def _after(self, layer: int, output: Any) -> None:
+        hidden = first_tensor(output)
+        self.wrapped = isinstance(output, tuple)
+        self._keep(self.entered, layer + 1, hidden)
+        if self._calls:
+            self._keep(self.mlp, layer, self._calls.pop().added(hidden))
+        else:
+            self.mlp[layer] *= self.target.adapter.write_factor
+        if not bool(self.entered[layer + 1].isfinite().all()):
+            raise SinkscopeError(
+                f"layer {layer} of {self.target.name} gives infinite or NaN values in {self.target.dtype}; "
+                "try --dtype float32, and check the checkpoint"
+            )
+
+    def _attend(
+        self,
+        layer: int,
+        _first: int,
+        probs: Float[Tensor, "text head query key"],
+        visible: Callable[[], Bool[Tensor, "text _ query key"]],
+    ) -> None:
+        gather = partial(self.target.shards.gather, size=self.target.n_heads, dim=0)
+        sees = visible()[0, 0].cpu().tril(-1)
+        whole = gather(probs.transpose(0, 1)).cpu()
+        if bool(sees[-1, 0]) or int(sees[-1].sum()) + 1 >= NARROWEST:
+            self.seen[layer] = sees.sum(0)
+            self.attention[layer] = (whole * sees).sum(2) / self.seen[layer].clamp(min=1)
+            self.own[layer] = whole.diagonal(dim1=2, dim2=3)
+        if self.target.adapter.learned_sinks:
+            self.learned[layer] = 1 - whole.sum(-1).mean(-1)

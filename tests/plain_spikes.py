@@ -1,0 +1,158 @@
+"""Spikes from plain torch hooks: what `find_sinks` is held against. Nothing here is imported from the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from raw_kit import blocks, down, part
+from torch import Tensor, nn
+
+FACTOR, SAME, READS, EDITED = 3.0, 0.5, 0.3, 4
+
+
+@dataclass
+class Pass:
+    """One pass: states before and after each layer, what each MLP adds, attention, and loss."""
+
+    states: Tensor  # [layer + 1, text, pos, d]
+    mlp: Tensor  # [layer, text, pos, d]
+    attention: list[Tensor]  # [text, head, query, key] of each layer
+    loss: Tensor  # [text, pos - 1]
+
+
+@contextmanager
+def zeroed(model, neurons: Sequence[tuple[int, int]]) -> Iterator[None]:
+    handles = []
+    for layer, neuron in neurons:
+
+        def zero(_module: nn.Module, args: tuple, neuron: int = neuron):
+            values = args[0].clone()
+            values[..., neuron] = 0
+            return (values, *args[1:])
+
+        handles.append(down(blocks(model)[layer]).register_forward_pre_hook(zero))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def adds(block) -> nn.Module:
+    """The module whose output is what the MLP adds: a norm behind it, if there is one."""
+    return getattr(block, "post_feedforward_layernorm", None) or part(block, "mlp")
+
+
+def first(value) -> Tensor:
+    return value[0] if isinstance(value, tuple) else value
+
+
+@torch.no_grad()
+def run(model, ids: Tensor) -> Pass:
+    before, after, mlp = [], [], []
+    layers, handles = blocks(model), []
+    handles.append(
+        layers[0].register_forward_pre_hook(
+            lambda _m, args, kwargs: before.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+    )
+    for block in layers:
+        handles.append(block.register_forward_hook(lambda _m, _a, out: after.append(first(out))))
+        handles.append(adds(block).register_forward_hook(lambda _m, _a, out: mlp.append(first(out))))
+    kept = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        output = model(ids, output_attentions=True, use_cache=False)
+    finally:
+        model.set_attn_implementation(kept)
+        for handle in handles:
+            handle.remove()
+    mlps = [one.reshape(*ids.shape, -1) for one in mlp]
+    loss = nn.functional.cross_entropy(output.logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
+    return Pass(torch.stack([before[0], *after]).float(), torch.stack(mlps).float(), list(output.attentions), loss)
+
+
+def received(attention: list[Tensor]) -> Tensor:
+    """Attention to position 0, mean over later queries: [layer, head, text]."""
+    return torch.stack([rows[:, :, 1:, 0].float().mean(-1).T for rows in attention])
+
+
+@dataclass
+class PlainSpike:
+    """A spike of the first token."""
+
+    first: int
+    last: int
+    peak: int
+    mean: Tensor
+    direction: Tensor
+    size: float
+    norm: float
+    ordinary: Tensor
+
+    def along(self, states: Tensor) -> Tensor:
+        return (states - self.mean) @ self.direction / self.size
+
+
+def spikes(seen: Pass) -> list[PlainSpike]:
+    """The spikes of the first token, those of the lowest layers first."""
+    states = seen.states[1:]
+    later = states[:, :, 1:].flatten(1, 2)
+    size = later.abs().median(1).values
+    massive = size > 30 * size.median(1, keepdim=True).values
+    away = (states - (later.median(1).values * massive)[:, None, None]).norm(dim=-1)
+    ratio = away / away[:, :, 1:].flatten(1).median(1).values[:, None, None]
+    high = (ratio > FACTOR).any(0)
+    ordinary = ~high
+    ordinary[:, 0] = False
+    mean = states[:, ordinary].mean(1)
+    there = states[:, :, 0].mean(1) - mean
+    size, unit = there.norm(dim=-1), there / there.norm(dim=-1, keepdim=True)
+    free = [layer for layer in range(len(states)) if ratio[layer, :, 0].mean() > FACTOR]
+    found = []
+    while free:
+        peak = max(free, key=lambda layer: float(size[layer]))
+        run_of = {peak}
+        for step in (1, -1):
+            layer = peak + step
+            while layer in free and unit[layer] @ unit[peak] >= SAME:
+                run_of.add(layer)
+                layer += step
+        norm = float(states[peak, :, 0].norm(dim=-1).mean())
+        found.append(
+            PlainSpike(min(run_of), max(run_of), peak, mean[peak], unit[peak], float(size[peak]), norm, ordinary)
+        )
+        free = [layer for layer in free if layer not in run_of]
+    return sorted(found, key=lambda one: one.first)
+
+
+def mlp_shares(seen: Pass, spike: PlainSpike) -> list[float]:
+    """What each MLP adds along the direction, beyond its mean at ordinary positions."""
+    along = seen.mlp @ spike.direction
+    return ((along[:, :, 0].mean(1) - along[:, spike.ordinary].mean(1)) / spike.size).tolist()
+
+
+@dataclass
+class Left:
+    left: float
+    heads: int
+    perplexity: float
+
+
+def readers(attention: list[Tensor], spike: PlainSpike) -> int:
+    layers = [layer for layer in range(spike.first + 1, spike.last + 2) if layer < len(attention)]
+    return int((received(attention)[layers].mean(-1) > READS).sum())
+
+
+def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, int]], step: int = 1) -> Left:
+    """What is left in the first texts without some neurons; the loss of every so many tokens is read."""
+    some = ids[:EDITED]
+    intact = run(model, some)
+    with zeroed(model, neurons):
+        edited = run(model, some)
+    along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
+    rise = (edited.loss - intact.loss)[:, step - 1 :: step].mean()
+    return Left(float(along[0] / along[1]), readers(edited.attention, spike), float(rise.exp()))
