@@ -8,14 +8,14 @@ import plain
 import pytest
 import results
 import torch
+from sinkscope.sinks.circuit.circuit import circuit
+from sinkscope.sinks.circuit.separate import separate
+from sinkscope.sinks.find.find import find_sinks
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack import attempts
 from sinkscope.sinks.attack.attack import attack
-from sinkscope.sinks.circuit.circuit import circuit
-from sinkscope.sinks.circuit.separate import separate
-from sinkscope.sinks.find.find import find_sinks
 from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import patch_make

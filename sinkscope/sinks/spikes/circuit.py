@@ -7,7 +7,7 @@ from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find_sinks import fields_of
 from sinkscope.sinks.spikes.result import Circuit
 from sinkscope.sinks.spikes.steps import sinks_of, with_copies, with_marks
-from sinkscope.sinks.tokens import repetition_limit, unknown_share
+from sinkscope.sinks.tokens import repetition_limit
 
 
 @measurement(
@@ -31,5 +31,5 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     """
     limit = repetition_limit(setup.target, max_repeats)
     sinks = with_copies(setup, with_marks(sinks_of(setup)), None if token is None else [token], limit)
-    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
+    setup.record(max_repeats=limit)
     return Circuit(**fields_of(setup, sinks))

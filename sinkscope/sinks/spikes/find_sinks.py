@@ -28,7 +28,7 @@ from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
 from sinkscope.sinks.spikes.survey import READS, Mask, Survey
 from sinkscope.sinks.spikes.texts import EDITED
-from sinkscope.sinks.tokens import repetition_limit, unknown_share
+from sinkscope.sinks.tokens import repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
 LATER = 16  # later queries that a place needs to be judged by its attention
@@ -56,7 +56,7 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     """
     limit = min(max_repeats, repetition_limit(setup.target, None))
     sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit)
-    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
+    setup.record(max_repeats=limit)
     return FindSinks(**fields_of(setup, sinks))
 
 
