@@ -52,8 +52,9 @@ def claim_of(
     contrasts: Sequence[Contrast],
     search: Search,
     edit: str = "",
+    exact: bool = False,
 ) -> Claim:
-    """What an edit leaves of an outcome, mean over draws, beside its contrasts."""
+    """What an edit leaves of an outcome, mean over draws, beside its contrasts; `exact` if it is about these alone."""
     return Claim(
         role=role,
         subject=subject,
@@ -63,6 +64,6 @@ def claim_of(
         contrasts=tuple(contrasts),
         draws=len(left),
         search=search,
-        margin=margin_of(left.numpy()),
+        margin=0.0 if exact else margin_of(left.numpy()),
         edit=edit,
     )
