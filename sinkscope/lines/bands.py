@@ -1,0 +1,313 @@
+"""Columns and bands of attention: which ones each head needs, by one threshold for its density.
+
+A *column* is a key position, a vertical line (Li et al. 2025, LoopServe, section 3.1). A *band* is what slash lines
+become if attention is computed in blocks of 64 queries and 64 keys: band b is all blocks whose keys lie b blocks before
+their queries. Band 0 is the diagonal.
+
+The choice, for each head, from the attention of a few sampled queries:
+
+1. A line's density is its weight in the sample divided by the number of cells that it has in the matrix.
+2. The highest threshold is searched for which the lines that reach it hold `alpha` of the sample's weight.
+3. Densities are taken again, of each kind outside the lines of the other kind, and the threshold is searched again.
+
+Cells on lines of both kinds count once throughout. Nothing depends on an order of additions that varies, and no step
+needs to know on the host what an earlier one found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sinkscope.lines.attention import Scores, attention_of, causal_cells
+
+TILE = 64
+"""Queries in a block."""
+BAND = 16
+"""Keys in a block, which divide the queries."""
+PER = TILE // BAND
+"""Bands that lie in the diagonal block."""
+NEAR = 2 * PER
+"""Bands that are always chosen: each query sees the 64 keys before it."""
+_STEPS, _THRESHOLDS = 2, 32  # thresholds at a time, between the last that is low enough and the next one
+_LEAST, _MOST = -40.0, 3.0  # base 2 logarithms of densities
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Tiles of 64 queries, and blocks of 16 keys, which begin where tiles do.
+
+    The last key of a tile is in its band 0, and band b of all tiles are the blocks b blocks before.
+
+    Attributes:
+        queries: Number of queries, which are the last of the positions.
+        keys: Number of keys.
+    """
+
+    queries: int
+    keys: int
+
+    @property
+    def past(self) -> int:
+        """Number of positions before the first query."""
+        return self.keys - self.queries
+
+    @property
+    def before(self) -> int:
+        """Number of blocks of keys before the first query."""
+        return -(-self.past // BAND)
+
+    @property
+    def lead(self) -> int:
+        """Number of keys that the first of these blocks lacks."""
+        return BAND * self.before - self.past
+
+    @property
+    def tiles(self) -> int:
+        """Number of blocks of queries."""
+        return -(-self.queries // TILE)
+
+    @property
+    def short(self) -> int:
+        """Number of queries that the last tile lacks."""
+        return -self.queries % TILE
+
+    @property
+    def cells(self) -> int:
+        """Number of causal cells."""
+        return causal_cells(self.queries, self.keys)
+
+    def sparse_queries(self, dense_rows: int) -> int:
+        """Number of queries before those that see everything: `dense_rows` at the end, and those of the same tile."""
+        if not dense_rows:
+            return self.queries
+        return max(0, self.queries - dense_rows) // TILE * TILE
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of keys, and of bands."""
+        return self.before + PER * self.tiles
+
+    def block_of(self, position: Int[Tensor, " *n"]) -> Int[Tensor, " *n"]:
+        """The block of keys at a position."""
+        return (position + self.lead) // BAND
+
+    def last_block(self, at: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
+        """The last block of keys of the tile of the query at a position; its band 0."""
+        return self.before + (at - self.past) // TILE * PER + PER - 1
+
+    def column_lengths(self, device: torch.device) -> Int[Tensor, " key"]:
+        """Number of causal cells of each column."""
+        return torch.arange(self.keys, 0, -1, device=device).clamp(max=self.queries)
+
+    def band_lengths(self, device: torch.device) -> Int[Tensor, " block"]:
+        """Number of causal cells of each band."""
+        band = torch.arange(self.blocks, device=device)
+        late = band - self.before - PER + 1  # it meets no block of keys in tiles before late / PER
+        rows = self.queries - TILE * ((late.clamp(min=0) + PER - 1) // PER)
+        lacking = torch.where((late >= 0) & (late % PER == 0), self.lead * rows.clamp(max=TILE), 0)
+        far = BAND * rows - lacking
+        own = torch.arange(TILE, 0, -1, device=device)  # cells of the columns of a tile
+        last = (own - self.short).clamp(min=0)
+        near = (own * (self.tiles - 1) + last).view(PER, BAND).sum(1).flip(0)
+        return torch.cat([near, far[PER:]])
+
+    def blocked(self, by_key: Tensor) -> Tensor:
+        """Split the last dimension, of keys, into blocks, of which the first and the last are filled with zeros."""
+        return rearrange(pad(by_key, (self.lead, self.short)), "... (block own) -> ... block own", own=BAND)
+
+    def crossed(self, counts: Float[Tensor, "head block"]) -> Float[Tensor, "head block"]:
+        """Cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
+
+        Args:
+            counts: Bands, each counted as 1, or the number of columns in each block.
+
+        Returns:
+            For a column of each block, or for each band.
+        """
+        number = torch.arange(self.blocks, device=counts.device)
+        in_steps = pad(counts, (PER, -self.blocks % PER)).unflatten(1, (-1, PER)).cumsum(1).flatten(1)
+        met = in_steps[:, self.blocks - 1 - number + PER] - in_steps[:, (self.before - 1 - number + PER).clamp(min=0)]
+        return TILE * met - self.short * counts.flip(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """The columns and bands chosen for every head of a layer in one sequence.
+
+    Attributes:
+        columns: Whether each key position is chosen.
+        bands: Whether each band is chosen. All heads have the first `PER` bands; a dense head has all.
+        grid: The tiles.
+        dense_rows: So many queries at the end see everything, as do those of the same tile.
+    """
+
+    columns: Bool[Tensor, "head key"]
+    bands: Bool[Tensor, "head block"]
+    grid: BlockGrid
+    dense_rows: int = 0
+
+    @property
+    def dense(self) -> Bool[Tensor, " head"]:
+        """Which heads have all bands."""
+        return self.bands.all(1)
+
+    @property
+    def sparse_tiles(self) -> int:
+        """Number of tiles before those that see everything."""
+        return -(-self.grid.sparse_queries(self.dense_rows) // TILE)
+
+    def attended(self) -> Float[Tensor, " head"]:
+        """Share of the causal cells that is computed, with the dense rows."""
+        grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
+        if not sparse:
+            return torch.ones(len(self.bands), device=self.bands.device)
+        before = BlockGrid(sparse, grid.past + sparse)
+        on_lines = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before).cells()
+        return (on_lines + grid.cells - before.cells) / grid.cells
+
+    def cells(self) -> Float[Tensor, " head"]:
+        """Number of cells on columns and bands, each counted once, without what dense rows see besides."""
+        device, grid = self.columns.device, self.grid
+        far = self.bands.float()
+        far[:, :PER] = 0
+        position = torch.arange(grid.keys, device=device)
+        to_end = TILE - (position - grid.past) % TILE  # cells in the tile of its own
+        own = torch.where(position >= grid.past, torch.minimum(to_end, grid.keys - position), 0)
+        left = grid.column_lengths(device) - own - grid.crossed(far)[:, grid.block_of(position)]
+        return (self.bands * grid.band_lengths(device)).sum(1) + (self.columns * left).sum(1)
+
+    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
+        """Which keys the queries at these positions see."""
+        grid = self.grid
+        position = torch.arange(grid.keys, device=at.device)
+        back = grid.last_block(at)[:, None] - grid.block_of(position)
+        seen = self.columns[:, None] | self.bands[:, back.clamp(min=0)]
+        is_dense = (at - grid.past) // TILE >= self.sparse_tiles
+        return (seen | is_dense[:, None]) & (at[:, None] >= position)
+
+
+class SampleSums(Protocol):
+    """Attention of some queries, of which only sums are asked."""
+
+    rows: int
+
+    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
+        ...
+
+    def held(
+        self,
+        columns: Float[Tensor, "head key"],
+        bands: Float[Tensor, "head block"],
+        least: Float[Tensor, "head threshold"],
+    ) -> Float[Tensor, "head threshold"]:
+        """Weight on the lines whose densities reach each threshold; every cell counts once."""
+        ...
+
+
+class StoredRows:
+    """Attention of some queries, in memory.
+
+    Args:
+        scores: The scores of a layer.
+        rows: Indices of the queries.
+    """
+
+    def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
+        self.rows = len(rows)
+        self._grid = grid = BlockGrid(scores.queries, scores.keys)
+        self._probs: Float[Tensor, "head row block own"] = grid.blocked(attention_of(scores, rows))
+        at = rows.to(scores.key.device) + scores.past
+        back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
+        self._back = back.clamp(min=0)  # blocks after a row have no weight
+        self._whole = self._probs.sum(3)
+
+    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
+        outside = self._probs.new_ones(chosen.bands.shape).masked_fill_(chosen.bands, 0)[:, self._back]
+        by_column = torch.einsum("hrbo,hrb->hbo", self._probs, outside).flatten(1)
+        left = self._grid.blocked((~chosen.columns).float())
+        by_block = torch.einsum("hrbo,hbo->hrb", self._probs, left)
+        by_band = torch.zeros_like(by_block[:, 0])
+        by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block.flatten(1))
+        return by_column[:, self._grid.lead :][:, : self._grid.keys], by_band
+
+    def held(
+        self,
+        columns: Float[Tensor, "head key"],
+        bands: Float[Tensor, "head block"],
+        least: Float[Tensor, "head threshold"],
+    ) -> Float[Tensor, "head threshold"]:
+        """Weight on the lines whose densities reach each threshold; every cell counts once."""
+        reaching = (self._grid.blocked(columns)[..., None] >= least[:, None, None]).float()
+        of_columns = torch.einsum("hrbo,hbot->hrbt", self._probs, reaching)
+        in_band = (bands[..., None] >= least[:, None])[:, self._back]
+        return torch.where(in_band, self._whole[..., None], of_columns).sum((1, 2))
+
+
+def choose_bands(
+    sample: SampleSums,
+    grid: BlockGrid,
+    heads: int,
+    alpha: float,
+    begin: int,
+    dense_above: float,
+    dense_rows: int,
+    device: torch.device,
+) -> Bands:
+    """The columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
+
+    Args:
+        sample: The sampled attention.
+        grid: The blocks of the layer.
+        heads: Number of query heads.
+        alpha: Share of the sampled weight.
+        begin: Number of first positions that are always chosen.
+        dense_above: Share of the causal cells above which a head is dense.
+        dense_rows: Number of queries at the end that see everything.
+        device: Where the keys are.
+    """
+    columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
+    bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
+    position = torch.arange(grid.keys, device=device)
+    block = grid.block_of(position)
+    first, near = position < begin, torch.arange(grid.blocks, device=device) < NEAR
+    column_lengths, band_lengths = grid.column_lengths(device), grid.band_lengths(device)
+    for _ in range(2):
+        chosen = Bands(columns, bands, grid)
+        column_weight, band_weight = sample.sums(chosen)
+        column_left = column_lengths - grid.crossed(bands.float())[:, block]
+        band_left = band_lengths - grid.crossed(grid.blocked(columns.float()).sum(2))
+        of_columns = (column_weight / column_left.clamp(min=1)).masked_fill(first, torch.inf)
+        of_bands = (band_weight / band_left.clamp(min=1)).masked_fill(near, torch.inf)
+        least, enough = _threshold(sample, of_columns, of_bands, alpha)
+        # Where lines of both kinds cover everything, none of them has weight outside the other kind: the first choice stays.
+        columns = torch.where(enough, of_columns >= least, columns)
+        bands = torch.where(enough, of_bands >= least, bands)
+    found = Bands(columns, bands, grid)
+    dense = found.cells() > dense_above * grid.cells
+    return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows)
+
+
+def _threshold(
+    sample: SampleSums, columns: Float[Tensor, "head key"], bands: Float[Tensor, "head block"], alpha: float
+) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
+    """The highest density, to 3 %, from which on lines hold `alpha` of the sample; and whether one does."""
+    low = torch.full_like(columns[:, :1], _LEAST)
+    step = (_MOST - _LEAST) / _THRESHOLDS
+    number = torch.arange(_THRESHOLDS, device=columns.device)
+    reached = torch.zeros_like(low, dtype=torch.bool)
+    for _ in range(_STEPS):
+        tried = low + step * number
+        enough = sample.held(columns, bands, tried.exp2()) >= alpha * sample.rows
+        reached |= enough[:, :1]
+        low = tried.gather(1, (enough.sum(1, keepdim=True) - 1).clamp(min=0))
+        step /= _THRESHOLDS
+    return low.exp2(), reached
