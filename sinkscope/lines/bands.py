@@ -17,6 +17,7 @@ needs to know on the host what an earlier one found.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -102,25 +103,32 @@ class BlockGrid:
         """The last block of keys of the tile of the query at a position; its band 0."""
         return self.before + (at - self.past) // TILE * PER + PER - 1
 
-    def column_lengths(self, device: torch.device) -> Int[Tensor, " key"]:
-        """Number of causal cells of each column."""
-        return torch.arange(self.keys, 0, -1, device=device).clamp(max=self.queries)
-
-    def band_lengths(self, device: torch.device) -> Int[Tensor, " block"]:
-        """Number of causal cells of each band."""
-        band = torch.arange(self.blocks, device=device)
-        late = band - self.before - PER + 1  # it meets no block of keys in tiles before late / PER
-        rows = self.queries - TILE * ((late.clamp(min=0) + PER - 1) // PER)
-        lacking = torch.where((late >= 0) & (late % PER == 0), self.lead * rows.clamp(max=TILE), 0)
-        far = BAND * rows - lacking
-        own = torch.arange(TILE, 0, -1, device=device)  # cells of the columns of a tile
-        last = (own - self.short).clamp(min=0)
-        near = (own * (self.tiles - 1) + last).view(PER, BAND).sum(1).flip(0)
-        return torch.cat([near, far[PER:]])
-
     def blocked(self, by_key: Tensor) -> Tensor:
         """Split the last dimension, of keys, into blocks, of which the first and the last are filled with zeros."""
         return rearrange(pad(by_key, (self.lead, self.short)), "... (block own) -> ... block own", own=BAND)
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """How long the lines of a grid are, and where they cross, on a device.
+
+    Attributes:
+        grid: The tiles.
+        block: The block of each key.
+        columns: Number of causal cells of each column.
+        bands: Number of causal cells of each band.
+        own: Number of cells of each column in the tile of its own.
+        until: Where the lines end that cross a column of each block, or each band, among those of the other kind.
+        since: Where they begin.
+    """
+
+    grid: BlockGrid
+    block: Int[Tensor, " key"]
+    columns: Int[Tensor, " key"]
+    bands: Int[Tensor, " block"]
+    own: Int[Tensor, " key"]
+    until: Int[Tensor, " block"]
+    since: Int[Tensor, " block"]
 
     def crossed(self, counts: Float[Tensor, "head block"]) -> Float[Tensor, "head block"]:
         """Cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
@@ -131,10 +139,35 @@ class BlockGrid:
         Returns:
             For a column of each block, or for each band.
         """
-        number = torch.arange(self.blocks, device=counts.device)
-        in_steps = pad(counts, (PER, -self.blocks % PER)).unflatten(1, (-1, PER)).cumsum(1).flatten(1)
-        met = in_steps[:, self.blocks - 1 - number + PER] - in_steps[:, (self.before - 1 - number + PER).clamp(min=0)]
-        return TILE * met - self.short * counts.flip(1)
+        in_steps = pad(counts, (PER, -self.grid.blocks % PER)).unflatten(1, (-1, PER)).cumsum(1).flatten(1)
+        met = TILE * (in_steps.index_select(1, self.until) - in_steps.index_select(1, self.since))
+        if self.grid.short:
+            met -= self.grid.short * counts.flip(1)
+        return met
+
+
+@lru_cache(4)  # the layers of a prompt are of one grid
+def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
+    """The lengths of a grid's lines."""
+    position = torch.arange(grid.keys)
+    to_end = TILE - (position - grid.past) % TILE
+    band = torch.arange(grid.blocks)
+    late = band - grid.before - PER + 1  # it meets no block of keys in tiles before late / PER
+    rows = grid.queries - TILE * ((late.clamp(min=0) + PER - 1) // PER)
+    lacking = torch.where((late >= 0) & (late % PER == 0), grid.lead * rows.clamp(max=TILE), 0)
+    far = BAND * rows - lacking
+    own = torch.arange(TILE, 0, -1)  # cells of the columns of a tile
+    last = (own - grid.short).clamp(min=0)
+    near = (own * (grid.tiles - 1) + last).view(PER, BAND).sum(1).flip(0)
+    found = {
+        "block": grid.block_of(position),
+        "columns": torch.arange(grid.keys, 0, -1).clamp(max=grid.queries),
+        "bands": torch.cat([near, far[PER:]]),
+        "own": torch.where(position >= grid.past, torch.minimum(to_end, grid.keys - position), 0),
+        "until": grid.blocks - 1 - band + PER,
+        "since": (grid.before - 1 - band + PER).clamp(min=0),
+    }
+    return Lengths(grid, **{name: values.to(device) for name, values in found.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,14 +207,11 @@ class Bands:
 
     def cells(self) -> Float[Tensor, " head"]:
         """Number of cells on columns and bands, each counted once, without what dense rows see besides."""
-        device, grid = self.columns.device, self.grid
+        lengths = lengths_of(self.grid, self.columns.device)
         far = self.bands.float()
         far[:, :PER] = 0
-        position = torch.arange(grid.keys, device=device)
-        to_end = TILE - (position - grid.past) % TILE  # cells in the tile of its own
-        own = torch.where(position >= grid.past, torch.minimum(to_end, grid.keys - position), 0)
-        left = grid.column_lengths(device) - own - grid.crossed(far)[:, grid.block_of(position)]
-        return (self.bands * grid.band_lengths(device)).sum(1) + (self.columns * left).sum(1)
+        left = lengths.columns - lengths.own - lengths.crossed(far).index_select(1, lengths.block)
+        return (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
         """Which keys the queries at these positions see."""
@@ -276,19 +306,16 @@ def choose_bands(
     """
     columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
     bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
-    position = torch.arange(grid.keys, device=device)
-    block = grid.block_of(position)
-    first, near = position < begin, torch.arange(grid.blocks, device=device) < NEAR
-    column_lengths, band_lengths = grid.column_lengths(device), grid.band_lengths(device)
+    lengths = lengths_of(grid, device)
     for _ in range(2):
-        chosen = Bands(columns, bands, grid)
-        column_weight, band_weight = sample.sums(chosen)
-        column_left = column_lengths - grid.crossed(bands.float())[:, block]
-        band_left = band_lengths - grid.crossed(grid.blocked(columns.float()).sum(2))
-        of_columns = (column_weight / column_left.clamp(min=1)).masked_fill(first, torch.inf)
-        of_bands = (band_weight / band_left.clamp(min=1)).masked_fill(near, torch.inf)
+        column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
+        column_left = lengths.columns - lengths.crossed(bands.float()).index_select(1, lengths.block)
+        band_left = lengths.bands - lengths.crossed(grid.blocked(columns.float()).sum(2))
+        of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
+        of_columns[:, :begin] = torch.inf
+        of_bands[:, :NEAR] = torch.inf
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
-        # Where lines of both kinds cover everything, none of them has weight outside the other kind: the first choice stays.
+        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays.
         columns = torch.where(enough, of_columns >= least, columns)
         bands = torch.where(enough, of_bands >= least, bands)
     found = Bands(columns, bands, grid)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, check_values
 from sinkscope.lines.attention import Scores, attention_of
-from sinkscope.lines.bands import BlockGrid, Bands, StoredRows, SampleSums, choose_bands
+from sinkscope.lines.bands import Bands, BlockGrid, SampleSums, StoredRows, choose_bands
 from sinkscope.lines.devices import triton_module
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines
@@ -47,7 +47,7 @@ def select_bands(
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
-        alpha: Share of the sampled attention weight that columns and bands of each head hold. With 1 all heads are dense.
+        alpha: Share of the sampled attention that columns and bands of each head hold. With 1 all heads are dense.
         sample: Number of queries in the sample.
         seed: Seed of the sample.
         begin: Number of first positions that are always kept.

@@ -1,13 +1,14 @@
 """Attention on columns and bands in Triton, of all heads in one launch; a dense head is one that has all bands.
 
-`index_of` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head: first
-the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands and single keys of
-columns are fetched alike, 64 of them at a time. Query heads that share keys are beside each other, so that keys are in
-the cache of the chip.
+`index_of` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
+first the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands and single keys
+of columns are fetched alike, 64 of them at a time. Query heads that share keys are beside each other, so that keys are
+in the cache of the chip.
 
 This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1`, set before, runs it on a CPU.
 """
 
+# ruff: noqa: N803
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class BandIndex:
 
 @triton.jit
 @no_type_check
-def _listed(numbers, before, flags, count, start, size, number, LINES: tl.constexpr):  # noqa: N803
+def _listed(numbers, before, flags, count, start, size, number, LINES: tl.constexpr):
     """Append the numbers of set flags to a list, and write how many were before each row of flags."""
     per_row = tl.sum(flags, 1)
     earlier = count + tl.cumsum(per_row, 0) - per_row
@@ -68,7 +69,7 @@ def _listed(numbers, before, flags, count, start, size, number, LINES: tl.conste
     return count + tl.sum(per_row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys", "lead", "blocks", "places"])
 @no_type_check
 def _index(
     columns,
@@ -81,10 +82,10 @@ def _index(
     lead,
     blocks,
     places,
-    BAND: tl.constexpr,  # noqa: N803
-    PER: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    LINES: tl.constexpr,  # noqa: N803
+    BAND: tl.constexpr,
+    PER: tl.constexpr,
+    WIDE: tl.constexpr,
+    LINES: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     columns += head * keys
@@ -192,7 +193,7 @@ def _add(q, k, v, seen, scaling, top, total, sums):
     return new, total * fade + tl.sum(weights, 1), sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "lead", "before", "blocks", "sparse_tiles"])  # once for all lengths
 @no_type_check
 def _attend(
     out,
@@ -220,13 +221,13 @@ def _attend(
     before,
     blocks,
     sparse_tiles,
-    GROUP: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    VALUES: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    BAND: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BAND: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """Own tiles first, then the keys of chosen bands and columns before them: heads of a group beside each other."""
     per: tl.constexpr = TILE // BAND

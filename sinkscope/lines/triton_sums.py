@@ -6,6 +6,7 @@ writes sums alone. The counterpart on a CPU is `bands.StoredRows`.
 This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1`, set before, runs it on a CPU.
 """
 
+# ruff: noqa: N803
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class ComputedRows:
 
 @triton.jit
 @no_type_check
-def _rows(query, at, head, WIDTH: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
+def _rows(query, at, head, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """Numbers of the rows of this program, its queries, and their positions."""
     rows = head * (tl.num_programs(2) * SIZE) + tl.program_id(2) * SIZE + tl.arange(0, SIZE)
     q = tl.load(query + rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH))
@@ -91,7 +92,7 @@ def _rows(query, at, head, WIDTH: tl.constexpr, SIZE: tl.constexpr):  # noqa: N8
 
 @triton.jit
 @no_type_check
-def _scores(q, key, at, stride, scaling, own, keys, WIDTH: tl.constexpr):  # noqa: N803
+def _scores(q, key, at, stride, scaling, own, keys, WIDTH: tl.constexpr):
     """Scores of sampled rows against some keys, minus infinity where a row sees none."""
     inside = (own >= 0) & (own < keys)
     k = tl.load(key + own.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH), mask=inside[:, None], other=0.0)
@@ -99,7 +100,7 @@ def _scores(q, key, at, stride, scaling, own, keys, WIDTH: tl.constexpr):  # noq
     return tl.where(inside[None, :] & (own[None, :] <= at[:, None]), scores, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
 @no_type_check
 def _normalisers(
     partial,
@@ -113,11 +114,11 @@ def _normalisers(
     keys,
     lead,
     blocks,
-    GROUP: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BAND: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BAND: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Logarithm to base 2 of the sum of a row's weights in a chunk of keys."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -134,7 +135,7 @@ def _normalisers(
     tl.store(partial + rows * tl.num_programs(0) + chunk, top + tl.log2(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
 @no_type_check
 def _sums(
     columns,
@@ -152,11 +153,11 @@ def _sums(
     keys,
     lead,
     blocks,
-    GROUP: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BAND: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BAND: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Sums of columns outside the chosen bands, and of each row's bands outside the chosen columns."""
     chunk, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -191,7 +192,7 @@ def _sums(
             tl.store(bands + place, weight, mask=place < blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
 @no_type_check
 def _held(
     held,
@@ -209,12 +210,12 @@ def _held(
     keys,
     lead,
     blocks,
-    GROUP: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BAND: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    THRESHOLDS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BAND: tl.constexpr,
+    CHUNK: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
 ):
     """Weight of a chunk on lines from each threshold on: a whole block where its band is, else the columns in it."""
     chunk, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)

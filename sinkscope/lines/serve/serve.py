@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BlockGrid, Bands
+from sinkscope.lines.bands import Bands, BlockGrid
 from sinkscope.lines.choice import select_bands, select_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import draw_of, held_out

@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.owners import own_model
 from sinkscope.kv.session import Session
-from sinkscope.lines.attention import Scores, causal_cells, recovered
+from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.bands import Bands
 from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
@@ -61,7 +61,7 @@ class PromptRow:
 
 @dataclass(frozen=True, eq=False)
 class PromptRead:
-    """How a row of a prompt was read in one layer, and what was lost. Numbers stay on the device until they are asked for.
+    """How a row of a prompt was read in one layer; numbers stay on the device until they are asked for.
 
     Attributes:
         attended: Share of the causal cells from which each head computed its output.
@@ -173,6 +173,8 @@ class SparsePrompts(Intervention):
             flat and whole_rows and not session.now.own_masks and not prompt.is_eager
         ):  # stock attention builds no matrix
             return None
+        if whole_rows and len(reads) == 1 and reads[0].output is not None:
+            return rearrange(reads[0].output, "head query d_value -> 1 query head d_value").to(prompt.query.dtype)
         batch, heads, queries = prompt.query.shape[:3]
         whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
         for number, row in rows.items():
