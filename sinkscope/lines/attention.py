@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -107,6 +107,7 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
     )[0]
 
 
+@runtime_checkable
 class SeenRows(Protocol):
     """Lines, or columns and bands."""
 

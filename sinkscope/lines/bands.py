@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -223,6 +223,7 @@ class Bands:
         return (seen | is_dense[:, None]) & (at[:, None] >= position)
 
 
+@runtime_checkable
 class SampleSums(Protocol):
     """Attention of some queries, of which only sums are asked."""
 
@@ -307,7 +308,7 @@ def choose_bands(
     columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
     bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
     lengths = lengths_of(grid, device)
-    for _ in range(2):
+    for number in range(2):
         column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
         column_left = lengths.columns - lengths.crossed(bands.float()).index_select(1, lengths.block)
         band_left = lengths.bands - lengths.crossed(grid.blocked(columns.float()).sum(2))
@@ -315,7 +316,10 @@ def choose_bands(
         of_columns[:, :begin] = torch.inf
         of_bands[:, :NEAR] = torch.inf
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
-        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays.
+        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
+        # first only attention that is not a number is not enough: such heads are dense, as without a choice.
+        if not number:
+            bands = torch.ones_like(bands)
         columns = torch.where(enough, of_columns >= least, columns)
         bands = torch.where(enough, of_bands >= least, bands)
     found = Bands(columns, bands, grid)

@@ -44,13 +44,15 @@ def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
         accumulates in float32).
 
     Raises:
-        SinkscopeError: Shapes do not fit, or a head lacks the first bands.
+        SinkscopeError: Shapes do not fit, or on a CPU a head lacks the first bands.
         UnsupportedError: An input requires gradients, or triton is not installed on a GPU.
     """
     _check(scores, value, chosen.columns.shape, chosen.grid.queries)
     module = triton_module(value.device, "triton")
     if module is not None:
         return module.attention_on(scores, value, chosen).transpose(0, 1)
+    if not bool(chosen.bands[:, :PER].all()):  # a GPU would have to wait for it
+        raise SinkscopeError("bands of a head lack their own tile: expected the first bands among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
     is_dense = chosen.dense.tolist()
     every = range(scores.heads)

@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.owners import own_model
 from sinkscope.kv.session import Session
-from sinkscope.lines.attention import Scores, recovered
+from sinkscope.lines.attention import Scores, causal_cells, recovered
 from sinkscope.lines.bands import Bands
 from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
@@ -53,6 +53,10 @@ class PromptRow:
             real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
             query, key, value = query[:, real], key[:, occupied], value[:, occupied]
         return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
+
+    def cells(self) -> int:
+        """Number of causal cells."""
+        return causal_cells(self.scores.queries, self.scores.keys)
 
     def dense(self) -> Float[Tensor, "head query d_value"]:
         """Attention of all queries to everything."""
