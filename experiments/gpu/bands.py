@@ -111,12 +111,8 @@ def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
             key, values = (part.double().repeat_interleave(4 // kv, 0) for part in (scores.key, value))
             weights = (scores.query.double() @ key.mT * scores.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
             wanted = weights @ values
-            tilings_tried = [triton.Tiling()]
-            if name == "bfloat16":
-                tilings_tried.append(triton.Tiling(wide=2, warps=8))
-            for tiling in tilings_tried:
-                made = triton.attention_on(scores, value, chosen, tiling).transpose(0, 1).double()
-                found[f"{queries}/{keys} {width} {name} {tiling.wide}"] = float((made - wanted).norm() / wanted.norm())
+            made = triton.attention_on(scores, value, chosen).transpose(0, 1).double()
+            found[f"{queries}/{keys} {width} {name} attention"] = float((made - wanted).norm() / wanted.norm())
             rows = sampled_rows(chosen.grid, 64, 0, 16)
             if len(rows):
                 own, other = sums.ComputedRows(scores, rows), StoredRows(scores, rows)
@@ -181,7 +177,7 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
     density = torch.rand(heads, n, device=device), torch.rand(heads, grid.blocks, device=device)
     least = torch.rand(heads, 32, device=device)
     found["held_ms"] = time_of(lambda: computed.held(*density, least))
-    found["index_ms"] = time_of(lambda: triton.index_of(chosen, 1))
+    found["index_ms"] = time_of(lambda: triton.index_of(chosen))
     if device != "cpu":
         found["graph_ms"] = time_of(graph_of(chooser(scores, 0.95)))
     return found
@@ -311,11 +307,9 @@ def profile(device: str, heads: int, kv: int, n: int, dtype: str) -> Row:
 def tilings() -> list[Any]:
     """Those that are tried, likely ones first."""
     triton, _ = kernels()
-    rows = [(1, 64, 4, 3), (2, 64, 8, 3), (1, 64, 4, 2), (2, 64, 4, 3), (2, 64, 8, 2), (1, 128, 4, 2), (1, 32, 4, 4)]
-    rows += [(2, 128, 8, 2), (1, 64, 4, 4), (2, 32, 4, 4)]
     made: list[Any] = []
-    for wide, size, warps, stages in rows:
-        made.append(triton.Tiling(wide=wide, size=size, warps=warps, stages=stages))
+    for size, warps, stages in ((128, 4, 2), (64, 4, 2), (128, 8, 2), (64, 4, 3), (64, 8, 3), (32, 4, 3), (128, 4, 3)):
+        made.append(triton.Tiling(size=size, warps=warps, stages=stages))
     return made
 
 
@@ -324,18 +318,18 @@ def best_of(rows: Row) -> Any:
     triton, _ = kernels()
     times: dict[tuple[int, ...], float] = {}
     for name, row in rows.items():
-        if name.startswith("tiling") and "ms" in row:
-            key = (row["wide"], row["size"], row["warps"], row["stages"])
+        if name.startswith("tiling") and "ms" in row and row["share"] < 1:
+            key = (row["size"], row["warps"], row["stages"])
             times[key] = times.get(key, 0.0) + row["ms"]
     if not times:
         return triton.Tiling()
-    wide, size, warps, stages = min(times, key=lambda key: times[key])
-    return triton.Tiling(wide=wide, size=size, warps=warps, stages=stages)
+    size, warps, stages = min(times, key=lambda key: times[key])
+    return triton.Tiling(size=size, warps=warps, stages=stages)
 
 
 def main(
     *,
-    lengths: Sequence[int] = (16384, 65536, 8192, 32768, 131072),
+    lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
     prompts: Sequence[int] = (16384, 32768, 8192, 65536),
     small: Sequence[int] = (1, 1, 3, 3, 300, 300, 1000, 4099),
     heads: int = 32,
@@ -371,20 +365,11 @@ def main(
     first = lengths[0]
     do("correct", partial(correct, device, pairs))
     for tiling in tilings():
-        name = f"tiling {tiling.wide} {tiling.size} {tiling.warps} {tiling.stages}"
+        name = f"tiling {tiling.size} {tiling.warps} {tiling.stages}"
         for share in (0.1, 0.3, 1.0):
             work = partial(tiling_step, device, heads, quarter, first, share, tiling, max(3, rounds // 2), dtype)
             do(f"{name} at {share}", work)
     best = best_of(steps.rows)
-    do("profile", partial(profile, device, heads, quarter, first, dtype))
-    for n in lengths:
-        do(f"choice at {n}", partial(choice, device, heads, quarter, n, rounds, dtype))
-        do(
-            f"layer at {n}",
-            partial(layer, device, heads, quarter, n, max(3, rounds * first // max(first, n)), dtype, best),
-        )
-    do(f"layer at {first}, a kv head for each", partial(layer, device, heads, heads, first, rounds, dtype, best))
-    do(f"choice at {first}, a kv head for each", partial(choice, device, heads, heads, first, rounds, dtype))
     if time.monotonic() < end:
         hidden, mlp, _, query_heads, kv = planted_lines.SHAPES[shape]
         planted_lines.SHAPES["measured"] = (hidden, mlp, layers, query_heads, kv)
@@ -394,6 +379,15 @@ def main(
             for alpha in (0.75, 0.9):
                 do(f"prompt of {n}, alpha {alpha}", partial(prompt, target, ids[:, :n], alpha, device, 3))
         del target
+    do("profile", partial(profile, device, heads, quarter, first, dtype))
+    for n in lengths:
+        do(f"choice at {n}", partial(choice, device, heads, quarter, n, rounds, dtype))
+        do(
+            f"layer at {n}",
+            partial(layer, device, heads, quarter, n, max(3, rounds * first // max(first, n)), dtype, best),
+        )
+    do(f"layer at {first}, a kv head for each", partial(layer, device, heads, heads, first, rounds, dtype, best))
+    do(f"choice at {first}, a kv head for each", partial(choice, device, heads, heads, first, rounds, dtype))
     for share in (0.1, 0.3):
         do(f"flex at {first}, {share}", partial(flex, device, heads, quarter, first, share, max(3, rounds // 2), dtype))
     steps.end()

@@ -139,7 +139,9 @@ class Lengths:
         Returns:
             For a column of each block, or for each band.
         """
-        in_steps = pad(counts, (PER, -self.grid.blocks % PER)).unflatten(1, (-1, PER)).cumsum(1).flatten(1)
+        # Every PER-th of them meets the same line. The sums are along the last dimension, which is faster on a GPU.
+        steps = pad(counts, (PER, -self.grid.blocks % PER)).unflatten(1, (-1, PER)).mT
+        in_steps = steps.cumsum(2).flatten(1)
         met = TILE * (in_steps.index_select(1, self.until) - in_steps.index_select(1, self.since))
         if self.grid.short:
             met -= self.grid.short * counts.flip(1)
@@ -157,6 +159,11 @@ def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
     lacking = torch.where((late >= 0) & (late % PER == 0), grid.lead * rows.clamp(max=TILE), 0)
     far = BAND * rows - lacking
     own = torch.arange(TILE, 0, -1)  # cells of the columns of a tile
+    per_step = -(-grid.blocks // PER) + 1
+
+    def place(number: Tensor) -> Tensor:  # where it is among numbers of which every PER-th stand together
+        return number % PER * per_step + number // PER
+
     last = (own - grid.short).clamp(min=0)
     near = (own * (grid.tiles - 1) + last).view(PER, BAND).sum(1).flip(0)
     found = {
@@ -164,8 +171,8 @@ def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
         "columns": torch.arange(grid.keys, 0, -1).clamp(max=grid.queries),
         "bands": torch.cat([near, far[PER:]]),
         "own": torch.where(position >= grid.past, torch.minimum(to_end, grid.keys - position), 0),
-        "until": grid.blocks - 1 - band + PER,
-        "since": (grid.before - 1 - band + PER).clamp(min=0),
+        "until": place(grid.blocks - 1 - band + PER),
+        "since": place((grid.before - 1 - band + PER).clamp(min=0)),
     }
     return Lengths(grid, **{name: values.to(device) for name, values in found.items()})
 

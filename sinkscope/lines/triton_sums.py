@@ -176,20 +176,21 @@ def _sums(
         scores = _scores(q, key, own_at, stride, scaling, own, keys, WIDTH)
         probs = tl.exp2(scores - norm[:, None])
         inside = (own >= 0) & (own < keys)
-        back = last_block[:, None] - ((start + few) // BAND)[None, :]
-        taken = tl.load(on_band + back, mask=(back >= 0) & (back < blocks), other=0)
-        tl.store(columns + own, tl.sum(tl.where(taken == 0, probs, 0.0), 0), mask=inside)
         left = tl.load(on_column + own, mask=inside, other=1) == 0
         outside = tl.where(left[None, :], probs, 0.0)
+        alone = probs
         for piece in tl.static_range(SIZE // BAND):
             block = start // BAND + piece
             in_block = (few // BAND) == piece
             # Blocks after a row weigh 0, and stand for the bands that it does not reach: each place is written once.
-            place = last_block - block
-            place = tl.where(place >= 0, place, place + blocks)
-            weight = tl.sum(tl.where(in_block[None, :], outside, 0.0), 1)
+            back = last_block - block
+            taken = tl.load(on_band + back, mask=back >= 0, other=0) != 0
+            alone = tl.where(in_block[None, :] & taken[:, None], 0.0, alone)
+            place = tl.where(back >= 0, back, back + blocks)
             place = tl.where(block < blocks, place, blocks)
+            weight = tl.sum(tl.where(in_block[None, :], outside, 0.0), 1)
             tl.store(bands + place, weight, mask=place < blocks)
+        tl.store(columns + own, tl.sum(alone, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
