@@ -16,6 +16,7 @@ needs to know on the host what an earlier one found.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
@@ -36,8 +37,8 @@ PER = TILE // BAND
 """Bands that lie in the diagonal block."""
 NEAR = 2 * PER
 """Bands that are always chosen: each query sees the 64 keys before it."""
-_STEPS, _THRESHOLDS = 2, 32  # thresholds at a time, between the last that is low enough and the next one
-_LEAST, _MOST = -40.0, 3.0  # base 2 logarithms of densities
+_BELOW = 12  # octaves below the density of even attention: what lies on lines below that is left out
+_FINE = 0.06  # octaves between the threshold and one that is too high
 
 
 @dataclass(frozen=True)
@@ -232,9 +233,15 @@ class Bands:
 
 @runtime_checkable
 class SampleSums(Protocol):
-    """Attention of some queries, of which only sums are asked."""
+    """Attention of some queries, of which only sums are asked.
+
+    Attributes:
+        rows: Number of these queries.
+        thresholds: Number of thresholds that are tried at a time.
+    """
 
     rows: int
+    thresholds: int
 
     def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
@@ -258,23 +265,27 @@ class StoredRows:
         rows: Indices of the queries.
     """
 
+    thresholds = 8
+
     def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
         self.rows = len(rows)
         self._grid = grid = BlockGrid(scores.queries, scores.keys)
-        self._probs: Float[Tensor, "head row block own"] = grid.blocked(attention_of(scores, rows))
-        at = rows.to(scores.key.device) + scores.past
-        back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
-        self._back = back.clamp(min=0)  # blocks after a row have no weight
+        blocked = grid.blocked(attention_of(scores, rows))
+        # Block by block, because all sums are products within blocks.
+        self._probs = rearrange(blocked, "head row block own -> head block row own").contiguous()
+        last = grid.last_block(rows.to(scores.key.device) + scores.past)
+        back = last - torch.arange(grid.blocks, device=last.device)[:, None]
+        self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
         self._whole = self._probs.sum(3)
 
     def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
-        outside = self._probs.new_ones(chosen.bands.shape).masked_fill_(chosen.bands, 0)[:, self._back]
-        by_column = torch.einsum("hrbo,hrb->hbo", self._probs, outside).flatten(1)
+        outside = (~chosen.bands).float()[:, self._back]
+        by_column = (outside[:, :, None] @ self._probs).flatten(1)
         left = self._grid.blocked((~chosen.columns).float())
-        by_block = torch.einsum("hrbo,hbo->hrb", self._probs, left)
-        by_band = torch.zeros_like(by_block[:, 0])
-        by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block.flatten(1))
+        by_block = (self._probs @ left[..., None]).flatten(1)
+        by_band = torch.zeros_like(outside[:, :, 0])
+        by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
         return by_column[:, self._grid.lead :][:, : self._grid.keys], by_band
 
     def held(
@@ -285,7 +296,7 @@ class StoredRows:
     ) -> Float[Tensor, "head threshold"]:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
         reaching = (self._grid.blocked(columns)[..., None] >= least[:, None, None]).float()
-        of_columns = torch.einsum("hrbo,hbot->hrbt", self._probs, reaching)
+        of_columns = self._probs @ reaching
         in_band = (bands[..., None] >= least[:, None])[:, self._back]
         return torch.where(in_band, self._whole[..., None], of_columns).sum((1, 2))
 
@@ -322,7 +333,7 @@ def choose_bands(
         of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
         of_columns[:, :begin] = torch.inf
         of_bands[:, :NEAR] = torch.inf
-        least, enough = _threshold(sample, of_columns, of_bands, alpha)
+        least, enough = _threshold(sample, grid, of_columns, of_bands, alpha)
         # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
         # first only attention that is not a number is not enough: such heads are dense, as without a choice.
         if not number:
@@ -335,17 +346,22 @@ def choose_bands(
 
 
 def _threshold(
-    sample: SampleSums, columns: Float[Tensor, "head key"], bands: Float[Tensor, "head block"], alpha: float
+    sample: SampleSums,
+    grid: BlockGrid,
+    columns: Float[Tensor, "head key"],
+    bands: Float[Tensor, "head block"],
+    alpha: float,
 ) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
-    """The highest density, to 3 %, from which on lines hold `alpha` of the sample; and whether one does."""
-    low = torch.full_like(columns[:, :1], _LEAST)
-    step = (_MOST - _LEAST) / _THRESHOLDS
-    number = torch.arange(_THRESHOLDS, device=columns.device)
+    """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
+    least = math.log2(sample.rows / grid.cells) - _BELOW
+    step = math.log2(sample.rows / grid.queries) - least  # with one cell in each row, a mean density is no higher
+    low = torch.full_like(columns[:, :1], least)
+    number = torch.arange(sample.thresholds, device=columns.device)
     reached = torch.zeros_like(low, dtype=torch.bool)
-    for _ in range(_STEPS):
+    while step > _FINE:
+        step /= sample.thresholds
         tried = low + step * number
         enough = sample.held(columns, bands, tried.exp2()) >= alpha * sample.rows
         reached |= enough[:, :1]
         low = tried.gather(1, (enough.sum(1, keepdim=True) - 1).clamp(min=0))
-        step /= _THRESHOLDS
     return low.exp2(), reached

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,6 +27,7 @@ from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 
 _ROWS = 1024  # queries at a time for which a mask is built
+_TILES = 64  # tiles at a time whose keys are listed
 Values = Float[Tensor, "kv_head key d_value"]
 Attended = Float[Tensor, "head query d_value"]
 
@@ -122,34 +123,39 @@ def _check(scores: Scores, value: Tensor, lines: torch.Size, line_queries: int) 
 
 def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[Tensor, "query d_value"]) -> None:
     """Write the attention of one head, tile by tile."""
-    grid = chosen.grid
+    grid, width = chosen.grid, scores.key.shape[2]
     kv_head = kv_head_of(head, scores.heads, len(value))
     query = scores.query[head].float() * scores.scaling
-    key, values = scores.key[kv_head].float(), value[kv_head].float()
-    bands = chosen.bands[head]
-    far = bands[PER:].nonzero().flatten() + PER
+    both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once
+    future = torch.ones(TILE, TILE, dtype=torch.bool).triu_(1)
+    for first in range(0, grid.tiles, _TILES):
+        numbers = torch.arange(first, min(grid.tiles, first + _TILES))
+        for number, keys in zip(numbers.tolist(), _keys_of_tiles(chosen, head, numbers), strict=True):
+            start = number * TILE
+            stop = min(grid.queries, start + TILE)
+            met = both[: grid.past + stop]
+            if number < chosen.sparse_tiles:
+                met = both.index_select(0, keys)
+            weights = query[start:stop] @ met[:, :width].T
+            weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
+            torch.softmax(weights, 1, out=weights)
+            out[start:stop] = weights @ met[:, width:]
+
+
+def _keys_of_tiles(chosen: Bands, head: int, tiles: Int[Tensor, " tile"]) -> tuple[Int[Tensor, " some"], ...]:
+    """The keys that some tiles of a head meet: columns outside its bands, those of bands, and those of the tile."""
+    grid, bands = chosen.grid, chosen.bands[head]
+    last = (grid.before + tiles * PER + PER - 1)[:, None]  # block of a tile's last key
     columns = chosen.columns[head].nonzero().flatten()
-    block = grid.block_of(columns)
-    own = torch.arange(BAND)
-    for number in range(grid.tiles):
-        start = number * TILE
-        stop, last = min(grid.queries, start + TILE), grid.before + number * PER + PER - 1
-        begin = grid.past + start  # of the keys of the tile itself
-        keys, tile_values = key[: grid.past + stop], values[: grid.past + stop]
-        if number < chosen.sparse_tiles:
-            blocks = last - far[far <= last].flip(0)
-            of_bands = (blocks[:, None] * BAND - grid.lead + own).flatten()
-            if grid.lead:
-                of_bands = of_bands[of_bands >= 0]
-            before = columns[block <= last - PER]
-            alone = before[~bands[last - block[: len(before)]]]
-            met = torch.cat([alone, of_bands, torch.arange(begin, grid.past + stop)])
-            keys, tile_values = key.index_select(0, met), values.index_select(0, met)
-        weights = query[start:stop] @ keys.T
-        size = stop - start
-        future = torch.ones(size, size, dtype=torch.bool).triu_(1)
-        weights[:, len(keys) - size :].masked_fill_(future, -torch.inf)
-        out[start:stop] = torch.softmax(weights, -1, out=weights) @ tile_values
+    back = last - grid.block_of(columns)
+    alone = (back >= PER) & ~bands[back.clamp(min=0)]
+    far = bands.nonzero().flatten()[PER:].flip(0)
+    begin = (last - far) * BAND - grid.lead
+    of_bands = (begin[:, :, None] + torch.arange(BAND)).flatten(1)
+    own = grid.past + tiles[:, None] * TILE + torch.arange(TILE)
+    keys = torch.cat([columns.expand(len(tiles), -1), of_bands, own], 1)
+    met = torch.cat([alone, of_bands >= 0, own < grid.keys], 1)
+    return keys[met].split(met.sum(1).tolist())
 
 
 def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:

@@ -37,6 +37,8 @@ class ComputedRows:
         rows: Indices of the queries.
     """
 
+    thresholds = 32
+
     def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
         self.rows = len(rows)
         self._grid = grid = BlockGrid(scores.queries, scores.keys)

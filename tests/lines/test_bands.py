@@ -108,14 +108,14 @@ def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
     assert chosen.bands[:, :NEAR].all() and (alpha == 1 or chosen.columns[:, :begin].all())
 
 
-def test_the_threshold_is_the_highest_to_three_percent():
+def test_the_threshold_is_the_highest_to_four_percent():
     scores = drawn(4, 400, 400, 3, 1.0)
     sample = StoredRows(scores, torch.arange(0, 400, 7))
     grid = BlockGrid(400, 400)
-    columns, bands = torch.rand(4, 400) ** 9, torch.rand(4, grid.blocks) ** 9
+    columns, bands = torch.rand(4, 400) ** 9 * 0.1, torch.rand(4, grid.blocks) ** 9 * 0.1
     for alpha in (0.2, 0.6, 0.9):
-        least, reached = rule._threshold(sample, columns, bands, alpha)
-        limits = torch.cat([least, least * 1.031], 1)
+        least, reached = rule._threshold(sample, grid, columns, bands, alpha)
+        limits = torch.cat([least, least * 1.043], 1)
         held = sample.held(columns, bands, limits) / sample.rows
         assert reached.all() and (held[:, 0] >= alpha).all() and (held[:, 1] < alpha).all()
 
