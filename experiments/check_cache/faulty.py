@@ -365,6 +365,43 @@ def crop_does_nothing(config):
     return stock_with(config, Uncropped)
 
 
+class Recording(LinearAttentionLayer):
+    """A layer with a state that can go back by the tokens of the last call."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.activate_past_recording()
+        self.before = None
+
+    def update_recurrent_state(self, recurrent_states, state_idx=0, **kwargs):
+        if self.is_recurrent_states_initialized[state_idx]:
+            self.before = self.recurrent_states[state_idx].clone()
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def crop(self, tokens_to_remove):
+        super().crop(tokens_to_remove)
+        if self.before is not None:
+            self.recurrent_states[0].copy_(self.before)
+
+
+def recording(config):
+    """A stock cache whose states go back."""
+    cache = DynamicCache(config=config)
+    for number, one in enumerate(cache.layers):
+        if isinstance(one, LinearAttentionLayer):
+            cache.layers[number] = Recording()
+    return cache
+
+
+@fault(
+    "a_cropped_draft_leaves_no_trace_in_states", recording, "https://github.com/huggingface/transformers/issues/49036"
+)
+def crop_leaves_the_recurrent_state(config):
+    cache = DynamicCache(config=config)
+    cache.activate_past_recording()
+    return cache
+
+
 # Heads
 
 

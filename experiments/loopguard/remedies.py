@@ -104,7 +104,7 @@ CHOICES: dict[str, Callable[[], LoopGuard]] = {
 FULL, GUARD, PLAIN = "full", "LoopGuard", "LoopGuard, plain generate"
 GUARDS: dict[str, Callable[[], LoopGuard | bool]] = {
     FULL: lambda: False,
-    PLAIN: lambda: LoopGuard(rewind=False),
+    PLAIN: lambda: LoopGuard(act="cut"),
     GUARD: LoopGuard,
     **CHOICES,
 }

@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the name of the program. By default those of this process.
 
     Returns:
-        0 done, 1 a patch that was not made, a published result that does not agree or a model of several without a
-        card, 2 bad input (each with one line on stderr), 3 a text, session or stream with a loop, 130 interrupted.
+        0 done, 1 a patch that was not made, a published result that does not agree, a model of several without a card
+        or an answer without text, 2 bad input (each with one line on stderr), 3 a text, session or stream with a loop,
+        130 interrupted.
     """
     version = click.version_option(__version__, message="sinkscope %(version)s", help="Print the version.")
     program = version(
@@ -164,6 +165,7 @@ def _prepare_streams() -> None:
     warnings.showwarning = lambda message, *_: note(f"note: {message}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars that say nothing of themselves; those of downloads do
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait in a loop take half of the processor's time
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

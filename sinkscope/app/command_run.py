@@ -235,7 +235,12 @@ def read_words(one: Parameter, words: Any) -> Any:
     if one.option.reads == "text":
         return _prompt(words)
     if one.option.reads == "commas":
-        return [name.strip() for name in ",".join(words).split(",") if name.strip()]
+        names = [name.strip() for name in ",".join(words).split(",") if name.strip()]
+        if not names:
+            raise SinkscopeError(
+                f"{one.flag} {','.join(words)!r}: no name stands between the commas; give at least one"
+            )
+        return names
     if one.many:
         return list(words)
     return words

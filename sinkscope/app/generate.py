@@ -31,6 +31,7 @@ def print_generated(
     device: str | None = None,
     dtype: str | None = None,
     bos: bool | None = None,
+    chat: bool | None = None,
     patch: Annotated[str | None, Option(metavar="FILE")] = None,
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
@@ -48,7 +49,8 @@ def print_generated(
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bos: Whether the prompt begins with BOS. By default the tokenizer decides.
+        bos: Whether the prompt begins with BOS. By default the tokenizer, or the chat template, decides.
+        chat: Whether the prompt is a message in the tokenizer's chat template. By default it is if there is one.
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
         guard: Break repetition loops with LoopGuard, and remove them from the text, which is shown once it is complete.
@@ -81,6 +83,7 @@ def print_generated(
         temperature=temperature,
         seed=seed,
         bos=bos,
+        chat="auto" if chat is None else chat,
         on_text=show,
     )
     end_bar(progress)  # of an answer without text

@@ -17,11 +17,11 @@ from sinkscope.files.plain import visible
 from sinkscope.files.records import checked_value
 from sinkscope.loops import LoopCheck, Monitor, MonitorSettings, Watch, check_file
 from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
-from sinkscope.loops.text.forms import StreamForm
+from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT
+from sinkscope.loops.text.forms import StreamForm, form_of_file
 from sinkscope.results.console import note
 from sinkscope.results.options import Option, command
 
-LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
 HOST, PORT = "127.0.0.1", 8790
 
 
@@ -44,13 +44,14 @@ def check_loops(
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
-    Each one loops, looped, is suspicious or is clean; the exit status is 3 if one loops or looped.
+    Each one loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
+    else 1 if one has no text.
 
     Args:
         file: Text, or JSON with text, output or tokens, or with the answers of a server; - is standard input.
         follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
-        form: What the file is. By default .json, .jsonl and .ndjson are JSON, any other file is one text; of standard
-            input the first line decides, and it may also be server-sent events (sse).
+        form: What the file is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such,
+            and any other file is one text; of standard input the first line decides.
         settings: Settings of the monitor, a JSON object such as {"window": 128}.
         variant: Which monitor decides. "repeats" finds exact repetitions of anything, "full" is the paper's.
         first: With --follow: stop at the first loop.
@@ -83,9 +84,10 @@ def check_loops(
         return _follow(file or "-", form, monitor, first, name)
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
-    if form == "auto" and file != "-":
-        form = "jsonl" if file.lower().endswith((".json", ".jsonl", ".ndjson")) else "text"
-    with closing(_open_bytes(file)) as source:  # a loop is said at once; the table follows at the end
+    with closing(_open_bytes(file)) as source:
+        if form == "auto" and file != "-":
+            form = form_of_file(file, source.peek())
+        # A loop is said at once; the table follows at the end.
         return check_file(source, form=form, settings=monitor, name=name, told=lambda alarm: note(str(alarm)))
 
 
@@ -116,12 +118,16 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
 
 
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, name: str) -> None:
-    """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
-    loops = False
-    for alarm in Watch(monitor).follow(_open_bytes(file), form=form, name=name):
+    """Print the loops of a stream as they occur; exit with status 3 if there was one, or 1 if no text was found."""
+    loops, watch = False, Watch(monitor)
+    for alarm in watch.follow(_open_bytes(file), form=form, name=name):
         loops = True
         print(visible(str(alarm)), flush=True)
         if first:
             break
     if loops:
-        raise click.exceptions.Exit(LOOP_IN_STREAM)
+        raise click.exceptions.Exit(LOOP_FOUND)
+    for one in watch.checked:
+        if one.verdict == "empty":
+            note(f"note: no text was found in {one.name}")
+            raise click.exceptions.Exit(NO_TEXT)

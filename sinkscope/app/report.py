@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.store import RECORDS, SETTINGS
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 
@@ -45,17 +46,21 @@ def report(
     page = out or root / "report.html"
     target = check_output(page, ["report"])
     sections: list[Section] = []
+    results: list[Result] = []
     left_out: list[str] = []
     for path in _listed(root):
         name = visible(path.relative_to(root).as_posix())
         try:
             if path.is_file():
                 result = Result.from_dict(read_json(path), path.name)
+            elif read_json(path / SETTINGS).get("command") == "scan":
+                raise SinkscopeError("a scan that has not ended; its command goes on with it")
             else:  # a folder of runs is shown as its table
                 from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
 
                 result = bench_table([path])
             sections.append(result_section(result, name))
+            results.append(result)
         except SinkscopeError as error:
             left_out.append(f"{name}: {error}")
         except Exception as error:  # a damaged result can have the right types and fail anywhere
@@ -63,11 +68,33 @@ def report(
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
-    if left_out:
-        rows = "".join(f"<li>{text(line)}</li>" for line in left_out)
-        sections.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
+    alike = several_of_one(results)
+    for title, said in (
+        (f"{count_of(len(left_out), 'file')} left out", left_out),
+        ("Several results of one kind", alike),
+    ):
+        if said:
+            rows = "".join(f"<li>{text(line)}</li>" for line in said)
+            sections.append(Section(title, f"<ul>{rows}</ul>"))
     write_output(target, document(visible(root.resolve().name), sections, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
+
+
+def several_of_one(results: Sequence[Result]) -> list[str]:
+    """Of each kind and model that several results have, a remark that says in which settings these differ."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.kind, result.model.name), []).append(result)
+    remarks: list[str] = []
+    for (kind, model), alike in groups.items():
+        names = sorted({name for result in alike for name in result.settings})
+        differing = [name for name in names if len({repr(result.settings.get(name)) for result in alike}) > 1]
+        if len({result.model.fingerprint for result in alike}) > 1:
+            differing.append("weights")
+        said = f"differ in {word_list(differing)}" if differing else "are the same"
+        if len(alike) > 1:
+            remarks.append(f"{count_of(len(alike), 'result')} of kind {kind} on {model}: their settings {said}.")
+    return remarks
 
 
 def _listed(root: Path) -> list[Path]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
 from sinkscope.models.target import Target
 from sinkscope.results.console import note
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
@@ -52,6 +54,7 @@ class Part:
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
+        seconds: What it may take with --quick on a model of 135 million parameters; more on larger ones, in proportion.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Part:
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
+    seconds: float = 20
 
     @property
     def file(self) -> str:
@@ -81,21 +85,28 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
 
 
 PARTS = (
-    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, streams=True),
-    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}),
+    Part("find_sinks", "find-sinks", find_sinks.on, {"all_layers": True}, {"max_repeats": 300}, True, seconds=60),
+    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
     Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
-    Part("repeat", "repeat --ablate", repeat.on, {"ablate": True}, {"ablate": True}, streams=True),
-    Part("attack", "attack", attack.on, quick={"sequences": 20}),
+    Part(
+        "repeat",
+        "repeat --ablate",
+        repeat.on,
+        {"ablate": True},
+        {"ablate": True, "max_repeats": 300},
+        streams=True,
+    ),
+    Part("attack", "attack", attack.on, quick={"sequences": 8, "sample": 96, "lengths": [2, 8]}),
     Part("patch_make", "patch make", patch_make.on, quick=None),
-    Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 96}),
-    Part("why", "why", why.on, quick={"max_new_tokens": 96, "cuts": 3}),
+    Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
+    Part("why", "why", why.on, quick={"max_new_tokens": 64, "cuts": 3}),
     Part("lines", "lines", lines.on, quick={"count": 3, "length": 192}),
     Part(
         "loops",
         "bench --task loops:source=text",
         loops,
         {"count": 16, "max_new_tokens": 384},
-        {"count": 4, "max_new_tokens": 128},
+        {"count": 2, "max_new_tokens": 64},
     ),
     Part(
         "policies",
@@ -104,9 +115,10 @@ PARTS = (
         {"count": 4, "prompt": 768},
         {"count": 1, "prompt": 320},  # of which a quarter is more than the 64 tokens that SnapKV always keeps
     ),
-    Part("precision", "precision", precision.on, quick={"pieces": 8}),
+    Part("precision", "precision", precision.on, quick={"pieces": 3, "length": 32, "schemes": ["a8-tensor"]}),
 )
 """What a scan runs, in the order of the card."""
+QUICK_SECONDS, SMALL = 140.0, 135e6  # what all parts may take with --quick, on a model of so many parameters
 
 
 Outcomes = list[tuple[Part, Result | str]]
@@ -142,7 +154,8 @@ def scan(
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         out: Folder for the results and the card. By default scan-NAME.
-        quick: Use smaller numbers: a minute instead of several for a small model.
+        quick: Use smaller numbers, and end each part after a time: about two minutes for a model of 135 million
+            parameters, and in proportion for larger ones. The card says which parts were cut short.
         against: A card.json, or the folder of a scan, to compare with.
         settings: As for `sinkscope.measure.Setup.open`.
 
@@ -162,7 +175,11 @@ def scan(
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
     with Folder(folder, decisive, FinishedPart, option="--out") as kept:
-        outcomes = _outcomes(kept, folder, setup, quick)
+        try:
+            outcomes = _outcomes(kept, folder, setup, quick)
+        except KeyboardInterrupt:
+            note(f"{folder} keeps {count_of(len(kept.records), 'finished part')}: the same command goes on from there")
+            raise
         parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
         card = SinkCard(quick=quick, parts=parts, model=setup.info(), settings=decisive, provenance=setup.provenance())
         if other is not None:
@@ -177,6 +194,8 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
     """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
     outcomes: Outcomes = []
     chosen = [part for part in PARTS if not quick or part.quick is not None]
+    larger = max(1.0, sum(parameter.numel() for parameter in setup.target.hf.parameters()) / SMALL)
+    left = QUICK_SECONDS * larger
     for number, part in enumerate(chosen):
         setup.progress(f"scan: {part.command}", number, len(chosen))
         outcome: Result | str | None = None
@@ -184,12 +203,38 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                 outcome = Result.load(folder / part.file)
         if outcome is None:
-            outcome = _measured(part, setup, quick)
+            began = time.thread_time()
+            outcome = _measured(part, setup, min(part.seconds * larger, left) if quick else None)
+            took = time.thread_time() - began
+            left -= took
+            if not sys.stderr.isatty():  # where there is no bar
+                end = outcome if isinstance(outcome, str) else "done"
+                note(f"scan {number + 1} of {len(chosen)}: {part.command}: {end} ({took:.0f} s)")
             if isinstance(outcome, Result):
                 outcome.save(folder / part.file)
                 kept.append([FinishedPart(part.name)])
         outcomes.append((part, outcome))
     return outcomes
+
+
+class CutShortError(SinkscopeError):
+    """A part of a scan took all of its time."""
+
+
+@contextmanager
+def at_most(target: Target, seconds: float | None) -> Iterator[None]:
+    """Context manager in which passes of a model end in an error after so many seconds of this thread. None: never."""
+    if seconds is None:
+        yield
+        return
+    end = time.thread_time() + seconds
+
+    def check(*_: object) -> None:
+        if time.thread_time() > end:
+            raise CutShortError(f"it was cut short after {seconds:.0f} s")
+
+    with target.hooks(*((layer, "pre", check) for layer in target.layers)):
+        yield
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
@@ -219,16 +264,17 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
     }
 
 
-def _measured(part: Part, setup: Setup, quick: bool) -> Result | str:
-    """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
+def _measured(part: Part, setup: Setup, seconds: float | None) -> Result | str:
+    """The result of a part, with --quick in so many seconds, or why there is none: the next one begins in any case."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
-    arguments = part.full
-    if quick:
-        arguments = part.quick or {}
+    arguments = part.full if seconds is None else part.quick or {}
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
-        return part.measure(setup, **arguments)
+        with at_most(setup.target, seconds):
+            return part.measure(setup, **arguments)
+    except CutShortError as error:
+        return f"{error}; `sinkscope {part.command}` alone has no bound"
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"

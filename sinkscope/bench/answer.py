@@ -21,6 +21,7 @@ from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
+from sinkscope.kv.usage import HeldTokens
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.rate import mean_known
@@ -127,9 +128,9 @@ class Answer:
         text: The decoded answer.
         ended: Why it ended.
         costs: `prompt_tokens`, with BOS; `length` of the answer; `read`, the cached tokens that a decoding step after
-            the first attended to, and `cached_peak`, the most after any step, means over layers and kv heads; `cells`,
-            the share of the prompt's causal cells that attention covered (None if the method does not change prompts);
-            `seconds` of wall-clock time of its batch, divided by the rows.
+            the first attended to, and `cached_peak`, the most that stayed cached after one, means over layers and kv
+            heads; `cells`, the share of the prompt's causal cells that attention covered (None if the method does not
+            change prompts); `seconds` of wall-clock time of its batch, divided by the rows.
         read: `read` of each decoding step after the first.
         events: Actions of the method.
         steps: Numbers for each new token, by name.
@@ -152,7 +153,7 @@ Measure = Callable[[Logits], RowNumbers]
 
 def top_probability(logits: Logits) -> RowNumbers:
     """The probability of the top prediction."""
-    return {"top1": largest_probability(logits).double().round(decimals=4)}
+    return {"top1": largest_probability(logits).cpu().double().round(decimals=4)}
 
 
 def answer_rows(
@@ -188,23 +189,22 @@ def answer_rows(
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         for name, value in measure(output.logits[:, -1].float()).items():
-            values.setdefault(name, []).append(value.double().cpu())
+            values.setdefault(name, []).append(value.cpu().double())
 
     options |= decoding(target, do_sample=False, pad_token_id=pad)
-    output, run = _generated(target, edit, keep, input_ids=ids, attention_mask=mask, max_new_tokens=new, **options)
-    events: list[Event] = []
-    held: tuple[Tensor, Tensor] | None = None
-    if run is not None:
-        events, held = run.events, run.session.meters[0].by_call()
+    options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
+    output, run, held = _generated(target, edit, keep, **options)
+    events: list[Event] = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
         read: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
-        cached_peak = prompt + length - 1.0  # the last one goes through no call
-        if held is not None:
-            read, cached_peak = held[1][1:length, row].tolist(), float(held[0][:length, row].max())
+        cached: Sequence[float] = read
+        if run is not None:
+            read = [call.read_by_row()[row] for call in held[1:length]]
+            cached = [call.held_by_row()[row] for call in held[1:length]]
         steps: dict[str, tuple[float, ...]] = {}
         for name, value in values.items():
             steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
@@ -213,7 +213,7 @@ def answer_rows(
             "length": length,
             "read": mean_known(read),
             "cells": cells_of(events, row),
-            "cached_peak": cached_peak,
+            "cached_peak": max(cached, default=None),
             "seconds": seconds,
         }
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
@@ -225,12 +225,14 @@ def answer_rows(
 
 def _generated(
     target: Target, edit: Intervention | None, keep: Callable[..., None], **options: Any
-) -> tuple[Tensor, Run | None]:
-    """What the model writes under an edit, with the run that counts what the cache holds; `keep` sees each output."""
+) -> tuple[Tensor, Run | None, list[HeldTokens]]:
+    """What the model writes under an edit, the run, and what the cache held after each call."""
+    held: list[HeldTokens] = []
     with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         if run is not None:
             Session.of(run).own_cache()
-        return target.hf.generate(**options), run
+            run.session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers)))
+        return target.hf.generate(**options), run, held
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

@@ -31,6 +31,21 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
     return next(iter(controls), None)
 
 
+def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
+    """What a method other than the full cache reads and computes, as shares of all, in words."""
+    found: list[str] = []
+    if group.method == FULL:
+        return found
+    for full in groups:
+        read, whole = group.metrics.get("read"), full.metrics.get("read")
+        if full.method == FULL and read is not None and whole:
+            found.append(f"reads {read / whole:.0%}")
+    cells = group.metrics.get("cells")
+    if cells is not None:
+        found.append(f"computes {cells:.0%} of prompts")
+    return found
+
+
 def finding(groups: Sequence[BenchGroup]) -> str:
     """The best method of one place where its interval and that of the next one part, beside the control.
 
@@ -44,21 +59,18 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     if not compared:
         return f"In {groups[0].title}, {said}; no other method was run."
     best, *others = compared
-    notes: list[str] = []  # its interval, and what it reads beside the full cache
+    notes = costs(best, groups)
     if not math.isnan(best.low):
         shown = task.shown.partition(" ")[0]
-        notes.append(f"{shown.format(best.low)}-{shown.format(best.high)}")
-    for full in groups:
-        read, whole = best.metrics.get("read"), full.metrics.get("read")
-        if full.method == FULL and read is not None and whole:
-            notes.append(f"reads {read / whole:.0%}")
+        notes.insert(0, f"{shown.format(best.low)}-{shown.format(best.high)}")
     score, where = task.shown.format(best.score), f"in {best.title} ({task.unit})"
     if notes:
         score = f"{score} ({', '.join(notes)})"
     found = f"{best.method} has {score} {where}"
     rival = next(iter(others), control)
     if rival is not None and not (best.low > rival.high or best.high < rival.low):  # their intervals overlap
-        found = f"{found}, too close to {rival.method} to rank"
+        of_rival = ", ".join(costs(rival, groups))
+        found = f"{found}, too close to {rival.method}{of_rival and f' ({of_rival})'} to rank"
     elif others:
         found = f"{best.method} is the best of {len(compared)} {where} with {score}"
     return f"{found}; {said}."

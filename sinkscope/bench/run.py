@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from sinkscope.bench.answer import Batch, answering_settings, conversation_ids
+from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRun, open_run
@@ -28,7 +28,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
-VERSION = 7
+VERSION = 8
 """Version of the records; a change of what they hold is another setting."""
 
 
@@ -104,8 +104,15 @@ def run_bench(
         "chat": task.chat,
     }
     with open_run(out, settings, prompts) as folder:
+        warm: set[Method] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
+                for method in batch.methods:
+                    if method not in warm:  # what is made at first use is not of the time of the first answer
+                        answer_rows(
+                            target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, method.make()
+                        )
+                        warm.add(method)
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)

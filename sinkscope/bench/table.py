@@ -22,7 +22,7 @@ from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.measure.rate import known_numbers, mean_known, wilson
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import Grid, Table, strings
+from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,13 @@ class BenchTable(Result):
     kind = "bench"
     drawing = draw_bench
     page = "bench"
+    brief_rows = MOST_ROWS  # every method that the conclusion compares
 
     glossary: ClassVar = {
         "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
         "cells": "Share of a prompt's causal cells that attention covers; a dash if prompts are left to the model",
         "time": "Seconds per new token, divided by those of the full cache",
-        "cached_peak": "Largest number of cached tokens, mean over answers",
+        "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
     }
 
     groups: tuple[BenchGroup, ...]

@@ -46,8 +46,8 @@ class CacheCheck(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if a check fails."""
-        return int(bool(self._with("fails")))
+        """1 if a check fails, or none applies."""
+        return int(bool(self._with("fails")) or not self._with("passes"))
 
     def conclusion(self) -> str:
         """How many checks pass, and which fail."""
@@ -56,6 +56,8 @@ class CacheCheck(Result):
         name = self.cache.rpartition(":")[2]
         if failed:
             return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
+        if not applied:
+            return f"No check applies to {name}: {apart[0].seen.rstrip(chr(46))}."
         return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
 
     def details(self) -> list[str]:
@@ -81,7 +83,7 @@ def check_cache(
 ) -> CacheCheck:
     """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.
 
-    The exit status is 1 if a check fails.
+    The exit status is 1 if a check fails, or none applies.
 
     Args:
         factory: The name of a policy, or a function, as module:function (from Python also the function itself), that

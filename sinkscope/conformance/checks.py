@@ -207,7 +207,7 @@ def learned_sink_logits_count(kit: Kit) -> str:
 @check
 def states_of_a_hybrid_are_kept(kit: Kit) -> str:
     """Layers without attention keep their state beside the keys and values of the others."""
-    return kit.right(Flow(model="hybrid"))
+    return kit.right(Flow(model="hybrid"), Flow(model="recurrent"))
 
 
 @check
@@ -269,6 +269,14 @@ def alone(kit: Kit, *flows: Flow) -> str:
 def a_cropped_draft_leaves_no_trace(kit: Kit) -> str:
     """Tokens that were read and rejected are gone after `crop(-n)`."""
     return kit.right(Flow(rejected=1), Flow(rejected=3))
+
+
+@check
+def a_cropped_draft_leaves_no_trace_in_states(kit: Kit) -> str:
+    """The state of a layer without attention goes back as well, or `crop` refuses: a sum cannot be cut."""
+    return kit.right(
+        Flow(model="hybrid", rejected=1), Flow(model="recurrent", rejected=1), Flow(model="recurrent", rejected=3)
+    )
 
 
 @check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -127,12 +128,24 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
             if flow.rejected and at == flow.prompt + 1:  # a draft is read and cropped
                 wrong = torch.cat([ids[:, :at], ids.flip(0).roll(1, 1)[:, : flow.rejected]], 1)
                 call(wrong, mask[:, -1:].expand_as(wrong) * wrong.ne(0), at, wrong.shape[1], notes=False)
-                used.crop(-flow.rejected)
+                _crop(used, flow.rejected)
                 recorder.forget(flow.rejected)
             logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
             at += size
         logits = logits[:, flow.prompt - 1 :]
         return Outcome(logits, recorder.sees, held, lengths, recorder.rotated_again, recorder.mixed)
+
+
+def _crop(used: Any, tokens: int) -> None:
+    """Take tokens back.
+
+    Raises:
+        NotImplementedError: The cache says that it cannot.
+    """
+    try:
+        used.crop(-tokens)
+    except RuntimeError as error:
+        raise NotImplementedError(str(error)) from None
 
 
 def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:

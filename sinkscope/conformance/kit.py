@@ -199,6 +199,8 @@ class Kit:
             operation = isinstance(error, AttributeError) and error.name in _OPERATIONS
             if operation or isinstance(error, NotImplementedError | SinkscopeError):
                 raise ApartError(f"it refuses: {reason}") from None
+            if "CUDA" in reason and not torch.cuda.is_available():  # as of a cache that is offloaded
+                raise ApartError(f"it needs a GPU, and there is none here: {reason}") from None
             raise FaultError(
                 "logits and no error", f"{type(error).__name__}: {reason}", flow, "outcome.logits"
             ) from None

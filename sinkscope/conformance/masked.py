@@ -28,12 +28,13 @@ def attending(model: Any, sees: Mapping[int, Bool[Tensor, "batch kv_head query k
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, lambda **_: None)
-    before = attention_name(model.config)
-    set_attention(model.config, _NAME)
+    config = model.config.get_text_config()
+    before = attention_name(config)
+    set_attention(config, _NAME)
     try:
         yield
     finally:
-        set_attention(model.config, before)
+        set_attention(config, before)
 
 
 def window_of(config: Any, layer: int) -> int | None:

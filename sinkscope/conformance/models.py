@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
 
@@ -108,6 +109,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hybrid": partial(  # a convolution with a state in one of two layers
         _planted, "lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_L_cache=3
     ),
+    "recurrent": partial(  # a Gated DeltaNet, whose state sums up everything, in one of two layers
+        _planted,
+        "qwen3_next",
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        mlp_only_layers=[0, 1],
+    ),
     "bundled": partial(load, "bundled", device="cpu", probe=False),
     "recall": partial(load, "recall", device="cpu", probe=False),
 }
@@ -119,7 +130,10 @@ def kit_model(name: str, dtype: str = "float32") -> Any:
     """The model of that name, without gradients."""
     model = MODELS[name]()
     model.generation_config.eos_token_id = None
-    return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+    model = model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+    with quiet():  # a first pass reports which faster kernels are not installed
+        model(torch.ones(1, 2, dtype=torch.long))
+    return model
 
 
 def _strength() -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
@@ -10,3 +12,21 @@ Progress = Callable[[str, int, int], None]
 
 def silent(what: str, done: int, total: int) -> None:
     """Show nothing; the progress of a measurement that nobody watches."""
+
+
+_WATCHING: ContextVar[Progress] = ContextVar("progress", default=silent)
+
+
+@contextmanager
+def watched_by(progress: Progress) -> Iterator[None]:
+    """Context manager in which `report` calls a progress, so that passes within a measurement have a share of it."""
+    token = _WATCHING.set(progress)
+    try:
+        yield
+    finally:
+        _WATCHING.reset(token)
+
+
+def report(what: str, done: int, total: int) -> None:
+    """Tell whoever watches how much of the passes of a step is done."""
+    _WATCHING.get()(what, done, total)

@@ -51,6 +51,8 @@ class Provenance:
         seconds: Time from start to result.
         commit: Commit of the git checkout that holds this code, with a "+" if the code was changed since. None where
             there is no checkout, as for an installed package.
+        first_ids: The first token ids that were read. Empty if there were no texts.
+        bos_added: Whether BOS stands first although the tokenizer puts none before a text.
     """
 
     argv: tuple[str, ...]
@@ -62,6 +64,8 @@ class Provenance:
     seed: int
     seconds: float
     commit: str | None = None
+    first_ids: tuple[int, ...] = ()
+    bos_added: bool | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
@@ -76,6 +80,8 @@ def provenance(
     attention: str = "none",
     bos: bool | None = None,
     seed: int = 0,
+    first_ids: tuple[int, ...] = (),
+    bos_added: bool | None = None,
 ) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
@@ -86,6 +92,8 @@ def provenance(
         attention: Attention implementation that the model ran with; "none" without a model.
         bos: Whether sequences began with BOS.
         seed: Seed of every random choice.
+        first_ids: The first token ids that were read.
+        bos_added: Whether BOS stands first although the tokenizer puts none before a text.
     """
     return Provenance(
         argv=tuple(map(pathless, sys.argv)),
@@ -97,6 +105,8 @@ def provenance(
         seed=seed,
         seconds=round(time.perf_counter() - started, 3),
         commit=commit_of(CHECKOUT),
+        first_ids=first_ids,
+        bos_added=bos_added,
     )
 
 

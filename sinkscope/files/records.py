@@ -55,6 +55,13 @@ Budget = Annotated[
     Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0"),
 ]
 T = TypeVar("T")
+
+
+def share_of(share: float, count: int) -> int:
+    """A share of a count, rounded down: 0.29 of 100 is 29, of which floating point numbers make 28."""
+    return int(share * count + 1e-6)
+
+
 _WORDS = {
     "Input should be ": "",
     "Unexpected keyword argument": "no field of this name",

@@ -72,8 +72,8 @@ class AdaKV(SnapKV):
             layer_rank < layer_budget[:, None], "batch (kv_head slot) -> batch kv_head slot", kv_head=pos.shape[1]
         )
         pooled = (in_pool & free).sum(-1)
-        # Slightly more than the exact number, so that rounding down does not lower a whole number.
-        mixed = (1 - self.floor) * pooled.double() + self.floor * head_budget.double() + 1e-6
+        # Slightly more than the exact number, as in `share_of`.
+        mixed = (1 - self.floor) * pooled.cpu().double() + self.floor * head_budget.cpu().double() + 1e-6
         all_fit = free.sum((1, 2)) <= layer_budget
-        share = torch.where(all_fit[:, None], pooled, mixed.floor().long())
+        share = torch.where(all_fit[:, None], pooled, mixed.floor().long().to(pooled.device))
         return protected | ((rank_from_top(ranked) < share[..., None]) & free)

@@ -16,11 +16,11 @@ from sinkscope.models.call_cache import cache_in, cache_parameter
 from sinkscope.models.target import Target
 
 
-def used_cache(arguments: dict[str, Any], target: Target, *, is_watched: bool) -> Any:
+def used_cache(arguments: dict[str, Any], target: Target, *, is_seen: bool) -> Any:
     """The cache that a call with these arguments is to use, a new one if it brings none; None if it uses none.
 
     Raises:
-        UnsupportedError: It holds room for tokens that are still to come, and attention is watched.
+        UnsupportedError: It holds room for tokens that are still to come, and attention is seen by others.
     """
     cache = cache_in(arguments)
     use_cache = arguments.get("use_cache")
@@ -28,10 +28,10 @@ def used_cache(arguments: dict[str, Any], target: Target, *, is_watched: bool) -
         use_cache = getattr(target.config, "use_cache", True)
     if cache is None and use_cache:
         cache = new_cache(target)
-    if is_watched and getattr(cache, "is_compileable", False):
+    if is_seen and getattr(cache, "is_compileable", False):
         raise UnsupportedError(
             f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
-            "attention is observed on a plain DynamicCache; pass `DynamicCache()` or nothing"
+            "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
     return cache
 

@@ -47,6 +47,11 @@ class AttentionWatch:
         self._sees_products = target.adapter.attention_interface and not target.adapter.learned_sinks
         self._sees_products &= not any(self._windows)
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether anybody sees the rows of attention, or replaces what is computed from them."""
+        return bool(self.watchers) or self.replacement is not None
+
     def handler(self, call: Call, layers: Sequence[CacheLayer], configs: frozenset[int]) -> Handler:
         """What handles the attention of a call.
 

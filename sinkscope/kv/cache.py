@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -30,6 +30,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
 
     Attributes:
         reordered: Whether rows were reordered (by beam search) since the last prompt.
+        rows_from: Which rows the rows were before the last call of the model; None if they are the same.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
     """
 
@@ -37,6 +38,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         DynamicLayer.__init__(self)
         Slots.__init__(self, number)
         self.reordered = False
+        self.rows_from: Int[Tensor, " row"] | None = None
         self.aside: CacheLayer | None = None
 
     # What sinkscope calls ------------------------------------------------------------------------------------------
@@ -140,6 +142,10 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.settle()
         if self.columns is None:
             return
+        rows_from = self.rows_from
+        if rows_from is None:
+            rows_from = torch.arange(len(self.keys), device=self.keys.device)
+        self.rows_from = changed(rows_from)
         pos = self.known
         if pos is not None:
             pos = changed(pos)

@@ -25,7 +25,8 @@ class CacheState:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill.
         decoded: Number of single-token calls since then.
-        memory: What policies and guards keep of this cache, by the class of it, a name or their key.
+        memory: What policies and guards keep of this cache, by the class of it, a name or their key. What has a method
+            `of_rows` follows the rows of the cache when these change places.
         queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
     """
@@ -36,6 +37,25 @@ class CacheState:
     memory: dict[Any, Any] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
+
+    def follow_rows(self, layers: Sequence[CacheLayer]) -> None:
+        """Let what is known of rows follow those of the cache, as these changed places since the last call."""
+        rows = layers[0].rows_from
+        if rows is None:
+            return
+        for kv in layers:
+            kv.rows_from = None
+        for kept in (self.queries, self.memory):
+            for name, known in kept.items():
+                if hasattr(known, "of_rows"):
+                    kept[name] = known.of_rows(rows)
+        if self.prompt is not None:
+            self.prompt = self.prompt[rows.to(self.prompt.device)]
+
+    def note_held(self, layers: list[CacheLayer], counts_reads: bool) -> None:
+        """Count what is held after a call; `counts_reads` if it is of interest what decoding steps read."""
+        queries = sum([latest.nbytes for latest in self.queries.values()])
+        self.meter.note(layers, decodes=not self.prefilling, counts_read=counts_reads, beside=queries)
 
 
 @dataclass(frozen=True, eq=False)

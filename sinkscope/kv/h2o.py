@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.records import Share
+from sinkscope.files.records import Share, share_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
@@ -61,8 +61,8 @@ class H2O(Policy):
         budget = self.budgets(at)
         length = at.length.view(-1, 1)
         if isinstance(budget, int):
-            recent = int(budget * self.recent + 1e-6)  # so that rounding down does not lower a whole number
+            recent = share_of(self.recent, budget)
         else:
-            recent = (budget.to(length.device).double() * self.recent + 1e-6).long()
+            recent = (budget.cpu().double() * self.recent + 1e-6).long().to(length.device)  # as `share_of` rounds
         late = at.kv.pos >= (length - recent)[..., None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,19 +38,35 @@ class LatestQueries:
     def of(
         cls, attention: Attention, call: Call, window: int | None, earlier: LatestQueries | None, count: int
     ) -> LatestQueries:
-        """The latest `count` queries after an attention; `earlier`: those before it."""
-        query = attention.query
+        """The latest `count` queries after an attention; `earlier`: those before it.
+
+        They are copies: a part of the queries of a prompt would keep all of them in memory.
+        """
+        query = attention.query.detach()
         pos = call.on(query.device)
-        if earlier is not None and query.shape[2] < count:
-            query = torch.cat([earlier.query, query], 2)
-            pos = torch.cat([earlier.pos.to(pos), pos], 1)
-        rows = attention.row_function()
-        return cls(query[:, :, -count:].detach(), pos[:, -count:], window, attention.module, rows)
+        before = count - query.shape[2]  # how many of the earlier ones stay
+        if earlier is not None and before > 0:
+            query = torch.cat([earlier.query[:, :, -before:], query], 2)
+            pos = torch.cat([earlier.pos[:, -before:].to(pos), pos], 1)
+        else:
+            query = query[:, :, -count:].clone()
+            pos = pos[:, -count:].clone()
+        return cls(query, pos, window, attention.module, attention.row_function())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the queries and their positions."""
+        return self.query.nbytes + self.pos.nbytes
+
+    def of_rows(self, rows: Int[Tensor, " row"]) -> LatestQueries:
+        """The queries of other rows of the batch, by their numbers."""
+        rows = rows.to(self.query.device)
+        return replace(self, query=self.query[rows], pos=self.pos[rows])
 
     def rows(self, kv: CacheLayer, call: Call, last: int) -> Float[Tensor, "batch head query slot"]:
-        """The attention of the `last` ones, in float32, to what a layer of the cache holds before a call."""
-        keys = kv.keys
+        """The attention of the `last` ones, in float32, to what a layer holds before a call; 0 at padding."""
+        keys, pos = kv.keys, self.pos[:, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]
-        view = View(kv.pos, self.pos[:, -last:], self.window, call.earlier.pos.to(keys.device))
-        return self.rows_by_view(self.query[:, :, -last:], keys, view)
+        view = View(kv.pos, pos, self.window, call.earlier.pos.to(keys.device))
+        return self.rows_by_view(self.query[:, :, -last:], keys, view).mul_((pos >= 0)[:, None, :, None])

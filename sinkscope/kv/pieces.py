@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.generation import Generation
 from sinkscope.models.call_cache import cache_argument
+
+_OF_A_PIECE = ("scores", "logits", "attentions", "hidden_states")
+"""What an output of `generate` has for each of its steps."""
 
 
 @dataclass(eq=False)
@@ -91,7 +95,8 @@ def generate_in_pieces(
         options: Further arguments of `model.generate`.
 
     Returns:
-        The output of the last call of `model.generate`, with the ids of the whole answers.
+        The output of the last call of `model.generate`, with the ids of the whole answers. Where something was removed,
+        it has no scores, logits, attentions and hidden states, which would be those of the last piece.
     """
     session = None if run is None else run.session
     rewinder: Rewinder | None = None if session is None else session.guests.get(Rewinder)
@@ -102,7 +107,7 @@ def generate_in_pieces(
     if cache is None:
         cache = DynamicCache(config=model.config)
         options.update(cache_argument(model, cache))
-    options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
+    options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), rewinder])
     rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
     rewinder.ended = [False] * len(ids)
     try:
@@ -125,6 +130,7 @@ def _pieces(
 ) -> Any:
     """Generate one piece after the other; the output of the last, with the ids of the whole answers."""
     least: int = options.pop("min_new_tokens", None) or 0
+    pad: int = options.get("pad_token_id") or 0
     width = ids.shape[1]
     output: Any = ids
     while True:
@@ -141,13 +147,19 @@ def _pieces(
         if rewinder.read is None:
             break
         ids, mask = rewinder.continued(ids, mask)
+        ids[:, width:].masked_fill_(mask[:, width:] == 0, pad)  # what was removed is no repetition to be penalised
         for layer in cache.layers:
             layer.crop(mask.shape[1] - 1 - layer.seen)  # a call that ran before the piece ended
         generation.resuming = True  # what comes next reads a generated token and no prompt
-    whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
+    whole = _closed(ids, mask, width, max_new_tokens, pad)
     if isinstance(output, Tensor):
         return whole
     output.sequences = whole
+    if generation.resuming:
+        for name in _OF_A_PIECE:
+            if getattr(output, name, None) is not None:
+                setattr(output, name, None)
+                warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
     return output
 
 

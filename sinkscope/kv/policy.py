@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sinkscope.files.records import Budget, Natural, Whole, check_fields
+from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
@@ -46,6 +46,12 @@ class RowBudgets:
     def budget(self) -> LayerBudget:
         """The total as `Policy.budgets` gives it: one number if all rows have the same."""
         return _number_or_rows(self.total)
+
+    def of_rows(self, rows: Int[Tensor, " row"]) -> RowBudgets:
+        """What is kept of other rows of the batch, by their numbers."""
+        numbers: list[int] = rows.tolist()
+        parts = [tuple([kept[row] for row in numbers]) for kept in (self.total, self.first, self.latest)]
+        return RowBudgets(*parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +162,7 @@ class Policy(Intervention):
         if isinstance(self.budget, int):
             budgets = [self.budget] * len(prompt)
         else:
-            budgets = (prompt * self.budget).long().tolist()
+            budgets = [share_of(self.budget, tokens) for tokens in prompt.tolist()]
             named += f" of a prompt of {int(prompt.min())} tokens, {min(budgets)},"
         check_room(min(budgets), sum(self.always_kept(min(budgets))), f"{self.shown_name}: {named}")
         return budgets

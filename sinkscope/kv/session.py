@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
 from sinkscope.kv.owners import own_model
 from sinkscope.kv.policy_checks import unseen_queries, warn_of_idle
+from sinkscope.kv.scope import stock_windows
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
 from sinkscope.models.following import Following
 from sinkscope.models.hooks import Kwargs
+from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
 from sinkscope.tap.tap import tapped
 
@@ -49,7 +51,7 @@ class Session:
     def __init__(self, run: Run) -> None:
         target = run.target
         check_servable(target)
-        self.run = run
+        self._run = ref(run)  # which holds the session: no circle keeps what they hold in memory
         self.target = target
         self._config = target.config
         self.now = CurrentCall()
@@ -60,10 +62,12 @@ class Session:
         self.meters: list[Meter] = []
         self._counts_reads = False
         self._policy_name: str | None = None
+        self._reader: str | None = None  # what decides how prompts are read
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
         self.generation = Generation(self._before_decode)
+        run.stack.callback(self._leave)
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.push(self._warn_of_idle_policy)
         for layer in range(target.n_layers):
@@ -77,6 +81,13 @@ class Session:
         if run.session is None:
             run.session = cls(run)
         return run.session
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        run = self._run()
+        assert run is not None
+        return run
 
     # What policies and observers ask for ------------------------------------------------------------------------
 
@@ -117,6 +128,20 @@ class Session:
         """
         self.watching.watchers.append(Watcher(fn, layers, last, joins))
 
+    def replace_prompts(self, name: str, compute: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
+        """Let `compute` give the attention of calls with several tokens (`AttentionWatch.replacement`).
+
+        Raises:
+            UnsupportedError: Another run on this model acts already, or another one in this run does the same.
+        """
+        own_model(self.run)
+        if self._reader is not None:
+            raise UnsupportedError(
+                f"{self._reader} and {name} would both decide how prompts are read: enter one of them"
+            )
+        self._reader = name
+        self.watching.replacement = compute
+
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
         watching = self.watching
@@ -124,7 +149,7 @@ class Session:
         watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute, in float32, the attention of the last queries to everything in the cache."""
+        """Recompute, in float32, the attention of the last queries to everything in the cache; 0 at padding."""
         if layer not in moment.state.queries:
             raise unseen_queries()
         return moment.state.queries[layer].rows(moment.cache.layers[layer], moment.call, last)
@@ -145,7 +170,7 @@ class Session:
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
         kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
-        return [meter.usage(kv_heads) for meter in self.meters if meter.calls]
+        return [meter.usage(kv_heads, stock_windows(self.target)) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
@@ -157,6 +182,12 @@ class Session:
         for cache in list(self._states):
             for kv in own_layers(cache):
                 kv.settle()
+
+    def _leave(self) -> None:
+        """Forget who acted, because most of them hold the session."""
+        for acting in (self._before_decode, self._after_call, self.watching.watchers, self.guests):
+            acting.clear()
+        self.watching.replacement = None
 
     # What the model calls ---------------------------------------------------------------------------------------
 
@@ -170,7 +201,7 @@ class Session:
         """
         now, watching = self.now, self.watching
         check_attention(self.target, self._config)
-        cache = used_cache(kwargs, self.target, is_watched=bool(watching.watchers))
+        cache = used_cache(kwargs, self.target, is_seen=watching.is_seen)
         layers = list[CacheLayer]()
         try:
             if cache is not None:
@@ -197,13 +228,14 @@ class Session:
             if layers and now.state is not None:
                 for act in self._after_call:
                     act(Moment(cache, layers, call, now.state, prefill_ended=False))
-                now.state.meter.note(layers, self._counts_reads and not now.state.prefilling)
+                now.state.note_held(layers, self._counts_reads)
             return output
         finally:
             vars(now).clear()
             COLUMNS.set(None)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
+        state.follow_rows(layers)
         if call.new > 1 or call.past == 0 or self.generation.prompting:
             state.prefilling = True
             self._acted = bool(self._acted) or self.generation.prompting

@@ -18,7 +18,7 @@ from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups, per_query_head
 
 WINDOW = 64
-"""Length of the observation window where none is given and the budget leaves room for it."""
+"""Length of the observation window where none is given, and half of the budget is not less."""
 
 
 @register_policy("snapkv")
@@ -33,7 +33,7 @@ class SnapKV(Policy):
 
     Attributes:
         window: Length of the observation window in tokens; 64 in the paper's text, 32 in its LongBench runs. None means
-            64, or half of the budget of a row in which 64 do not fit.
+            64, or half of a row's budget if that is less: a window that is most of the budget keeps little else.
         kernel: Width of the pooling; 5 in the paper's text, 7 in its LongBench runs.
         pooling: "avg", with zeros beyond the ends, or "max", as in the paper's LongBench runs.
 
@@ -58,10 +58,7 @@ class SnapKV(Policy):
         """Length of the window at a budget in tokens."""
         if self.window is not None:
             return self.window
-        free = budget - self.first
-        if free >= WINDOW:
-            return WINDOW
-        return max(1, free // 2)
+        return min(WINDOW, max(1, (budget - self.first) // 2))
 
     def watch(self, session: Session) -> None:
         """Ask for the latest queries."""
@@ -76,8 +73,7 @@ class SnapKV(Policy):
         windows = torch.tensor([self.window_at(budget) for budget in at.rows.total])
         rows = at.session.window_rows(at.moment, at.layer, int(windows.max()))
         votes_here = torch.arange(rows.shape[2], 0, -1) <= windows[:, None]
-        # Padding votes only in rows that are shorter than the window, and such rows lose no token. As einsum, which
-        # would copy the rows: "batch query, batch head query slot -> batch head slot".
+        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
         votes = (votes_here.to(rows)[:, None, None] @ rows)[:, :, 0]
         in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(per_query_head(in_window, votes.shape[1]), 0)

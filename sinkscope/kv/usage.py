@@ -2,124 +2,221 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.growing_tensor import Buffer
+from sinkscope.results.notation import count_of
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one cache held, over all counted calls.
+    """What one cache held, over all counted calls. Lists have a number for each row, the mean over layers and kv heads.
 
     Attributes:
         calls: Number of forward calls.
-        mean_tokens: For each row, number of cached tokens after a call, averaged over calls, layers and kv heads.
-        peak_tokens: For each row, largest number of cached tokens after a call, averaged over layers and kv heads.
+        decoding_tokens: Largest number of cached tokens after a decoding step. Empty if there was no step.
+        decoding_bytes: Largest number of bytes allocated after a decoding step, as in `physical_bytes`.
+        stock_bytes: Bytes of keys and values in the model's own cache after the last call, which in a layer with a
+            sliding window holds the window alone.
+        mean_tokens: Mean number of cached tokens after a call.
+        peak_tokens: Largest number of cached tokens after a call: as a rule those of the prompt, which is read whole.
         logical_bytes: Peak number of bytes in keys and values of cached tokens, summed over rows and layers.
-        physical_bytes: Peak number of bytes allocated for them, including holes, padding, room for the next tokens, and
-            working copies.
+        physical_bytes: Peak number of bytes allocated for them, including holes, padding, room for the next tokens,
+            working copies, and the latest queries if a policy keeps these.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
-        mean_read: For each row, number of tokens that a decoding step attended to, its own included, averaged over
-            steps, layers and kv heads. Empty if nobody asked for it (`Session.count_reads`), or there was no step.
+        mean_read: Number of tokens that a decoding step attended to, its own included, averaged over steps. Empty if
+            nobody asked for it (`Session.count_reads`), or there was no step.
+        mean_held: Number of tokens that the cache held in these steps, averaged over them.
     """
 
     calls: int
+    decoding_tokens: list[float]
+    decoding_bytes: int
+    stock_bytes: int
     mean_tokens: list[float]
     peak_tokens: list[float]
     logical_bytes: int
     physical_bytes: int
     read_tokens: int
     mean_read: list[float]
+    mean_held: list[float]
 
 
-class HeldInCall(NamedTuple):
-    """What a cache holds after a call.
+class HeldTokens(NamedTuple):
+    """The tokens that a cache holds after a call.
 
     Attributes:
         rows: Number of rows.
-        seen: Number of tokens that were appended to a row.
-        tokens: Tokens of each row, summed over layers: a plain number if it is the same for all rows.
+        layers: Number of layers.
+        held: Tokens of each row, summed over layers: a plain number if it is the same for all rows.
         read: Those of them to which a query of the call could attend.
-        counts_read: Whether that belongs to what decoding steps read.
-        bytes: Bytes that are allocated.
     """
 
     rows: int
-    seen: int
-    tokens: Float[Tensor, " row"] | int
+    layers: int
+    held: Float[Tensor, " row"] | int
     read: Float[Tensor, " row"] | int
-    counts_read: bool
+
+    @classmethod
+    def by(cls, layers: Sequence[CacheLayer]) -> HeldTokens:
+        """What the layers of a cache hold; this does not wait for the device."""
+        first = layers[0]
+        held: Tensor | int = 0
+        read: Tensor | int = 0
+        for kv in layers:
+            here = _held(kv, first)
+            read = read + here
+            if kv.aside is not None:  # the layer is a copy of a part
+                here = _held(kv.aside, first) + kv.seen - kv.aside.seen
+            held = held + here
+        return cls(first.keys.shape[0], len(layers), held, read)
+
+    def held_by_row(self) -> list[float]:
+        """Tokens of each row, the mean over layers."""
+        return self._means(self.held)
+
+    def read_by_row(self) -> list[float]:
+        """Tokens of each row to which a query could attend, the mean over layers."""
+        return self._means(self.read)
+
+    def _means(self, tokens: Tensor | int) -> list[float]:
+        if isinstance(tokens, int):
+            return [tokens / self.layers] * self.rows
+        return [count / self.layers for count in tokens.tolist()]
+
+
+class _Call(NamedTuple):
+    seen: int
+    tokens: HeldTokens
     bytes: int
+    decodes: bool
+    counts_read: bool
+
+
+@dataclass
+class TokenCount:
+    """Tokens of each row over several calls, for as long as there are as many rows; with others it starts again.
+
+    Attributes:
+        calls: Number of calls.
+        total: Their sum.
+        peak: The largest number.
+    """
+
+    calls: int = 0
+    total: list[float] = field(default_factory=list)
+    peak: list[float] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[float]) -> None:
+        """Count the tokens of each row in a call."""
+        if len(self.total) != len(tokens):  # nobody knows which row became which
+            self.calls, self.total, self.peak = 0, [0.0] * len(tokens), [0.0] * len(tokens)
+        self.calls += 1
+        for row, number in enumerate(tokens):
+            self.total[row] += number
+            self.peak[row] = max(self.peak[row], number)
+
+    def mean(self) -> list[float]:
+        """The mean of each row over calls."""
+        return [total / self.calls for total in self.total]
+
+
+_WAITING = 64
+"""Calls after which what they held is added up, for which an accelerator has to be waited for."""
 
 
 class Meter:
-    """Counts tokens and bytes of one cache. It does not wait for the device until `usage` is called."""
+    """Counts tokens and bytes of one cache, in a memory that does not grow with the number of calls."""
 
     def __init__(self) -> None:
-        self.calls: list[HeldInCall] = []
-        self._slot_bytes: list[int] = []
+        self.calls = 0
+        self._waiting: list[_Call] = []
+        self._slot_bytes: dict[int, int] = {}  # by layer
         self._heads = 1  # kv heads of a layer that are here
+        self._rows = self._seen = self._most_seen = self._bytes = self._decoding_bytes = 0
+        self._most_tokens = 0.0  # of all rows
+        self._held, self._decoding = TokenCount(), TokenCount()
+        self._read, self._beside_read = TokenCount(), TokenCount()
 
-    def note(self, layers: list[CacheLayer], counts_read: bool = False) -> None:
-        """Count what the layers hold after a call; `counts_read` if a decoding step read it and that is wanted."""
+    def note(
+        self, layers: list[CacheLayer], *, decodes: bool = False, counts_read: bool = False, beside: int = 0
+    ) -> None:
+        """Count what the layers hold after a call.
+
+        Args:
+            layers: The layers.
+            decodes: Whether the call read a generated token.
+            counts_read: Whether what such a step reads is counted.
+            beside: Further bytes that are kept for the cache.
+        """
         first = layers[0]
         if not first.slots:
             return
-        if not self.calls:
-            self._slot_bytes = [_slot_bytes(kv) for kv in layers]
+        if not self._slot_bytes:
+            self._slot_bytes = {kv.number: _slot_bytes(kv) for kv in layers}
             self._heads = first.keys.shape[1]
-        held: Tensor | int = 0
-        read: Tensor | int = 0
+        self.calls += 1
         allocated = 0
-        for kv, slot_bytes in zip(layers, self._slot_bytes, strict=True):
-            here = _held(kv, first)
-            read = read + here
-            allocated += allocated_slots(kv) * slot_bytes
-            if kv.aside is not None:  # the layer is a copy of a part, which is only allocated
-                here = _held(kv.aside, first) + kv.seen - kv.aside.seen
-                allocated += allocated_slots(kv.aside) * slot_bytes
-            held = held + here
-        rows = first.keys.shape[0]
-        self.calls.append(HeldInCall(rows, first.seen, held, read, counts_read, rows * allocated))
+        for kv in layers:
+            slots = allocated_slots(kv)
+            if kv.aside is not None:
+                slots += allocated_slots(kv.aside)
+            allocated += slots * self._slot_bytes[kv.number]
+        tokens = HeldTokens.by(layers)
+        held = tokens.rows * allocated + beside
+        self._waiting.append(_Call(first.seen, tokens, held, decodes, decodes and counts_read))
+        if len(self._waiting) >= _WAITING:
+            self._add_up()
 
-    def by_call(self, since: int = 0) -> tuple[Float[Tensor, "call row"], Float[Tensor, "call row"]]:
-        """Tokens of each row after every call, and those that its queries could read: means over layers and heads."""
-        layers = len(self._slot_bytes)
-        held = torch.stack([_by_row(call.tokens, call.rows) for call in self.calls[since:]])
-        read = torch.stack([_by_row(call.read, call.rows) for call in self.calls[since:]])
-        return held / layers, read / layers
+    def _add_up(self) -> None:
+        for call in self._waiting:
+            tokens = call.tokens.held_by_row()
+            self._held.add(tokens)
+            self._rows, self._seen = call.tokens.rows, call.seen
+            self._most_seen = max(self._most_seen, call.seen)
+            self._most_tokens = max(self._most_tokens, sum(tokens))
+            self._bytes = max(self._bytes, call.bytes)
+            if call.decodes:
+                self._decoding.add(tokens)
+                self._decoding_bytes = max(self._decoding_bytes, call.bytes)
+            if call.counts_read:
+                self._read.add(call.tokens.read_by_row())
+                self._beside_read.add(tokens)
+        self._waiting.clear()
 
-    def usage(self, kv_heads: int | None = None) -> Usage:
-        """The totals so far; there was a call. Bytes are those of `kv_heads` heads; None: of those that are here."""
-        calls, layers = self.calls, len(self._slot_bytes)
-        rows = calls[-1].rows
+    def usage(self, kv_heads: int | None = None, windows: Sequence[int | None] = ()) -> Usage:
+        """The totals so far; there was a call.
+
+        Args:
+            kv_heads: Heads whose bytes are counted; None: those that are here.
+            windows: Sliding window of each layer, if it has one.
+        """
+        self._add_up()
         processes = 1 if kv_heads is None else kv_heads // self._heads
-        # Since the number of rows last changed: nobody knows which became which.
-        since = max((number for number, call in enumerate(calls, 1) if call.rows != rows), default=0)
-        held, read = self.by_call(since)
-        steps = [call.counts_read for call in calls[since:]]
-        most = max(float(_by_row(call.tokens, call.rows).sum()) for call in calls)
+        stock = 0
+        for number, slot_bytes in self._slot_bytes.items():
+            window = windows[number] if windows else None
+            stock += slot_bytes * (self._seen if window is None else min(self._seen, window - 1))
         return Usage(
-            calls=len(calls),
-            mean_tokens=held.mean(0).tolist(),
-            peak_tokens=held.amax(0).tolist(),
-            logical_bytes=round(most * sum(self._slot_bytes) / layers) * processes,
-            physical_bytes=max(call.bytes for call in calls) * processes,
-            read_tokens=max(call.seen for call in calls),
-            mean_read=read[steps].mean(0).tolist() if any(steps) else [],
+            calls=self.calls,
+            decoding_tokens=list(self._decoding.peak),
+            decoding_bytes=self._decoding_bytes * processes,
+            stock_bytes=self._rows * stock * processes,
+            mean_tokens=self._held.mean(),
+            peak_tokens=list(self._held.peak),
+            logical_bytes=round(self._most_tokens * sum(self._slot_bytes.values())) * processes,
+            physical_bytes=self._bytes * processes,
+            read_tokens=self._most_seen,
+            mean_read=self._read.mean(),
+            mean_held=self._beside_read.mean(),
         )
-
-
-def _by_row(tokens: Tensor | int, rows: int) -> Float[Tensor, " row"]:
-    """Tokens of each row."""
-    return torch.as_tensor(tokens).cpu().double().expand(rows)
 
 
 def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
@@ -152,11 +249,24 @@ def tokens_read(run: Run) -> list[list[float]]:
 
 
 def held_summary(name: str, run: Run) -> str:
-    """One sentence on how many tokens the run's caches held, out of how many were read."""
+    """One sentence on how many tokens the run's caches held while decoding, and their bytes beside the model's own."""
     usages: list[Usage] = run.usage
     if not usages:
         return f"{name} has read nothing yet."
     read_tokens = max(usage.read_tokens for usage in usages)
-    peak_tokens = max(max(usage.peak_tokens) for usage in usages)
-    size = f"{max(usage.logical_bytes for usage in usages) / 1e6:,.3g} MB of keys and values"
-    return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."
+    stock = _megabytes(max(usage.stock_bytes for usage in usages))
+    decoding = [usage for usage in usages if usage.decoding_tokens]
+    if not decoding:
+        return (
+            f"{name} read {count_of(read_tokens, 'token')} ({stock}) and acts when the first generated token follows."
+        )
+    most = max(max(usage.decoding_tokens) for usage in decoding)
+    held = _megabytes(max(usage.decoding_bytes for usage in decoding))
+    return (
+        f"{name} held at most {most:,.0f} of {count_of(read_tokens, 'token')} while it generated: {held}, where the "
+        f"model's own cache holds {stock}."
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.3g} MB"

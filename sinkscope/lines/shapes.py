@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.files.records import Natural, Part, Whole
+from sinkscope.files.records import Natural, Part, Whole, share_of
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.serve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
@@ -150,7 +150,7 @@ class ShapeShare(Shape):
 
 def shape_at(share: float, keys: int) -> AShape:
     """Numbers of first and local tokens for a share of a context."""
-    tokens = max(1, int(share * keys))
+    tokens = max(1, share_of(share, keys))
     first = tokens * _TABLE_7.first // (_TABLE_7.first + _TABLE_7.local)
     first = max(first, min(_LEAST_FIRST, tokens - 1))
     return AShape(first=first, local=tokens - first)

@@ -28,6 +28,7 @@ from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.loading.config import check_finite
 from sinkscope.models.target import Target
+from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 from sinkscope.results.options import checks_arguments
 
@@ -67,6 +68,7 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0,
     bos: bool | None = None,
+    chat: Chat = "auto",
     batch_size: Natural = 1,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generated]:
@@ -88,7 +90,9 @@ def generate(
         max_new_tokens: Maximum number of new tokens per prompt.
         temperature: Sampling temperature; 0 decodes greedily.
         seed: Seed for sampling. The caller's random state is restored afterwards.
-        bos: Whether prompts begin with the BOS token. By default the tokenizer decides.
+        bos: Whether prompts begin with the BOS token. By default the tokenizer, or the chat template, decides.
+        chat: Whether each text becomes a message in the tokenizer's chat template. "auto" does so if there is a
+            template, `bos` is not given, and the text does not begin with a special token, and says so once.
         batch_size: Number of prompts that run together, padded on the left.
         on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
             that rewinds it is called once with the whole text, because pieces may be removed again.
@@ -107,7 +111,7 @@ def generate(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1"
         )
     target.check_loaded()
-    rows = read_inputs(target, prompts, bos=bos).rows()
+    rows = _rows(target, prompts, bos, chat)
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_lengths(target, rows, max_new_tokens, edit)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -135,6 +139,20 @@ def generate(
                 generated = Generated(text, tokens, len(batch[row]), [])
                 results.append(_with_run(generated, run, row, start))
     return results
+
+
+def _rows(target: Target, prompts: Any, bos: bool | None, chat: Chat) -> list[list[int]]:
+    """The ids of each prompt: as they are given, as a text is read, or in the chat template."""
+    rows, name = read_inputs(target, prompts, bos=bos).rows(), target.name
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(texts, list | tuple) or not isinstance(texts[0], str) or (bos is not None and chat == "auto"):
+        return rows
+    if bos is not None and chat:
+        raise SinkscopeError(f"bos={bos} with chat=True: the template says what stands first; leave one of them out")
+    for number, text in enumerate(texts):
+        if uses_template(target.tokenizer, text, chat, name):
+            rows[number] = chat_ids(target.tokenizer, [{"role": "user", "content": text}], name)
+    return rows
 
 
 def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Intervention | None) -> None:
@@ -189,9 +207,11 @@ class _FiniteLogits(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if scores.isnan().any():
             check_finite(self._target.hf)  # names the tensor if the weights are the reason
+            remedy = "its weights are finite, so what edits it, or the model, is at fault"
+            if self._target.dtype.itemsize == 2:
+                remedy = "load it with dtype=bfloat16 or dtype=float32"
             raise SinkscopeError(
-                f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: load it with "
-                "dtype=bfloat16 or dtype=float32"
+                f"the logits of {self._target.name} are NaN after {input_ids.shape[1]} tokens: {remedy}"
             )
         return scores
 

@@ -14,7 +14,7 @@ from sinkscope.files.output import PathName
 from sinkscope.files.records import read_records
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
-from sinkscope.models.text import beginning, text_rows
+from sinkscope.models.text import beginning, note_second_bos, text_rows
 
 ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
@@ -30,7 +30,8 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
         return setup.ids[0].tolist()
     ids = read_row(setup.target, prompt, special=False)
     if isinstance(prompt, str) and setup.bos is not None:
-        return [*beginning(setup.tokenizer, setup.bos), *ids]
+        ids = [*beginning(setup.tokenizer, setup.bos), *ids]
+        note_second_bos(ids, setup.bos, "the prompt")
     return ids
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
+from sinkscope.files.progress import watched_by
 from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
@@ -97,7 +98,7 @@ class Measurement(Generic[P, R]):
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
-        with noted_decoding() as decoding:
+        with noted_decoding() as decoding, watched_by(setup.progress):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
@@ -105,6 +106,7 @@ class Measurement(Generic[P, R]):
             "texts": len(setup.ids),
             "revision": arguments.get("revision"),
             "seed": setup.seed,
+            "unknown_tokens": setup.unknown_tokens,
         }
         for one in self.parameters:
             if not one.option.hidden and not one.option.writes:

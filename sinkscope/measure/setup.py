@@ -20,7 +20,7 @@ from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.models.text import put_before, resolve_bos, text_rows, typical_text
 from sinkscope.opening.open import open_target
 from sinkscope.results.options import Hidden, Option
 
@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 PIECE = 64
 """Tokens in one piece of typical text."""
+FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 
 
@@ -137,6 +138,14 @@ class Setup:
         """Number of query heads in a layer."""
         return self.target.n_heads
 
+    @property
+    def unknown_tokens(self) -> float:
+        """Share of the text that the tokenizer does not know; unknown tokens in a row act as a repeated token."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        if unknown is None:
+            return 0.0
+        return float((self.ids[:, 1:] == unknown).float().mean())
+
     def edited(self) -> AbstractContextManager[Any]:
         """A `with` block in which the caller's interventions act."""
         return under(self.edit, self.target)
@@ -164,4 +173,6 @@ class Setup:
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
             bos=self.bos is not None,
             seed=self.seed,
+            first_ids=tuple(self.ids[0, :FIRST_IDS].tolist()),
+            bos_added=self.bos is not None and self.bos not in put_before(self.tokenizer),
         )

@@ -16,7 +16,7 @@ from sinkscope.files.plain import check_encodable
 from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.modules.linear import plain_weight
 from sinkscope.models.target import Target
-from sinkscope.models.text import resolve_bos
+from sinkscope.models.text import note_second_bos, resolve_bos
 
 _EXPECTED = (
     "expected a text, a list of texts, token ids as a list, lists or a tensor [batch pos], or what a tokenizer returned"
@@ -73,6 +73,9 @@ def read_inputs(
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
     texts: Any = None
+    if isinstance(given, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
+        for number, row in enumerate(_rows_of_ids(tokens), 1):
+            note_second_bos(row, resolve_bos(target.available_tokenizer, target.config, None), f"row {number}")
     if isinstance(tokens, str):
         texts = (tokens,)
     elif isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
@@ -134,6 +137,7 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
     tokenizer = tokenizer_of(target)
     bos_id = resolve_bos(tokenizer, target.config, bos or None)
     rows: list[list[int]] = []
+    first = resolve_bos(tokenizer, target.config, None)
     for number, text in enumerate(texts, 1):
         if not text.strip():
             raise SinkscopeError(f"prompt {number} is empty: write at least one word")
@@ -145,6 +149,7 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
             row = [bos_id, *row]
         if not row:
             raise SinkscopeError(f"prompt {number}: the tokenizer of {target.name} produces no token for it")
+        note_second_bos(row, first, f"prompt {number}")
         rows.append(row)
     return rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
@@ -22,7 +22,7 @@ UNKNOWN_TOKENS_TO_WARN = 0.1
 MOST_DETAILS = 6
 """Claims below the conclusion."""
 FEW_ROWS, FEW_DETAILS = 6, 8
-"""Rows of a table and lines below it that a command prints, unless it is asked to explain."""
+"""Rows of most tables, and lines below one, that a command prints unless it is asked to explain."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Result(Envelope):
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
     table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
+    brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints, unless it is asked to explain
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
@@ -138,7 +139,7 @@ class Result(Envelope):
         model, lines = self.model, list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-            lines.append(f"The model is {model.name} ({model.family}, {size}).")
+            lines.append(f"The model is {model.name} ({model.family}, {size}).{self._beginning()}")
         unknown = self.settings.get("unknown_tokens") or 0.0
         if unknown > UNKNOWN_TOKENS_TO_WARN:
             lines.append(
@@ -146,6 +147,16 @@ class Result(Envelope):
                 "--text."
             )
         return [*lines, *self.details()]
+
+    def _beginning(self) -> str:
+        """With which ids the texts begin, and whether BOS is one that the tokenizer does not put there."""
+        made = self.provenance
+        if not made.first_ids:
+            return ""
+        said = f" Texts begin with the ids {', '.join(map(str, made.first_ids))}"
+        if made.bos_added:
+            said += "; the first is BOS, which was added, because the tokenizer adds none"
+        return f"{said}."
 
     def closing(self) -> list[str]:
         """The lines with which the text ends; a subclass overrides it."""
@@ -159,17 +170,20 @@ class Result(Envelope):
         By default, the records of its first field with such are the rows; a result without them has one row of its
         plain fields.
         """
+        rows = plain(self._records())
+        for name in self.table_without:
+            for row in rows:
+                del row[name]
+        if rows or self.table_of:
+            return rows
         own = self.own_fields()
-        for name, value in own.items():
-            if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                rows = plain(value)
-                for name in self.table_without:
-                    for row in rows:
-                        del row[name]
-                return rows
-        if self.table_of:
-            return []
         return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
+
+    def _records(self) -> Sequence[Any]:
+        for name, value in self.own_fields().items():
+            if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
+                return value
+        return ()
 
     def grids(self) -> list[Grid]:
         """The tables that are shown, by default that of `rows`; a subclass with several overrides it."""
@@ -213,7 +227,7 @@ class Result(Envelope):
         """
         details, rows = self.lines(), MOST_ROWS
         if brief:
-            rows = FEW_ROWS
+            rows = self.brief_rows
             details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
         parts = [grid.text(width, rows) for grid in self.grids()]
         if not brief:
@@ -229,7 +243,10 @@ class Result(Envelope):
 
     def _meaning(self) -> dict[str, str]:
         names = [name for grid in self.grids() for name in grid.columns]
-        return glossary(type(self), names, self.glossary)
+        classes = [type(self)]
+        if type(self).rows is Result.rows:  # a column is what the records of its rows say, before any other of its name
+            classes = [*map(type, self._records()[:1]), *classes]
+        return glossary(classes, names, self.glossary)
 
     @classmethod
     def link(cls) -> str:

@@ -179,16 +179,16 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     return rows
 
 
-def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+def glossary(classes: Sequence[type[Any]], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
     """The meaning of columns.
 
     Args:
-        cls: Class of the result. Its docstring and those of the classes of its fields describe the columns; of several
-            that describe one, the first counts.
+        classes: Classes of the rows and of the result. Their docstrings and those of the classes of their fields
+            describe the columns; of several that describe one, the first counts.
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
-    parts: list[Any] = [cls]
+    parts: list[Any] = list(classes)
     descriptions = dict(own)
     for part in parts:  # the list grows by what is inside
         inside = [*get_args(part)]

@@ -95,14 +95,6 @@ def repeated(before: Sequence[int], tokens: Sequence[int], count: int) -> TokenR
     return torch.tensor([[*before, *[token] * count] for token in tokens])
 
 
-def unknown_share(setup: Setup) -> float:
-    """Share of the text that the tokenizer does not know; unknown tokens in a row would act as a repeated token."""
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)
-    if unknown is None:
-        return 0.0
-    return float((setup.ids[:, 1:] == unknown).float().mean())
-
-
 def repetition_limit(target: Target, requested: int | None, around: int = 1) -> int:
     """The number of repetitions: the number requested, or else 1,024 or what the context holds.
 

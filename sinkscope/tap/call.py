@@ -8,8 +8,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
@@ -47,7 +46,8 @@ class Attention:
         query: Queries after rotary.
         key: Keys after rotary, of everything in the layer's cache.
         value: Values of everything in the layer's cache.
-        mask: The model's mask. None means causal, or that a handler determines what is seen.
+        mask: The model's mask, in the form that its attention takes. None means causal, or that a handler determines
+            what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         by_mask: Whether some handler needs rows under the mask.
         viewed: Says what is seen, by true positions, if a handler knows it.
@@ -64,7 +64,7 @@ class Attention:
     query: Float[Tensor, "batch head query d_head"]
     key: Float[Tensor, "batch kv_head key d_head"]
     value: Float[Tensor, "batch kv_head key d_value"]
-    mask: Tensor | None
+    mask: Any
     settings: dict[str, Any]
     by_mask: bool = False
     viewed: Callable[[Attention], View] | None = None
@@ -131,19 +131,41 @@ class Attention:
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
         """The keys that the model's mask shows to the last query in every head; None if there is no mask."""
-        if self.mask is None:
+        if self.mask is None and not self._masks_itself:
             return None
-        return shown(self.mask[:, :, self.queries - 1 : self.queries, : self.key.shape[2]]).all(1, keepdim=True)
+        return shown(self.mask_of(slice(self.queries - 1, self.queries))).all(1, keepdim=True)
 
     def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
         """The keys that the model's mask shows to some of the queries in any head."""
+        return shown(self.mask_of(part)).any(1, keepdim=True)
+
+    @property
+    def _masks_itself(self) -> bool:
+        """Whether the model's attention is told of padding alone, and knows by itself what is later or too far back."""
+        return (self.mask is not None and self.mask.ndim == 2) or "flash" in stock_name(self.module.config)
+
+    def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
+        """The model's mask, bool or additive, for some of the queries, in whatever form its attention takes it."""
         keys = self.key.shape[2]
-        if self.mask is not None:
-            return shown(self.mask[:, :, part, :keys]).any(1, keepdim=True)
+        mask = self.mask
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            return mask[:, :, part, :keys]
+        key = torch.arange(keys, device=self.key.device)
         first = keys - self.queries
-        query = torch.arange(first, keys, device=self.key.device)[part]
-        sees = torch.arange(keys, device=self.key.device) <= rearrange(query, "query -> query 1")
-        return sees.expand(len(self.key), 1, -1, -1)
+        query = torch.arange(self.queries, device=self.key.device)[part, None]
+        mask_mod: Any = getattr(mask, "mask_mod", None)
+        if mask_mod is not None:  # of a BlockMask, which FlexAttention takes
+            row = torch.arange(len(self.key), device=self.key.device)[:, None, None, None]
+            sees = mask_mod(row, torch.zeros_like(row), query, key)
+            return sees.expand(len(self.key), 1, -1, -1)
+        sees = key <= first + query
+        window = self.settings.get("sliding_window")
+        if self._masks_itself and window:
+            sees &= key > first + query - window
+        sees = sees.expand(len(self.key), 1, -1, -1)
+        if mask is None:
+            return sees
+        return sees & mask[:, None, None, :keys].bool()
 
     def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
@@ -191,6 +213,7 @@ class Attention:
         for rows_range, listeners in self._listeners.items():
             for part in self._parts(rows_range):
                 _tell(listeners, part.start, self._rows(part, rows_range.by_mask))
+        self._listeners.clear()  # they hold this object, and it holds queries, keys and values
         return output, weights
 
     def _attended(self) -> Output:
@@ -242,14 +265,13 @@ class Attention:
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
         query = self.query
-        keys = self.key.shape[2]
         if self.queries > 1:
             query = query[:, :, part]
         if by_mask:
             return attention_probs(
                 query,
                 self.key,
-                self.visible(part) if self.mask is None else self.mask[:, :, part, :keys],
+                self.mask_of(part),
                 scaling=self.scaling,
                 softcap=self.softcap,
                 sinks=self.sinks,
@@ -258,7 +280,7 @@ class Attention:
             return self.row_function()(query, self.key, None if self.complete else self.view)
         assert self.view is not None
         later = self.queries - part.stop  # new tokens that none of these queries sees
-        earlier = slice(0, keys - later)
+        earlier = slice(0, self.key.shape[2] - later)
         rows = self.row_function()(query, self.key[:, :, earlier], self.view.section(part, earlier))
         if later:
             return torch.nn.functional.pad(rows, (0, later))

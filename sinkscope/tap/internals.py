@@ -20,8 +20,8 @@ def attention_name(config: Any) -> str:
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Make modules with this configuration use this attention from now on."""
-    config._attn_implementation = name
+    """Make modules with this configuration use this attention from now on, and none with a part of it."""
+    config._attn_implementation_internal = name  # the public setter changes the configurations inside as well
 
 
 def eager_attention(module: Any) -> Callable[..., Any]:

@@ -52,9 +52,14 @@ def stock_attention(module: Any) -> Callable[..., Any]:
 
 
 def configs_of(target: Target) -> list[Any]:
-    """Every distinct configuration object in the model that its attention may read."""
+    """Every distinct configuration that the attention of the decoder, or what makes its mask, may read.
+
+    A vision or audio tower beside the decoder attends in its own way.
+    """
+    path = target.adapter.base.split(".")
+    around = [target.hf.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
     configs: dict[int, Any] = {}
-    for module in target.hf.modules():
+    for module in [*around, *target.base.modules()]:
         config = getattr(module, "config", None)
         if hasattr(config, "model_type"):
             configs[id(config)] = config

@@ -124,6 +124,7 @@ def test_a_file_that_is_no_gguf_is_refused(error, tmp_path):
         ("find-sinks --model ", ("the model name is empty", "hub id org/name")),
         ("find-sinks --model ./none", ("no file or folder './none'", "give an existing one")),
         ("find-sinks --model org/none", ("config.json of org/none is not in the cache", "give a folder")),
+        ("attack --tokens ,", ("--tokens ','", "give at least one")),
         ("find-sinks --bos", ("--bos: the tokenizer", "use --no-bos")),
         ("find-sinks --max-repeats 99999", ("--max-repeats 99999 and", "but the context of", "there is room for")),
         ("find-sinks --device cuda:9", ("device 'cuda:9' is not there", "this machine has cpu")),

@@ -98,6 +98,9 @@ def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled):
     assert len(plain.pieces) == 1 and len(guarded.pieces) == 2 and plain.pieces[0].startswith(kept)
     assert not plain.pieces[0][len(kept) :].startswith(guarded.pieces[1])
     assert bundled.answer({"generation": True})["result"]["generation"][1]["pieces"] == list(guarded.pieces)
+    written = bundled.answer({"off": ["L1.N338"], "generation": True})["result"]["generation"][0]  # as it is edited
+    (answer,) = ss.generate(setup.target, [prompt], interventions=ss.Ablate(sites=["L1.N338"]), max_new_tokens=160)
+    assert "".join(written["pieces"]) == answer.text != plain.pieces[0]
 
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):

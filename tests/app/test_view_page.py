@@ -44,6 +44,29 @@ def opened(view, tmp_path, chrome):
     return opening
 
 
+def test_the_heads_that_read_each_place_stand_apart_and_many_are_folded(view, opened):
+    """A head that reads two places is counted in each, and in no sum."""
+    first = [
+        {"role": "reads", "subject": f"L{n // 8}.H{n % 8}", "place": "the first token", "left": 0.1} for n in range(20)
+    ]
+    second = [{**row, "place": "'.'"} for row in first[:3]]
+    others = [one for one in view.circuit if one["role"] != "reads"]
+    chrome = opened(shown=replace(view, circuit=(*others, *first, *second)))
+    steps = chrome.texts(".circuit .step > p")
+    assert [step.partition(";")[0] for step in steps[-2:]] == [
+        "The 20 heads that read the first token",
+        "The 3 heads that read '.'",
+    ]
+    assert chrome.texts(".circuit summary") == ["8 more"]
+    ids = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.id)")
+    assert len(ids) == len(set(ids)) >= 23
+    chrome.click("#variant-1")
+    chrome.click("#tab-generation")  # a page holds what the intact model writes, and does not show it as another's
+    assert chrome.text("#panel-generation") == "This page holds only what the intact model writes."
+    chrome.click("#variant-0")
+    assert len(chrome.texts(".written")) == 2
+
+
 def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
     view.save(tmp_path / "view.json")
     loaded = Result.load(tmp_path / "view.json")
@@ -76,6 +99,7 @@ def test_the_page_in_a_browser(view, opened):
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
+    chrome.click("#variant-0")
     chrome.click("#tab-generation")
     plain, guarded = chrome.texts(".written")
     assert "copies taken back" in guarded and "copies taken back" not in plain
@@ -216,6 +240,13 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.wait(typed)
     chrome.click("#tab-generation")  # it fills itself
     chrome.wait("document.querySelectorAll('.written').length === 2")
+    intact = chrome.texts(".written")
+    chrome.click("#variant-1")  # and again for another model
+    chrome.wait(
+        "document.querySelector('#panel-generation p').textContent.startsWith('The model, sink neurons zeroed')"
+    )
+    assert chrome.texts(".written") != intact
+    chrome.click("#variant-0")
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []

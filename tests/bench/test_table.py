@@ -105,15 +105,19 @@ GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
         ("file", ["h2o:8 1"], "full was not run."),
         ("file", ["full 1"], "no other method was run."),
         ("file", ["h2o:8 1 0*3 cells=0.5 read=5.5", "full 1*4"],
-         "h2o:8 has 25% (5%-70%, reads 61%) in file s (score), too close to full to rank; "
+         "h2o:8 has 25% (5%-70%, reads 61%, computes 50% of prompts) in file s (score), too close to full to rank; "
          "full, the control, has 100%."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
-         "loopguard:64 has 0% (0%-56%, reads 100%) in loops s (answers that loop), too close to h2o:8 to rank; full, "
-         "the control, has 67%."),
+         "loopguard:64 has 0% (0%-56%, reads 100%) in loops s (answers that loop), too close to h2o:8 (reads "
+         "100%) to rank; full, the control, has 67%."),
+        # The cost of both stands in the sentence that does not rank them.
+        ("file", [FULL_READ, "snapkv:4 1*19 0 read=3", "loopserve:4 1*18 0*2 read=8.1 cells=1.32"],
+         "snapkv:4 has 95% (76%-99%, reads 33%) in file s (score), too close to loopserve:4 (reads 90%, computes 132% "
+         "of prompts) to rank; full, the control, has 100%."),
         # The best is named only where intervals part.
         ("file", [FULL_READ, GOOD, BAD],
          "snapkv:4 is the best of 2 in file s (score) with 100% (84%-100%, reads 33%); full, the control, has 100%."),
-        ("file", [FULL_READ, GOOD, "h2o:4 0*4 1*16 read=3"], "in file s (score), too close to h2o:4 to rank; "),
+        ("file", [FULL_READ, GOOD, "h2o:4 0*4 1*16 read=3"], "in file s (score), too close to h2o:4 (reads 33%) to "),
         # One answer shows no difference.
         ("text", ["random:8 9", "h2o:8 1"],
          "h2o:8 has 1 nats in text s (divergence from full attention), too close to random:8 to rank; "
@@ -126,6 +130,14 @@ def test_a_conclusion(task: str, answers: list[str], said: str):
     conclusion = table(*[record for some in answers for record in scored(task, some)]).conclusion()
     assert said in conclusion
     assert not said.startswith(("h2o:8 has", "loopguard:64 has")) or said == conclusion
+
+
+def test_every_method_that_is_compared_is_printed():
+    """Also where a command prints little: a conclusion may name the last of them."""
+    names = [f"h2o:{budget}" for budget in range(10, 90, 10)]
+    result = table(*[record for name in names for record in scored("file", f"{name} 0.5*9")], *FULL)
+    shown = result.text(brief=True)
+    assert all(f"{name} " in shown for name in [*names, "full"])
 
 
 def test_each_set_is_judged_alone():

@@ -22,6 +22,17 @@ def dynamic(config):
     return DynamicCache(config=config)
 
 
+class Offloaded(DynamicCache):
+    """As one that copies layers to and from a GPU."""
+
+    def update(self, *_, **__):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+
+def offloaded(config):
+    return Offloaded(config=config)
+
+
 def test_the_reproduction_shows_the_failure(capsys):
     result = ss.check_cache(FAULTY, only=(CROP,))
     assert result.exit_code == 1 and "1 of 1 check" in result.conclusion()
@@ -52,6 +63,19 @@ def test_exit_status_and_bad_input(typed, refusal):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
     with refused("has no name: expected"):
         ss.check_cache(partial(DynamicCache))
+
+
+def test_a_cache_that_needs_a_gpu_where_there_is_none_is_not_checked(monkeypatch):
+    """It neither fails 11 of 11 checks nor passes any."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = ss.check_cache(offloaded, only=("the_cache_knows_its_length", CROP))
+    assert {one.verdict for one in result.checks} == {"does not apply"} and result.exit_code == 1
+    assert result.conclusion().startswith("No check applies to offloaded: it needs a GPU, and there is none here")
+
+
+def test_a_crop_that_refuses_in_words_does_not_apply():
+    (row,) = ss.check_cache(dynamic, only=(f"{CROP}_in_states",)).checks
+    assert row.verdict == "does not apply" and "does not track past states" in row.seen
 
 
 def test_bytes_count_what_a_view_keeps_alive():

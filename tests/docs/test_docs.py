@@ -25,6 +25,7 @@ from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.kv import registry
 from sinkscope.models import adapters
 from sinkscope.results.result import Result
+from tools import outputs
 
 STRANGER = ROOT / "tests/fixtures/attention_entropy.py"
 BUNDLED = ROOT / "sinkscope/models/bundled/model.safetensors"
@@ -224,6 +225,8 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
             done = shell(["bash", "-euo", "pipefail", "-c", source])
             assert done.returncode == 0, f"{name}:\n{source}\n{done.stderr[-2000:]}"
         for command in _OUTPUT.findall(marks):
+            if outputs.REAL in command and outputs.REAL not in os.environ:
+                continue
             done = shell(["bash", "-c", command])
             missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"

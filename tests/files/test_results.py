@@ -110,9 +110,8 @@ def test_envelope_is_the_contract():
     assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
     assert (data["schema"], data["kind"]) == (2, "test-sample")
     assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
-    assert list(data["provenance"]) == (
-        ["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "commit"]
-    )
+    own = "argv versions device dtype attention bos seed seconds commit first_ids bos_added"
+    assert list(data["provenance"]) == own.split()
     assert data["result"]["parts"][1] == {"layer": 2, "expert": None, "share": 0.25, "causal": None, "label": "two"}
 
 

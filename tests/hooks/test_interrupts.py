@@ -10,6 +10,7 @@ from covering import each_other
 from edit_kit import EDITS
 from intervention_kit import count_hooks
 from kv_kit import model_of, prompts
+from organisms.tiny import attention_names
 from torch import nn
 
 from sinkscope.kv import H2O
@@ -72,13 +73,13 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
     number = [*EDITS].index(way) + PLACES.index(path)
     call, error = (1, 2, 4)[number % 3], ERRORS[number % 5]
     plain = generated(model)
-    hooks, attention = count_hooks(model), model.config._attn_implementation
+    hooks, attention = count_hooks(model), attention_names(model)
     with EDITS[way].on(model):
         expected = generated(model)
         interrupted(model, model.get_submodule(path), call, error)
         again = generated(model)
         assert same(again, expected)
-    assert (count_hooks(model), model.config._attn_implementation) == (hooks, attention)
+    assert (count_hooks(model), attention_names(model)) == (hooks, attention)
     assert listeners.HANDLERS.get() == ()
     assert same(generated(model), plain)
     with H2O(budget=6).on(model) as run:  # every later policy came upon what was left

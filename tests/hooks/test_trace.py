@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from organisms.decoders import decoder
 from organisms.tiny import tiny_model
 from torch.testing import assert_close
 
@@ -59,3 +60,20 @@ def test_bad_names_say_what_there_is():
     with pytest.raises(UnsupportedError, match="per expert"):
         trace(moe, IDS, ["blocks.0.mlp.hook_post"])
     assert len(site_names(3)) == 1 + 3 * 13 + 2
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "olmo_hybrid", "minimax"])
+def test_a_pattern_takes_the_layers_that_have_the_site(model_type):
+    """A layer that is named has it or is refused, and so is what no layer has."""
+    model = decoder(model_type)
+    target = target_of(model)
+    ids = IDS % model.config.vocab_size
+    attending = [f"blocks.{layer}.attn.hook_pattern" for layer in target.attending]
+    assert 0 < len(attending) < target.n_layers
+    assert list(trace(model, ids, ["blocks.*.attn.hook_pattern"])) == attending
+    assert list(trace(model, ids, lambda name: name.endswith("hook_pattern"), "last")) == attending
+    without = next(layer for layer in range(target.n_layers) if layer not in target.attending)
+    with pytest.raises(UnsupportedError, match=f"layer {without} of .* has no softmax attention"):
+        trace(model, ids, ["blocks.*.hook_resid_post", f"blocks.{without}.attn.hook_pattern"])
+    with pytest.raises(UnsupportedError, match="no softmax attention"):
+        trace(model, ids, [f"blocks.{without}.attn.*"])

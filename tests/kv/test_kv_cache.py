@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from random import Random
 from unittest import mock
 
@@ -12,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_kit import Drawn, close, decode, model_of, prompts
+from organisms.decoders import decoder
 from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -19,7 +21,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.usage import allocated_slots
+from sinkscope.kv.usage import Meter, allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
@@ -283,3 +285,32 @@ def test_usage_is_counted_by_hand(model):
     torch.testing.assert_close(usage.mean_tokens, [(20 + 6 * 9) / 7, (13 + 6 * 9) / 7])
     assert usage.logical_bytes == 2 * size * (20 + 13)
     assert usage.physical_bytes == 2 * size * 2 * 20
+    assert usage.decoding_tokens == [9.0, 9.0] and usage.decoding_bytes == 2 * size * 2 * 9
+    assert usage.stock_bytes == 2 * size * 2 * 26
+    assert run.summary() == (
+        "Drawn(8) held at most 9 of 26 tokens while it generated: 0.00461 MB, where the model's own cache holds "
+        "0.0133 MB."
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_neo", "gpt_oss"])
+def test_the_models_own_cache_is_counted_as_it_is(family):
+    """A layer with a sliding window holds the window alone, and ours holds everything."""
+    model = model_of(family) if family != "gpt_neo" else decoder(family)
+    ids, mask = prompts([40], 6)
+    stock = DynamicCache(config=model.config)
+    decode(model, ids, mask, 40, stock)
+    with Full().on(model) as run:
+        decode(model, ids, mask, 40)
+    assert run.usage[0].stock_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
+
+
+def test_counting_takes_no_more_memory_with_every_call():
+    layer = CacheLayer()
+    layer.update(*torch.zeros(2, 1, 1, 4, 2))
+    meter, sizes = Meter(), []
+    for call in range(1, 1001):
+        meter.note([layer], decodes=True, counts_read=True)
+        if call % 500 == 0:
+            sizes.append(len(pickle.dumps(meter)))
+    assert sizes[1] - sizes[0] < 100 and meter.usage().calls == 1000

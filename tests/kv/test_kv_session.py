@@ -14,18 +14,19 @@ import torch
 from intervention_kit import bridge_of, count_hooks, nnsight_of
 from kv_kit import Drawn, decode, prompts
 from kv_kit import shallow_of as model_of
-from organisms.tiny import tiny_model
+from organisms.tiny import attention_names, tiny_model, tiny_multimodal
 from refusals import refused
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
-from sinkscope.lines.shapes import AShape
+from sinkscope.lines.shapes import AShape, MInference, TriShape
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.tap import listeners, stock
@@ -48,7 +49,7 @@ def state_of(model) -> dict[str, Any]:
             for name, m in hf.named_modules()
             if hasattr(m, "config") and hasattr(m.config, "to_dict")
         },
-        "attention": hf.config._attn_implementation,
+        "attention": attention_names(hf),
         "generation": hf.generation_config.to_dict(),
         "weights": {name: (p.data_ptr(), p._version) for name, p in hf.named_parameters()},
         "known": dict(stock.STOCK),
@@ -63,12 +64,30 @@ def run_it(model):
 
 def test_nothing_stays():
     stock = model_of("llama")
-    for model in (stock, nnsight_of(stock, tiny_model("llama")[1])):
+    for model in (stock, nnsight_of(stock, tiny_model("llama")[1]), tiny_multimodal()):
         run_it(model)
         for way in (Full(), Drawn(budget=6), Observe(ignore), StreamingLLM(budget=6) | Observe(ignore, last=1)):
             with unchanged(model), way.on(model):
                 run_it(model)
-                assert target_of(model).hf.config._attn_implementation == "sinkscope"
+                assert target_of(model).config._attn_implementation == "sinkscope"
+
+
+def test_the_vision_tower_beside_the_decoder_attends_as_ever():
+    """Measurements and policies change configurations one by one; the setter of transformers changes those inside."""
+    model = tiny_multimodal()
+    ids = torch.randint(5, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+    ids[0, 3:7] = 95  # an image
+    given = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 95).long()}
+    ask = {"input_ids": ids, "max_new_tokens": 4, "do_sample": False, "output_scores": True, **given}
+    plain = model.generate(return_dict_in_generate=True, **ask)
+    for way in (Full(), Observe(ignore), StreamingLLM(budget=60), SnapKV(budget=60), LoopGuard(60), LoopServe(60)):
+        with unchanged(model), way.on(model):
+            assert model.model.vision_tower.config._attn_implementation == "sdpa"
+            same = model.generate(return_dict_in_generate=True, **ask)
+        torch.testing.assert_close(torch.stack(same.scores), torch.stack(plain.scores))
+    with unchanged(model), attention_rows(target_of(model), lambda *_: None):
+        model(input_ids=ids, **given)
+    assert attention_names(model) == ["sdpa"] * 3  # also before anybody looked at it
 
 
 @pytest.mark.parametrize("way", [Full(), LoopGuard(20), Drawn(budget=6), LoopServe(20, shortest=0)], ids=repr)
@@ -177,6 +196,16 @@ def test_a_model_inside_a_with_takes_no_other_policy(model):
         pass
 
 
+SHAPES = [AShape(), TriShape(), MInference(), LoopServe(decode=False), LoopServe()]
+
+
+@pytest.mark.parametrize(("first", "second"), zip(SHAPES, SHAPES[1:] + SHAPES[:1], strict=True))
+def test_a_prompt_is_read_in_one_shape(first, second, model):
+    said = f"{type(first).__name__} and {type(second).__name__} would both decide how prompts are read"
+    with unchanged(model), refused(said):
+        (first | second).on(model).__enter__()
+
+
 @pytest.mark.parametrize(
     ("edit", "settings", "said"),
     [
@@ -196,6 +225,13 @@ def test_what_cannot_be_generated(edit, settings, said, model):
         with refused(said):
             model.generate(ids, max_new_tokens=8, **settings)
         assert model.generate(ids, max_new_tokens=4).shape[1] == ids.shape[1] + 4
+
+
+@pytest.mark.parametrize("way", [STREAMING, LoopGuard(64), Observe(ignore), AShape(), LoopServe(decode=False)])
+def test_a_cache_with_room_for_tokens_to_come(way, model):
+    static = StaticCache(config=model.config, max_cache_len=32)
+    with unchanged(model), way.on(model), refused("the cache is StaticCache.*pass `DynamicCache"):
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=2, past_key_values=static)
 
 
 @pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0), TOVA(budget=8)])

@@ -126,7 +126,8 @@ def test_copies_of_the_last_ids_by_comparing_slices(ids, longest):
         lengths = [n for n in range(1, min(place, longest) + 1) if ids[place - n : place] == ids[len(ids) - n :]]
         if lengths:
             want.append((place, max(lengths)))
-    assert list(copies(ids, longest)) == want
+    ends = [end for end in range(len(ids) - 1) if ids[end] == ids[-1]]
+    assert [found for found in copies(ids, ends, longest) if found[1]] == want
 
 
 def test_a_penalty_counts_from_the_act_and_more_with_each_act_in_succession():
@@ -144,6 +145,30 @@ def test_a_penalty_counts_from_the_act_and_more_with_each_act_in_succession():
     assert steering.losses([*ids, 7, 8, 9]) == {6: 1.0}, "twice as much at the second act"
     assert steering.act(ids, 6, now=40, window=20) == 2 and steering.since == 6
     assert steering.act(ids, 0, now=61, window=20) == 0, "one token later than the window"
+
+
+class Counting(list):
+    """Ids that count how often one is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_the_time_of_a_token_does_not_depend_on_the_length_of_the_row():
+    looks = []
+    for length in (100, 10_000):
+        ids = Counting(range(length))
+        steering = Steering(2.0, since=length - 50)
+        steering.losses(ids)
+        before = ids.looks
+        for token in (7, 8, 9, 7, 8, 9):
+            ids.append(token)
+            steering.losses(ids)
+        looks.append(ids.looks - before)
+    assert looks[0] == looks[1]
 
 
 def test_an_end_of_the_text_gains_nothing_from_a_penalty():
@@ -169,7 +194,7 @@ def stubborn(bias: float):
 
 
 def eager_guard(**fields) -> LoopGuard:
-    monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
+    monitor = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
     return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, **fields})
 
 
@@ -178,7 +203,7 @@ def test_the_answer_to_a_loop(penalty, needed):
     """Token 33 leads by 8. After k of them, k + 1 copies count k - 2 tokens each: 4 and 10 at a penalty of 1."""
     model = stubborn(8.0)
     prompt, mask = prompts([10])
-    with eager_guard(penalty=penalty, rewind=False).on(model) as run:
+    with eager_guard(penalty=penalty, act="cut").on(model) as run:
         new = model.generate(prompt, attention_mask=mask, max_new_tokens=60, pad_token_id=0)[0, 10:].tolist()
     first = run.events[0].data
     assert (first["generated"], first["level"], first["taken_back"]) == (12, 0, 0), "three copies and 12 tokens"
@@ -196,10 +221,10 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):
     assert retention.anchors == 8, "a quarter of a small budget"
     prompt, mask = prompts([6])
     new = torch.tensor([[*(LOOP * 20)][:14]])  # from position 6 on, in the middle of the fifth copy
-    with LoopGuard(monitor={"tail_shortest": 14}, rewind=False).on(model) as run:
+    with LoopGuard(monitor={"tail_shortest": 14, "tail_beyond": 0}, act="cut").on(model) as run:
         feed(model, prompt, mask, new)
     (event,) = run.events
-    assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
+    assert event.data["bad"] == [(6, 16)] and event.data["kept"] == [(0, 6), (16, 20)], "at least the last 4"
 
 
 @pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])

@@ -99,7 +99,7 @@ def test_what_was_taken_back_never_arrived_and_what_stayed_did():
     """After 30 tokens of a loop, 10 others come and go; the alarm then comes where it comes without these."""
 
     def alarm(tokens: list[int], taken_back: int) -> int:
-        rows = [WatchedRow(monitors(MonitorSettings()))]
+        rows = [WatchedRow(monitors(MonitorSettings(tail_beyond=0)))]
         for token in tokens[:taken_back]:
             push(rows, torch.tensor([token]), None, ())
         rows[0].take_back(taken_back - 30)

@@ -7,12 +7,14 @@ from functools import cache
 import pytest
 import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
-from transformers import TextStreamer
+from transformers import LogitsProcessor, TextStreamer
 
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.hooks.edit import Event
+from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.loops import tail_period
-from sinkscope.loops.generate import generate
+from sinkscope.loops.generate import generate, padded
 from sinkscope.loops.guard import LoopGuard
 
 STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it
@@ -62,7 +64,7 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
     prompt = o.looping_prompt(16, delay=20)
     tokens, events = guarded(o, [prompt.ids], LoopGuard())
     assert events and {e.data["taken_back"] for e in events} == {0}
-    assert events[0].data["generated"] <= prompt.onset + max(3 * 16, 64) + 4, "after three copies"
+    assert events[0].data["generated"] <= prompt.onset + 3 * 16 + 64 + 4, "64 tokens after three copies"
     tail = tokens[0][events[-1].data["generated"] + 1 :]
     cycle = set(prompt.cycle)
     assert len(tail) > 60 and sum(token in cycle for token in tail) < 20, "the cycle is over"
@@ -72,7 +74,7 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
 def test_a_loop_is_taken_back_from_the_output(talk):
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
-    ids, guard = prompt.ids[0].tolist(), LoopGuard()
+    ids, guard = prompt.ids[0].tolist(), LoopGuard(monitor={"tail_beyond": 0})
     if talk:
         answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
         turn = answered.ask(ids, max_new_tokens=REWOUND)
@@ -102,14 +104,54 @@ def test_a_loop_is_taken_back_from_the_output(talk):
     assert copies <= 2 and tail_period(tokens, shortest=24) is None
 
 
-def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
-    """The next token depends on the last one above all, and two rows of a batch fall into loops at different times."""
+@cache
+def two_loops():
+    """A model whose next token depends on the last one above all, and two rows that loop at different times."""
     model, tokenizer = tiny_model("llama", num_hidden_layers=2)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.mul_(0.2)
     torch.manual_seed(2)
     rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 14)]
-    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12})
+    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12, "tail_beyond": 0})
+    return model, tokenizer, rows, guard
+
+
+class LastSeen(LogitsProcessor):
+    """What a penalty of repetitions sees of the rows in the last step."""
+
+    def __call__(self, input_ids, scores):
+        self.ids = input_ids
+        return scores
+
+
+def test_what_was_taken_back_is_not_seen_by_penalties():
+    """Nor in a row of which other rows hold more tokens, where its own removed ones leave gaps."""
+    model, _, rows, guard = two_loops()
+    ids, mask = padded(rows, 0, torch.device("cpu"))
+    seen = LastSeen()
+    ask = {"attention_mask": mask, "pad_token_id": 0, "do_sample": False, "logits_processor": [seen]}
+    with guard.on(model) as run, torch.no_grad():
+        written = generate_in_pieces(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
+    assert any(event.data["taken_back"] for event in run.events)
+    for whole, row in zip(written, seen.ids, strict=True):
+        last = row[ids.shape[1] :]
+        assert set(last[last != 0].tolist()) <= set(whole[ids.shape[1] :].tolist())
+
+
+def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end():
+    o = made(64)
+    ask = {"max_new_tokens": REWOUND, "return_dict_in_generate": True, "output_scores": True}
+    chat = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
+    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):
+        turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
+    assert turn.output.scores is None and len(turn.ids) == REWOUND
+    chat = Conversation(o.model, LoopGuard(act="cut"), tokenizer=o.tokenizer)
+    turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
+    assert len(turn.output.scores) == REWOUND
+
+
+def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
+    model, tokenizer, rows, guard = two_loops()
     options = {"tokenizer": tokenizer, "guard": guard, "max_new_tokens": 48}
     together = generate(model, rows, batch_size=2, **options)
     found = [output.events[0].data for output in together]

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from covering import every_nth
-from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, Stepped, prompts
+from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, Stepped, attends_by, prompts
 from kv_kit import shallow_of as model_of
 from refusals import refused
 from transformers import DynamicCache
@@ -21,8 +21,11 @@ from sinkscope.conformance.checks import alone
 from sinkscope.conformance.flow import Flow, error_of, outcome_of, right_logits
 from sinkscope.conformance.kit import Kit
 from sinkscope.conformance.models import MODELS, kit_model
-from sinkscope.kv import Full, Policy, joined_layers, make_policy, policies
+from sinkscope.kv import Full, Observe, Policy, joined_layers, make_policy, policies
 from sinkscope.kv.windows import layer_window
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.shapes import AShape
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
@@ -87,6 +90,32 @@ def test_a_policy_on_a_family(name, family):
     assert error_of(pieces.logits, whole.logits) < 3e-4
     for layer, sees in whole.sees.items():
         assert torch.equal(pieces.sees[layer][:, :, PROMPT:], sees[:, :, PROMPT:])
+
+
+OTHERS = {
+    "guard": LoopGuard(40),
+    "loopserve": LoopServe(BUDGET, shortest=0, interval=2, first=0),
+    "a-shape": AShape(first=2, local=5),
+    "observer": Observe(lambda rows: rows.pos),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash", "flex_attention"])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_under_each_attention_of_transformers(name, attention):
+    """Each takes a mask of its own form: additive, of padding alone, a function of blocks."""
+    way = OTHERS[name] if name in OTHERS else policy_of(name)
+    families = ("llama", "mistral", "gemma3_text")
+    number = [*NAMES, *OTHERS].index(name)
+    model = kit_model(families[number % 3])
+    for lengths in (LENGTHS, (PROMPT,)):
+        ids, mask = prompts([*lengths])
+        ask = {"attention_mask": mask, "max_new_tokens": 4, "output_scores": True, "return_dict_in_generate": True}
+        scores = []
+        for own in ("sdpa", attention):
+            with attends_by(model, own), way.on(model):
+                scores.append(torch.stack(model.generate(ids, do_sample=False, **ask).scores))
+        assert error_of(scores[1], scores[0]) < 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)

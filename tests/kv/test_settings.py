@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kv_kit import Drawn
 from refusals import refused
 
 import sinkscope as ss
 from sinkscope.kv import H2O, make_policy
+from sinkscope.lines.shapes import shape_at
 
 REFUSED = {
     "ss.kv.StreamingLLM(budget=0)": "budget=0: expected a number of tokens from 1, or a fraction",
@@ -38,6 +42,26 @@ REFUSED = {
 def test_settings_that_make_no_sense(call, says):
     with refused(words=[says]):
         eval(call, {"ss": ss, "Drawn": Drawn, "make_policy": make_policy})
+
+
+@given(st.integers(10, 100), st.integers(100, 5000))
+def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
+    """As whole numbers say: 0.29 of 100 tokens are 29, where floating point numbers make 28.999..."""
+    want = percent * prompt // 100
+    share = percent / 100
+    assert ss.kv.StreamingLLM(share).tokens(torch.tensor([prompt])) == [want]
+    assert ss.LoopGuard(share).retention(prompt).budget == want
+    shape = shape_at(share, prompt)
+    assert shape.first + shape.local == want
+
+
+@given(st.sampled_from([ss.kv.SnapKV, ss.kv.AdaKV, ss.kv.Pyramid]), st.integers(2, 400), st.integers(0, 9))
+def test_the_window_is_at_most_half_of_the_budget_and_grows_with_it(policy, budget, first):
+    """A window that is the whole budget keeps nothing that it votes for."""
+    snap = policy(budget + first, first=first)
+    window = snap.always_kept(budget + first)[1]
+    assert 1 <= window <= min(64, max(1, budget // 2))
+    assert 0 <= snap.always_kept(budget + first + 1)[1] - window <= 1
 
 
 def test_whole_numbers_are_numbers():

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from loop_texts import TABLES, prose
 from refusals import refused
 from repository import python
+from server_streams import SERVERS, events
 
+from sinkscope.app.cli import main
 from sinkscope.files.store import lines
 from sinkscope.loops import LoopCheck, check, check_file
 from sinkscope.loops.text.outputs import Splitter, spans, split
@@ -34,8 +37,8 @@ def test_ids_may_be_a_tensor():
         (f"{prose(200)} {'one more cup of tea, ' * 40}", "loops"),
         (f"{prose(200)} {'one more cup of tea, ' * 40} and that is all.", "loops"),
         (f"{prose(200)} {'one more cup of tea, ' * 40} {prose(60, 1)}", "looped"),
-        ('{"name": "Ada",' + "\n    " * 200, "loops"),
-        ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(300)), "loops"),
+        ('{"name": "Ada",' + "\n    " * 300, "loops"),
+        ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(450)), "loops"),
         ("0 1 0 0\n" * 60, "clean"),
         ("0 1 0 0\n" * 90, "loops"),
         ("x = x + 1\n" * 90, "loops"),
@@ -84,6 +87,14 @@ ANSWERS = {
     "anthropic": {"type": "message", "content": [{"type": "text", "text": CHAT["content"]}]},
     "ollama": {"model": "m", "message": CHAT, "done": True},
     "batch": {"custom_id": "a", "response": {"body": {"choices": [{"message": CHAT}]}}},
+    "thinking": {"model": "m", "response": "", "thinking": CHAT["content"], "done": True},
+    "details": {"choices": [{"message": {"content": "", "reasoning_details": [
+        {"type": "reasoning.text", "text": CHAT["content"]}, {"type": "reasoning.encrypted", "data": "x"}]}}]},
+    "function": {"choices": [{"message": {"content": None, "function_call": {
+        "name": "f", "arguments": CHAT["content"]}}}]},
+    "refusal": {"choices": [{"message": {"content": None, "refusal": CHAT["content"]}}]},
+    "thought alone": {"role": "assistant", "content": "", "reasoning_content": CHAT["content"]},
+    "tool": {"type": "message", "content": [{"type": "tool_use", "name": "f", "input": {"x": CHAT["content"]}}]},
     "message": CHAT,
     "text": {"text": CHAT["content"], "tokens": []},
     "ids": {"text": "fine", "tokens": [*range(90), *[1, 2] * 90]},
@@ -102,6 +113,63 @@ def test_the_json_of_answers_is_read(name, whole):
     assert verdicts == [expected, "loops"]
     alone = check_file(io.BytesIO(json.dumps(ANSWERS[name], indent=1).encode()), form="jsonl")
     assert [one.verdict for one in alone.records] == ["loops"]
+
+
+EMPTY = [
+    {"choices": [{"message": {"content": ""}}]},
+    {"choices": [{"message": {"content": None, "a_field_of_tomorrow": prose(90)}}]},
+    {"model": "m", "response": "", "done": True},
+    {"text": "", "tokens": []},
+]
+
+
+@pytest.mark.parametrize("answer", EMPTY)
+def test_an_answer_without_text_is_never_clean(answer, tmp_path, typed, monkeypatch):
+    """Neither in a file nor in a stream, nor among others; the exit code is none of a check that was made."""
+    (tmp_path / "x.json").write_text(json.dumps(answer))
+    (tmp_path / "y.jsonl").write_text(lines([{"text": prose(90)}, answer]))
+    assert typed(f"loops {tmp_path / 'x.json'}", 1).out.endswith("x.json has no text.\n")
+    assert "1 is clean and 1 has no text." in typed(f"loops {tmp_path / 'y.jsonl'}", 1).out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(answer).encode())))
+    assert "note: no text was found in " in typed("loops --follow", 1).err
+    assert [one.verdict for one in check([prose(90), ""]).records] == ["clean", "empty"]
+
+
+def test_reasoning_in_two_fields_is_read_once():
+    message = {"content": "Yes.", "reasoning": prose(90), "reasoning_content": prose(90)}
+    message["reasoning_details"] = [{"type": "reasoning.text", "text": prose(90)}]
+    (once,) = check_file(io.BytesIO(lines([{"choices": [{"message": message}]}]).encode())).records
+    assert once.tokens == check(f"{prose(90)}Yes.").records[0].tokens
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("name", ["x.txt", "x.log", "x.json"])
+def test_a_saved_stream_is_judged_without_its_envelope(server, name, tmp_path):
+    """As the text in it, whatever the name of its file."""
+    for text in (prose(300), f"{prose(100)} {'one more cup of tea, ' * 40}"):
+        sent = SERVERS[server](text)
+        saved = [lines(sent)] if server.startswith("ollama") else [events(sent), events(sent).partition("\n\n")[2]]
+        for content in saved:
+            (tmp_path / name).write_text(content)
+            main(["loops", str(tmp_path / name), "--json", str(tmp_path / "found.json")])
+            (found,) = Result.load(tmp_path / "found.json").records
+            assert replace(found, name="1") == check(text).records[0]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "Ada"}\n', 'data: {"choices"\n', "data: seen since 1990\n", "id: 5\n", ": so\n", "{}", "[1]\n"]
+)
+def test_a_text_that_resembles_a_stream_stays_a_text(text, tmp_path, typed):
+    (tmp_path / "x.txt").write_text(f"{text}{prose(50)}")
+    if text.startswith("data: {"):  # no JSON follows
+        assert "line 1 is no output" in typed(f"loops {tmp_path / 'x.txt'}", 2).err
+    else:
+        assert "x.txt is clean" in typed(f"loops {tmp_path / 'x.txt'}").out
+
+
+def test_ids_are_shown_apart(tmp_path, typed):
+    (tmp_path / "x.json").write_text(json.dumps({"tokens": [12, 345, 678] * 60}))
+    assert '"345 678 12"' in typed(f"loops {tmp_path / 'x.json'}", 3).err
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -169,7 +237,7 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
     said = typed("loops runs.jsonl --json x.json", 3).err
-    assert said.startswith("loop in line 2 at token 348: period 2, ")
+    assert said.startswith("loop in line 2 at token 370: period 2, ")
     found = Result.load("x.json")
     assert isinstance(found, LoopCheck)
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]

@@ -161,6 +161,7 @@ FINISH = {  # where an answer that was cut says why it ended, and what
     "responses": '"status": "incomplete"',
     "ollama": '"done_reason": "length"',
     "openai": '"finish_reason": "length"',
+    "llama.cpp": '"stop_type": "limit"',
 }
 
 

@@ -109,7 +109,7 @@ def test_the_guards_seams_stand_between_words():
     """Before, the text was cut inside of "I'm"."""
     model = ss.load()
     prompt = "The dog was too small. Lily cried. Then Tom said,"
-    told = ss.generate(model, prompt, guard=True, max_new_tokens=96)[0]
+    told = ss.generate(model, prompt, guard=ss.LoopGuard(monitor={"tail_beyond": 0}), max_new_tokens=96)[0]
     words = words_of(model.tokenizer)
     assert told.events and words is not None
     for event in told.events:

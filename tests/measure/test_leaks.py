@@ -7,9 +7,15 @@ from collections import Counter
 
 import pytest
 import torch
+from kv_kit import prompts, shallow_of
 from organisms import organism
 
 import sinkscope as ss
+from sinkscope.hooks.trace import attention_rows
+from sinkscope.kv import H2O, Full, Observe, SnapKV
+from sinkscope.lines.serve import LoopServe
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.opening.live import target_of
 
 
 @pytest.mark.slow
@@ -32,3 +38,29 @@ def test_a_measurement_leaves_no_object_of_its_model(tmp_path):
     before = counted()
     measure()
     assert counted() - before == Counter()
+
+
+@pytest.mark.parametrize("way", [Full(), SnapKV(budget=8), H2O(budget=8), LoopGuard(40), LoopServe(8, shortest=0)])
+def test_a_run_is_gone_when_nobody_holds_it(way):
+    """Before Python looks for circles: in those that stayed were queries, keys and values of every layer."""
+    model = shallow_of("llama")
+    ids = prompts([20])[0]
+
+    def circles():
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            with way.on(model), Observe(lambda rows: None).on(model), attention_rows(target_of(model), lambda *_: None):
+                model.generate(ids, max_new_tokens=4, do_sample=False)
+            gc.collect()
+            return [one for one in gc.garbage if type(one).__module__.startswith(("sinkscope", "torch"))]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+
+    gc.disable()
+    try:
+        circles()
+        assert circles() == []
+    finally:
+        gc.enable()

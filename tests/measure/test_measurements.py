@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import stranger
+from attack_kit import text_file
 from conclusion_kit import check_size
 from intervention_kit import loaded
+from organisms import organism
+from refusals import refused
 from same_kit import differences
 
 import sinkscope as ss
@@ -74,6 +78,10 @@ def test_json_comes_back_equal(command, measured, tmp_path):
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     assert result.model.name == "bundled" and result.provenance.seconds > 0
     assert {"bos", "text", "seed", "revision"} <= set(result.settings)
+    first = ", ".join(map(str, result.provenance.first_ids))
+    assert result.provenance.first_ids[0] == load().tokenizer.bos_token_id
+    assert f"Texts begin with the ids {first}" in result.summary()
+    assert ("which was added" in result.summary()) == bool(result.provenance.bos_added)
     assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
 
 
@@ -140,6 +148,52 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
     near = LOOSER.get(command.name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
+
+
+def test_columns_have_the_meaning_of_their_own_records(measured):
+    """And not that of a field of the same name elsewhere in the result."""
+    (find,) = [command for command in ALL if command.name == "find_sinks"]
+    said = measured(find).text(None)
+    assert "share: Contribution norm divided by the norm of the MLP's output at this place." in said
+
+
+def test_what_follows_the_layers_has_its_share_of_the_bar(tmp_path):
+    """Parts are removed after all layers were read, and a caller sees how many of these passes are done."""
+    calls: list[tuple[str, int, int]] = []
+    o = organism("llama", 2)
+    text = text_file(o, tmp_path, 6)
+    ss.find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=8, progress=lambda *call: calls.append(call))
+    stages = [what for what, _, _ in calls]
+    assert stages.index("removals") > stages.index("layers")
+    assert all(0 < done <= total for what, done, total in calls if what == "removals")
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory):
+    """A model whose tokenizer knows few words."""
+    return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
+
+
+@EVERY
+def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
+    """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
+    word = "Straßenbahn" if ALL.index(command) % 2 else "dog"
+    (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
+    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if command.name == "patch_eval" else {}
+    with refused("the one token '.*--text"):
+        command.load()(wordy, text=tmp_path / "alike.txt", **patch)
+
+
+@pytest.mark.parametrize("command", ["find_sinks", "heads", "attack", "repeat"])
+def test_a_text_of_which_much_is_unknown_has_a_warning(command, tmp_path):
+    """In every measurement alike, because tokens that are unknown act as copies of one."""
+    o = organism("llama", 2)
+    words = [o.tokenizer.decode([token]) for token in o.natural(8, 64).flatten().tolist()]
+    words[::3] = ["Straßenbahn"] * len(words[::3])
+    (tmp_path / "some.txt").write_text(" ".join(words), encoding="utf-8")
+    more = {"tokens": sorted({*words} - {"Straßenbahn", "<s>"})[:8], "sequences": 0} if command == "attack" else {}
+    found = getattr(ss, command)(o.model, tokenizer=o.tokenizer, text=tmp_path / "some.txt", **more)
+    assert re.search(r"Warning: 3\d% of the reference text is unknown to this tokenizer; .* --text", found.summary())
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():

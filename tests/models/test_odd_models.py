@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 
 import pytest
+import torch
 from checkpoints import spoiled
 from organisms import Organism, organism
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import sinkscope as ss
 from sinkscope.bench.run import bench
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.opening.inference.find import sample_of
 from sinkscope.tap.internals import attention_name
 
 
@@ -64,3 +79,60 @@ def test_arguments_from_python(use, says):
 def test_nothing_of_any_length_is_built(task):
     with pytest.raises(SinkscopeError, match=r"the context of|expected a whole number from 1 to"):
         bench(task=task, methods=["full"])
+
+
+SMALL = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {**SMALL, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
+IDS = torch.arange(3, 15)[None]
+
+
+def bidirectional() -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, **SMALL)),
+         "is an encoder-decoder model"),
+        (lambda: BartForConditionalGeneration(BartConfig(d_model=32, encoder_layers=2, decoder_layers=2,
+         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=64)),
+         "is an encoder-decoder model"),
+        (lambda: BertLMHeadModel(BertConfig(**LLAMA)), "is not causal"),
+        (bidirectional, "is not causal"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, is_causal=False)), "is not causal"),
+    ],
+)  # fmt: skip
+def test_models_that_are_no_decoders_are_refused_with_what_is_true(make, said):
+    """There is no row to write for them, and no argument to rename."""
+    for use in (
+        lambda model: ss.trace(model, IDS, "hook_embed"),
+        lambda model: ss.Ablate(layer=1, neurons=[3]).on(model),
+    ):
+        with pytest.raises(UnsupportedError, match=said) as refusal, use(make()):
+            pass
+        assert "decoder-only" in str(refusal.value)
+        assert not re.search("register|rename|write its row", str(refusal.value))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_models_cut_to_few_layers_keep_the_kinds_of_these(layers, tmp_path):
+    """A gemma whose layers are listed by kind; what is made of its configuration has at least two layers."""
+    config = Gemma3TextConfig(**{**LLAMA, "num_hidden_layers": 6}, head_dim=16)
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    model = ss.load(tmp_path, layers=layers)
+    assert model.config.layer_types == ["sliding_attention"] * layers
+    assert len(sample_of(model).config.layer_types) == 2
+
+
+@pytest.mark.parametrize(("dtype", "more"), [("float32", ""), ("bfloat16", ", or try dtype=float32")])
+def test_weights_that_are_nan_in_float32_have_no_better_type(dtype, more, tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SinkscopeError, match=f"NaN or infinite; download the checkpoint again{more}$"):
+        ss.load(tmp_path, dtype=dtype)

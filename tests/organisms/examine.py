@@ -26,6 +26,7 @@ from sinkscope.opening.live import target_of
 from .decoders import byte_tokenizer, decoder
 from .products import products_of
 from .site_check import check_sites
+from .tiny import attention_names
 from .views import filled
 
 NEURON = 7
@@ -126,7 +127,7 @@ def _state(model) -> list[Any]:
     """Hooks, attention and weights of a model."""
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     sums = [float(parameter.sum()) for parameter in model.parameters()]
-    return [hooks, model.config._attn_implementation, str(model.config.to_dict()), sums]
+    return [hooks, attention_names(model), str(model.config.to_dict()), sums]
 
 
 # -- neurons -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from .tokens import BOS, EOS, PAD, tokenizer_for
 
@@ -85,3 +92,27 @@ def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedM
     torch.set_rng_state(generator_state)
     model.config.architectures = [type(model).__name__]
     return model, tokenizer_for(model_type, config.vocab_size)
+
+
+def tiny_multimodal(seed: int = 0) -> PreTrainedModel:
+    """Random Gemma 3 that reads images: a tiny text model, a vision tower, and one configuration around both."""
+    text = {**_SIZES, **_GEMMA, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**tower, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=95)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Gemma3ForConditionalGeneration(config).eval()
+
+
+def attention_names(model) -> list[str]:
+    """The attention that a model and each configuration inside its own select, and that modules read."""
+    configs = {}
+    waiting = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "model_type")]
+    while waiting:
+        config = waiting.pop()
+        configs[id(config)] = config
+        inside = [getattr(config, name, None) for name in config.sub_configs]
+        waiting += [one for one in inside if one is not None]
+    return [config._attn_implementation for config in configs.values()]

@@ -188,6 +188,16 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
         assert len(set(row)) == length and set(row) <= large[number % len(large)]
 
 
+def test_a_sample_of_the_tokens_is_in_the_clusters_that_they_have_among_all(tmp_path):
+    o = organism("llama", 1)
+    every = attack_on(o, tmp_path, sequences=0).clusters
+    some = attack_on(o, tmp_path, sequences=0, sample=20).clusters
+    heads = dict(zip(every.ids.tolist(), every.head.tolist(), strict=True))
+    assert len({*some.ids.tolist()}) == 20
+    for token, head in zip(some.ids.tolist(), some.head.tolist(), strict=True):
+        assert head == heads[token] or (head != head and heads[token] != heads[token])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,11 @@ def test_an_ordinary_circuit_is_found_from_the_mark_to_the_readers(family, seed,
     assert set(group.heads) == {Head(*site) for site in truth.reading_heads}
     assert max(group.left) < 0.2 < 0.8 < min(group.attention)
     assert [row["role"] for row in found.readers()] == ["reads"] * len(group.heads)
+    twice = replace(found, claims=(*found.claims, *found.claims))  # rows of the same words are drawn apart
+    for bars in twice.figure().data:
+        assert len(set(bars.y)) == len(bars.y) == 2 * len(found.claims)
     (mark,) = found.of(MARKS)
+    assert mark.margin is not None and mark.draws > 2 and not mark.exact  # of each text, none a copy of their mean
     tile = found.numbers()[0]  # it says what is lost, the claim what is left
     assert (tile.value, tile.control) == (1 - mark.value, 1 - mark.control.value)
 

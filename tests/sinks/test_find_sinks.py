@@ -150,7 +150,7 @@ def test_a_place_at_the_end_of_a_text_is_not_where_its_attention_is_read(tmp_pat
     (delimiter,) = m.truth.delimiters
     ids = m.natural(8, 64)
     ids[ids == delimiter] += 1
-    ids[[0, 1, 2], [5, 9, 63]] = delimiter
+    ids[[0, 1, 3, 2], [5, 9, 20, 63]] = delimiter
     text = tmp_path / "text.txt"
     text.write_text(" ".join(m.tokenizer.decode(row[1:]) for row in ids), encoding="utf-8")
     found = find_sinks(m.model, tokenizer=m.tokenizer, text=text, max_repeats=4)

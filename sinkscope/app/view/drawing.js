@@ -54,7 +54,7 @@ function headOf(name) {
 
 /** Arrow keys move the focus among the children of a group; only one of them is in the order of the Tab key. */
 function roving(group, perRow) {
-  const items = () => [...group.querySelectorAll("button:not(:disabled)")];
+  const items = () => [...group.querySelectorAll("button:not(:disabled)")].filter((item) => item.checkVisibility());
   const mark = (wanted) => items().forEach((item) => (item.tabIndex = item === wanted ? 0 : -1));
   group.addEventListener("focusin", (event) => mark(event.target));
   group.addEventListener("keydown", (event) => {

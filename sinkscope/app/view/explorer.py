@@ -157,7 +157,7 @@ class Explorer:
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
                 measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text;
-                true `generation` also for what the model writes.
+                true `generation` also for what the model writes in it.
         """
         try:
             asked = checked_value(Request, request, "the request")
@@ -170,7 +170,8 @@ class Explorer:
                     switch = switch_without(self.sink, asked.off)
                 result = self.result(self.viewed(text, [switch]))
                 if asked.generation:
-                    result = replace(result, generation=writings(self.sink.setup))
+                    edit = None if switch is None else switch.edit
+                    result = replace(result, generation=writings(self.sink.setup, edit))
                 return result.to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}

@@ -16,6 +16,10 @@ function tourSteps(data) {
   return steps;
 }
 
+const FOLDED = 12; // parts of a step that are shown at once
+
+const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
 /** The parts of each step of a circuit, from the heads that mark to the heads that read. */
 function circuitSteps({ circuit, layer }) {
   const of = (role) => circuit.filter((row) => row.role === role);
@@ -27,11 +31,12 @@ function circuitSteps({ circuit, layer }) {
   const marks = [...of("marks"), ...others].slice(0, 4).map((row) => part(row, row.place));
   const copies = of("marks copies").slice(0, 3).map((row) => part(row, "many copies of a token"));
   const readers = of("reads");
+  const read = [...new Set(readers.map((row) => row.place))].map((place) => readers.filter((row) => row.place === place));
   const steps = [
     [copies.length ? "Heads that mark the first token, or copies of one token; and what is lost of the spike if each is replaced" : "Heads that mark the sink; and what is lost of the spike if each is replaced", [...marks, ...copies]],
     ["Neurons that make the spike; and what is lost of it if they are set to 0", spike.map((row) => part(row, row.place))],
     ["", spike.length ? [{ name: "spike", words: [`a large norm after layer ${layer}`] }] : []],
-    [`All ${readers.length} heads that read the sink; and what is lost of this attention, over many texts, without the spike`, readers.map((row) => ({ name: row.subject, words: [`${lost(row.left)} lost`] }))],
+    ...read.map((rows, number) => [`The ${counted(rows.length, "head")} that read ${rows[0].place}; and what is lost of this attention, over many texts, without what these heads need`, rows.map((row) => ({ name: row.subject, words: [`${lost(row.left)} lost`] })), number > 0]),
   ];
   return steps.filter(([, parts]) => parts.length);
 }
@@ -39,29 +44,30 @@ function circuitSteps({ circuit, layer }) {
 /** Draw the circuit of a view into its panel; a line leads from each step to the next. */
 function drawCircuit(view, panel) {
   const children = [];
-  circuitSteps(view.data).forEach(([title, parts], number) => {
-    if (number) children.push(element("div", { class: "arrow", "aria-hidden": "true" }, "↓"));
-    const step = element("div", { class: "step", role: "group", "aria-label": title || "spike" }, title ? element("p", { class: "soft" }, title) : null, ...parts.map((part) => circuitPart(view, part)));
+  circuitSteps(view.data).forEach(([title, parts, beside], number) => {
+    if (number && !beside) children.push(element("div", { class: "arrow", "aria-hidden": "true" }, "↓"));
+    const step = element("div", { class: "step", role: "group", "aria-label": title || "spike" }, title ? element("p", { class: "soft" }, title) : null, ...parts.slice(0, FOLDED).map((part) => circuitPart(view, part, number)));
+    if (parts.length > FOLDED) step.append(element("details", {}, element("summary", {}, `${parts.length - FOLDED} more`), ...parts.slice(FOLDED).map((part) => circuitPart(view, part, number))));
     roving(step)();
     children.push(step);
   });
   panel.replaceChildren(...children, element("p", { class: "soft" }, view.data.circuit_sentence));
 }
 
-function circuitPart(view, { name, words }) {
+function circuitPart(view, { name, words }, step) {
   const chosen = headName(view.head) === name ? " chosen" : "";
   const lines = words.filter(Boolean).map((line) => element("small", {}, line));
-  return element("button", { class: `part${chosen}`, type: "button", id: `part-${name}`, onclick: () => view.pickPart(name) }, name, ...lines);
+  return element("button", { class: `part${chosen}`, type: "button", id: `part-${step}-${name}`, onclick: () => view.pickPart(name) }, name, ...lines);
 }
 
-/** What the model wrote without the guard and with it, with a mark where the guard took copies back. */
-function writtenSides(sides) {
+/** What a variant of the model wrote without the guard and with it, with a mark where the guard took copies back. */
+function writtenSides(sides, variant) {
   const shown = sides.map(({ name, pieces, summary }) => {
     const text = element("p", { class: "written" }, pieces[0]);
     for (const piece of pieces.slice(1)) text.append(element("mark", {}, "copies taken back"), piece);
     return element("section", {}, element("h2", {}, `The model ${name}`), text, element("p", { class: "soft" }, summary));
   });
-  return [element("p", {}, "The model continues: ", element("q", {}, sides[0].prompt)), element("div", { class: "sides" }, ...shown)];
+  return [element("p", {}, variant === "intact" ? "The model continues: " : `The model, ${variant}, continues: `, element("q", {}, sides[0].prompt)), element("div", { class: "sides" }, ...shown)];
 }
 
 /** Whether the tour was shown in this browser; from then on it was. */

@@ -51,6 +51,7 @@ class View {
   async show(answer) {
     this.model = answer.model;
     this.data = answer.result;
+    this.written = new Map(this.data.generation.length ? [["intact", this.data.generation]] : []); // by variant
     this.data.texts.forEach((text) => (text.asked = { text: null }));
     await this.follow();
     const last = this.data.texts.length - 1;
@@ -117,6 +118,7 @@ class View {
     this.sides = sides;
     await this.unpackRows();
     this.redraw();
+    if (this.tab === "generation") this.drawGeneration();
     return true;
   }
 
@@ -133,8 +135,7 @@ class View {
   async variantOf(text, name) {
     const known = text.variants.find((variant) => variant.name === name);
     if (known || !this.ask) return known;
-    const edit = name === this.ownName ? { off: [...this.off] } : { switch: name };
-    const answer = await this.request({ ...text.asked, ...edit });
+    const answer = await this.request({ ...text.asked, ...this.editOf(name) });
     if (!answer) return undefined;
     const [read] = answer.result.texts;
     text.variants.push(Object.assign(read.variants[0], { name, heads: read.heads }));
@@ -276,20 +277,29 @@ class View {
     if (name === "generation") this.drawGeneration();
   }
 
-  /** Draw what the model writes; Python is asked for it when this is first shown. */
+  /** Draw what the chosen model writes; Python is asked for it when this is first shown. */
   async drawGeneration() {
     const panel = this.root.querySelector("#panel-generation");
-    if (this.data.generation.length) {
-      panel.replaceChildren(...writtenSides(this.data.generation));
+    const name = this.variant;
+    const sides = this.written.get(name);
+    if (sides) {
+      panel.replaceChildren(...writtenSides(sides, name));
       return;
     }
-    panel.replaceChildren(element("p", {}, this.ask ? "The model continues a story, without the guard and with it." : "This page was made without a generation."));
-    if (!this.ask || this.writing) return;
-    this.writing = true;
-    const answer = await this.request({ generation: true });
-    this.writing = false;
-    if (answer) this.data.generation = answer.result.generation;
-    if (answer && this.tab === "generation") this.drawGeneration();
+    const made = this.written.size ? `This page holds only what the ${[...this.written.keys()].join(" and the ")} model writes.` : "This page was made without a generation.";
+    panel.replaceChildren(element("p", {}, this.ask ? "The model continues a story, without the guard and with it." : made));
+    if (!this.ask || this.writing === name) return;
+    this.writing = name;
+    const answer = await this.request({ ...this.editOf(name), generation: true });
+    if (this.writing === name) this.writing = null;
+    if (answer) this.written.set(name, answer.result.generation);
+    if (answer && this.tab === "generation" && this.variant === name) this.drawGeneration();
+  }
+
+  /** What Python is asked for a variant. */
+  editOf(name) {
+    if (name === "intact") return {};
+    return name === this.ownName ? { off: [...this.off] } : { switch: name };
   }
 
   textPanel() {

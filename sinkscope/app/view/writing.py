@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sinkscope.app.view.result import Writing
 from sinkscope.app.view.texts import ids_of
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.loops.generate import Generated, generate
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure import Setup
@@ -12,15 +13,20 @@ LOOPING_STORY = "One day, the bird sang the same song again and again:"
 NEW_TOKENS = 160  # enough for the model in the package to repeat itself, and for the guard to stop it
 
 
-def writings(setup: Setup) -> tuple[Writing, ...]:
+def writings(setup: Setup, edit: Intervention | None = None) -> tuple[Writing, ...]:
     """What the model writes after a story that it continues with copies, without the guard and with it.
+
+    Args:
+        setup: The model.
+        edit: An edit of it. None: it is intact.
 
     Raises:
         SinkscopeError: The tokenizer knows no word of the story, or the text is too long for the model.
     """
     made: list[Writing] = []
     for name, guard in (("without the guard", False), ("with the guard", True)):
-        (answer,) = generate(setup.target, [ids_of(setup, LOOPING_STORY)], guard=guard, max_new_tokens=NEW_TOKENS)
+        ids = [ids_of(setup, LOOPING_STORY)]
+        (answer,) = generate(setup.target, ids, interventions=edit, guard=guard, max_new_tokens=NEW_TOKENS)
         made.append(Writing(name, LOOPING_STORY, _pieces(setup, answer), answer.summary))
     return tuple(made)
 

@@ -135,5 +135,5 @@ def comparison(full: Sequence[Logits]) -> Measure:
 
 def divergence(full: Logits, other: Logits) -> Float[Tensor, " row"]:
     """KL(full || other) between two rows of logits, in nats."""
-    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    p, q = full.cpu().double().log_softmax(-1), other.cpu().double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)

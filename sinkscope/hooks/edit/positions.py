@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from einops import reduce, repeat
+from einops import reduce
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import tokens_in
+from sinkscope.models.call_cache import rows_moved, tokens_in
 from sinkscope.tap.rows import shown
 
 
@@ -124,13 +124,16 @@ class Sequence:
         memory = {key: Memory(kept) for key, kept in self.memory.items()}
         return replace(self, memory=memory)
 
-    def expand(self, times: int) -> None:
-        """Repeat each row `times` times, as generation does for beams and several return sequences."""
-        expanded = partial(repeat, pattern="batch ... -> (batch times) ...", times=times)
-        self.columns = self.columns.moved(expanded)
+    def take(self, rows: Int[Tensor, " row"]) -> None:
+        """Let the rows be others of the batch, by their numbers: as generation repeats and reorders them."""
+
+        def taken(of_rows: Tensor) -> Tensor:
+            return of_rows[rows.to(of_rows.device)]
+
+        self.columns = self.columns.moved(taken)
         for memory in self.memory.values():
             for name, values in memory.items():
-                memory[name] = expanded(values)
+                memory[name] = taken(values)
 
 
 @dataclass(eq=False)
@@ -235,9 +238,12 @@ class Tracker:
         if cache is not None:
             sequence = self._sequences.get(cache)
         if sequence is not None and past > 0:
+            moved = rows_moved(cache)
+            if moved is not None:
+                sequence.take(moved)
             times, rest = divmod(batch, sequence.columns.known.shape[0])  # `len` of a tensor takes three times as long
             if times > 1 and rest == 0:
-                sequence.expand(times)
+                sequence.take(torch.arange(batch // times).repeat_interleave(times))
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)

@@ -20,6 +20,10 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 
 
+class AbsentError(UnsupportedError):
+    """A layer has no such site; others may have it."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
@@ -97,14 +101,16 @@ Pattern = str | Callable[[str], bool]
 def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]:
     """Sites that are meant by one or several patterns, in the order of the forward pass.
 
+    A pattern takes the layers that have the site: in hybrid models, not all have attention.
+
     Raises:
         SinkscopeError: A pattern matches nothing; the message shows names that exist.
-        UnsupportedError: This architecture has no such site.
+        UnsupportedError: This architecture has no such site, or the layer that is named has none.
     """
     names = site_names(target.n_layers)
     if isinstance(patterns, str) or callable(patterns):
         patterns = [patterns]
-    chosen: set[str] = set()
+    chosen: dict[str, Site] = {}
     for pattern in patterns:
         if isinstance(pattern, str):
             matches = fnmatch.filter(names, pattern)
@@ -115,8 +121,24 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
             raise SinkscopeError(
                 f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
             )
-        chosen.update(matches)
-    return [_site(target, name) for name in names if name in chosen]
+        chosen |= _in_layers(target, matches)
+    return [chosen[name] for name in names if name in chosen]
+
+
+def _in_layers(target: Target, names: Sequence[str]) -> dict[str, Site]:
+    """The sites of these names in the layers that have them; each has to be in one."""
+    found: dict[str, Site] = {}
+    absent: dict[str, AbsentError] = {}
+    for name in names:
+        try:
+            found[name] = _site(target, name)
+        except AbsentError as error:
+            absent.setdefault(name.split(".", 2)[-1], error)
+    for part in {name.split(".", 2)[-1] for name in found}:
+        absent.pop(part, None)
+    for error in absent.values():
+        raise error
+    return found
 
 
 def _site(target: Target, name: str) -> Site:
@@ -134,7 +156,7 @@ def _site(target: Target, name: str) -> Site:
     _, number, part = name.split(".", 2)
     layer = int(number)
     if part.startswith("attn.") and not target.has_attention(layer):
-        raise UnsupportedError(
+        raise AbsentError(
             f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
             f"{', '.join(map(str, target.attending))}"
         )
@@ -177,7 +199,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
         if is_sum or lacks_up or (parts and not target.has_part(layer, *parts)):
             problem = "no module gives it alone"
     if problem:
-        raise UnsupportedError(
+        raise AbsentError(
             f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"
         )
     return target.sub(layer, *parts) if parts else target.layers[layer]

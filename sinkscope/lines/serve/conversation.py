@@ -29,6 +29,7 @@ from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
 from sinkscope.models.inputs import read_row
+from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 
 Answers = Literal["recompute", "keep"]
@@ -135,6 +136,8 @@ class Conversation:
         edit: `LoopServe`, any policy, patch or guard, or several joined by `|`. None leaves the model unedited.
         answers: "recompute" reads the previous answer again in the next turn; "keep" leaves it in the cache.
         tokenizer: For models that carry none; only needed for texts.
+        chat: Whether prompts and answers are messages in the tokenizer's chat template. "auto": if there is one. A turn
+            reads what the template of the whole conversation adds, token for token, or is refused.
 
     Attributes:
         turns: The turns so far.
@@ -156,8 +159,10 @@ class Conversation:
         *,
         answers: Answers | str = "recompute",
         tokenizer: Any = None,
+        chat: Chat = "auto",
     ) -> None:
         check_values(Answers, answers=answers)
+        check_values(Chat, chat=chat)
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
@@ -166,6 +171,8 @@ class Conversation:
         self.turns: list[Turn] = []
         self._edit = edit
         self._answers = answers
+        self._chat: Any = chat  # whether it is one is known when the first turn is taken
+        self._messages: list[dict[str, str]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
         self._sequence: positions.Sequence | None = None  # its tokens, and what edits know about them
 
@@ -181,8 +188,8 @@ class Conversation:
         """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
 
         Args:
-            prompt: A text, or token ids, which are used unchanged. Texts of later turns get no special tokens (BOS),
-                and nothing is inserted between turns.
+            prompt: A text, or token ids, which are used unchanged. Without a chat template, texts of later turns get no
+                special tokens (BOS), and nothing is inserted between turns.
             max_new_tokens: Maximum length of the answer in tokens.
             generation: Further arguments of `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
 
@@ -192,7 +199,7 @@ class Conversation:
                 also whatever the edit raises.
         """
         check_values(Natural, max_new_tokens=max_new_tokens)
-        return self._take_turn(self._encode(prompt, "prompt", special=not self.turns), max_new_tokens, generation)
+        return self._take_turn(prompt, max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
         """Take a turn with a given answer, so that histories are the same for every model and edit.
@@ -202,10 +209,11 @@ class Conversation:
         Raises:
             SinkscopeError: As for `ask`, or the answer is empty.
         """
-        new = self._encode(prompt, "prompt", special=not self.turns)
         gold = self._encode(answer, "answer", special=False)
-        force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
-        return self._take_turn(new, len(gold), {"logits_processor": force}, gold)
+        turn = self._take_turn(prompt, len(gold), {}, gold)
+        if isinstance(prompt, str) and isinstance(answer, str):  # as it is, and not as its tokens are read back
+            self._messages[-1]["content"] = answer
+        return turn
 
     def branch(self) -> Conversation:
         """Start another conversation from here, for instance to ask several questions about one document.
@@ -213,15 +221,21 @@ class Conversation:
         Both share the keys and values so far, which later turns never change; each adds its own.
         """
         other = copy(self)
-        other.turns = [*self.turns]
+        other.turns, other._messages = [*self.turns], [*self._messages]
         return other
 
     def _take_turn(
-        self, new: list[int], max_new_tokens: int, generation: dict[str, Any], gold: list[int] | None = None
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        generation: dict[str, Any],
+        gold: list[int] | None = None,
     ) -> Turn:
-        """Read `new`, generate an answer (`gold`, if given), and keep the cache for the next turn."""
-        target = self.target
+        """Read the prompt, generate an answer (`gold`, if given), and keep the cache for the next turn."""
+        target, new = self.target, self._new_ids(prompt)
         whole = [*self.ids, *new]
+        if gold is not None:
+            generation = {"logits_processor": LogitsProcessorList([ForcedAnswer([gold], len(whole))])}
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
         _check_generation(generation)
@@ -273,6 +287,9 @@ class Conversation:
             output=output,
         )
         self.turns = [*self.turns, turn]
+        if isinstance(prompt, str):
+            said, answered = {"role": "user", "content": prompt}, {"role": "assistant", "content": text or ""}
+            self._messages = [*self._messages, said, answered]
         return turn
 
     def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
@@ -285,6 +302,19 @@ class Conversation:
         # What `generate` returned may hold the cache itself, and others may go on with it.
         self._layers = [layer.copy() for layer in cache.layers]
         self._sequence = recorder.after_prompt if self._answers == "recompute" else recorder.after_answer
+
+    def _new_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """What a turn reads: the prompt, or what the chat template adds to the conversation with it."""
+        target = self.target
+        ids = self._encode(prompt, "prompt", special=not self.turns)
+        if not isinstance(prompt, str):
+            return ids
+        if not self.turns:
+            self._chat = uses_template(target.available_tokenizer, prompt, self._chat, target.name)
+        if not self._chat:
+            return ids
+        messages = [*self._messages, {"role": "user", "content": prompt}]
+        return chat_ids(target.available_tokenizer, messages, target.name, self.ids)
 
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         return read_row(self.target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)

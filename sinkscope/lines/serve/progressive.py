@@ -19,7 +19,6 @@ from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
-from sinkscope.kv.usage import tokens_read
 from sinkscope.models.grouped_heads import in_groups
 
 
@@ -71,10 +70,7 @@ class Progressive(Policy):
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Attention of the latest queries; padding does not vote."""
-        rows = at.session.window_rows(at.moment, at.layer, self.interval)
-        real = at.moment.state.queries[at.layer].pos[:, -self.interval :] >= 0
-        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head 1 slot".
-        votes = real.to(rows)[:, None, None] @ rows
+        votes = at.session.window_rows(at.moment, at.layer, self.interval).sum(2)
         return in_groups(votes, at.kv.pos.shape[1]).mean(2)
 
     def pays(self, layer: CacheLayer) -> bool:
@@ -123,9 +119,10 @@ def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> No
 def steps_summary(name: str, run: Run) -> str:
     """One sentence on how much decoding steps read; "" if there was none."""
     read: list[float] = []
-    for rows in tokens_read(run):
-        read += rows
+    held: list[float] = []
+    for usage in run.usage:
+        read += usage.mean_read
+        held += usage.mean_held
     if not read:
         return ""
-    longest = max(usage.read_tokens for usage in run.usage)
-    return f"{name} read {fmean(read):,.0f} of up to {longest:,} tokens in a decoding step."
+    return f"A decoding step under {name} read {fmean(read):,.0f} of {fmean(held):,.0f} tokens on average."

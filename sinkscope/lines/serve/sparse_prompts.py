@@ -16,7 +16,6 @@ from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.owners import own_model
 from sinkscope.kv.session import Session
 from sinkscope.lines.attention import Scores, causal_cells, recovered
 from sinkscope.lines.bands import Bands
@@ -134,8 +133,7 @@ class SparsePrompts(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""
         session = Session.of(run)
-        own_model(run)
-        session.watching.replacement = lambda prompt, kv: self._attend(prompt, kv, session)
+        session.replace_prompts(type(self).__name__, lambda prompt, kv: self._attend(prompt, kv, session))
 
     def summary(self, run: Run) -> str:
         """How much of the prompts' attention was computed, or why all; "" if there was no prompt."""

@@ -26,35 +26,46 @@ class WatchedRow:
         monitor: Makes its monitor.
         prompt: Number of real tokens before its first generated token.
         prompt_ids: The ids of the latest of them that are known.
+        asked: Number of copies that the prompt asks for.
 
     Attributes:
         monitor: Its monitor.
-        tokens: Its generated tokens that the monitor has seen.
+        ids: Its latest ids, up to the newest that the monitor has seen.
         steering: How a guard steers it since it looped.
     """
 
-    def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = (), asked: int = 0
+    ) -> None:
         self._new_monitor = monitor
+        self._asked = asked
         self.monitor = monitor()
-        self.tokens: list[int] = []
+        self.monitor.asked = asked
         self.prompt = prompt
-        self.prompt_ids = prompt_ids
+        self.ids = list(prompt_ids)
+        self._prompt_ids = len(self.ids)
         self.steering: Steering | None = None
+
+    @property
+    def written(self) -> int:
+        """Number of its generated tokens that the monitor has seen."""
+        return len(self.ids) - self._prompt_ids
 
     @property
     def length(self) -> int:
         """Number of its tokens."""
-        return self.prompt + len(self.tokens)
+        return self.prompt + self.written
 
     @property
-    def ids(self) -> list[int]:
-        """Its latest ids, up to the newest."""
-        return [*self.prompt_ids, *self.tokens]
+    def tokens(self) -> list[int]:
+        """Its generated tokens that the monitor has seen."""
+        return self.ids[self._prompt_ids :]
 
     def take_back(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never arrived."""
-        del self.tokens[len(self.tokens) - count :]
+        del self.ids[len(self.ids) - count :]
         self.monitor = self._new_monitor()
+        self.monitor.asked = self._asked
         for token in self.tokens:
             self.monitor.update(token, 0.0)
 
@@ -77,10 +88,23 @@ class GuardedRows:
 
 
 def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[[], Monitor]:
-    """A function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
+    """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
     if tokenizer is None:
         return partial(Monitor, settings)
-    return partial(Monitor, settings, lambda ids: is_plain(split(tokenizer.decode(ids))))
+    return partial(Monitor, settings, lambda ids: is_plain(split(tokenizer.decode(ids))), numbers_of(tokenizer))
+
+
+def numbers_of(tokenizer: Any) -> Callable[[int], bool]:
+    """Return a function that says whether a token is a number or a part of one."""
+    known: dict[int, bool] = {}
+
+    def is_number(token: int) -> bool:
+        found = known.get(token)
+        if found is None:
+            found = known[token] = tokenizer.decode([token]).strip().isdigit()
+        return found
+
+    return is_number
 
 
 def push(
@@ -109,7 +133,7 @@ def push(
             row.monitor.end()
         if row.monitor.ended:
             continue
-        row.tokens.append(token)
+        row.ids.append(token)
         if row.monitor.update(token, probabilities[number]).trigger:
             alarms.append(number)
     return alarms

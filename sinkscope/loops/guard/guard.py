@@ -6,15 +6,15 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Budget, Natural, Whole, check_fields
+from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Columns
 from sinkscope.kv.cache import CacheLayer, check_order
@@ -25,10 +25,12 @@ from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, largest_probab
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import Words, words_of
+from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.results.notation import count_of
 
+ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 
 
@@ -62,8 +64,12 @@ class LoopGuard(Intervention):
         penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
             copy of it, for W tokens after an alarm; as much again for each alarm before it in succession (`Steering`).
             0 does nothing beside the cut, as in the paper.
-        rewind: Whether to remove the loop from the output as well, wherever the caller can take tokens back: the text
-            is cut after the first copy and continues under the penalty.
+        local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
+            printed.
+        act: What an alarm does. "rewind" removes the loop from the output as well, wherever the caller can take tokens
+            back: the text is cut after the first copy and continues under the penalty; elsewhere, and without a
+            penalty, it is "cut", which removes the loop from the cache. "stop" ends the row, and "report" only adds the
+            event.
 
     If the model carries a tokenizer whose tokens mark words, tokens are taken back where a word begins, and the penalty
     does not break words (`words.Words`).
@@ -91,7 +97,8 @@ class LoopGuard(Intervention):
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
-    rewind: bool = True
+    local: Whole = 4
+    act: Literal["rewind", "cut", "stop", "report"] = "rewind"
 
     KIND: ClassVar[str] = "guard"
 
@@ -111,13 +118,21 @@ class LoopGuard(Intervention):
             budget: As for the plain constructor.
             changed: Other fields to set.
         """
-        printed: dict[str, Any] = {"variant": "full", "recent_window": True, "penalty": 0.0, "rewind": False}
+        printed: dict[str, Any] = {
+            "variant": "full",
+            "recent_window": True,
+            "penalty": 0.0,
+            "local": 0,
+            "act": "cut",
+        }
         return cls(budget, **(printed | changed))
 
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
         settings = dict(self.monitor)
+        if self.act == "report":
+            settings.setdefault("cooldown", self.window)
         if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
             settings.setdefault("cooldown", 8)
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
@@ -135,7 +150,7 @@ class LoopGuard(Intervention):
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
-        budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
+        budget = self.budget if isinstance(self.budget, int) else share_of(self.budget, prompt)
         anchors = max(self.first_tokens(budget), min(first, budget - 1))
         if budget <= anchors:
             raise SinkscopeError(
@@ -155,6 +170,22 @@ class LoopGuard(Intervention):
         """Number of anchors, of which a fraction of a prompt that is not known yet leaves room for all."""
         return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
 
+    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
+        """Return the range [begin, end) of positions to remove for a repetition that reaches the last token.
+
+        The last `local` tokens stay, so that the next token has a context. Without a recent window, so does the copy
+        that has begun: the text continues in it as if it were the first.
+
+        Args:
+            begin: First position of the repetition.
+            length: Number of tokens of the row.
+            period: Its period, if it is known.
+        """
+        begun = 0
+        if period is not None and not self.recent_window:
+            begun = (length - begin) % period
+        return begin, max(begin, length - max(begun, self.local))
+
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
@@ -162,7 +193,7 @@ class LoopGuard(Intervention):
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
-        if self.rewind and self.penalty:  # without a penalty the loop would be written again
+        if self.act == "rewind" and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
         guarding = Guarding(self, self.settings, run, session, key)
         session.after_call(guarding.note)
@@ -233,13 +264,49 @@ class Guarding:
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
         if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
             alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
-        if alarms:
+        if alarms and self.guard.act in ("report", "stop"):
+            self._report(moment, rows, alarms)
+            if self.guard.act == "stop":
+                logits[alarms] = -torch.inf
+                logits[alarms, min(rows.ends)] = 0
+        elif alarms:
             self._cut(moment, rows, alarms)
-        if not self.guard.penalty:
-            return
+        if self.guard.penalty:
+            self._steer(rows, logits)
+
+    def _report(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
+        """Log the alarms of rows of which nothing is removed."""
+        events: list[Event] = []
+        for number in alarms:
+            row = rows.rows[number]
+            begin, period = _repetition(row, self.guard.retention(row.prompt, self.session.anchors))
+            cached = len(_cached_positions(moment.layers, number))
+            data = {
+                "period": period,
+                "bad": [(begin, row.length)],
+                "level": 0,
+                "cached_before": cached,
+                "taken_back": 0,
+                "kept": [(0, row.length)],
+                "kept_count": cached,
+                "generated": len(row.tokens),
+            }
+            events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
+        self.run.log(lambda: events)
+
+    def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
+        """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
+        steered: list[int] = []
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
-                row.steering.steer(logits[number], row.ids, rows.ends)
+                steered.append(number)
+        if steered:
+            changed = logits[steered].cpu()  # one wait for the device instead of several for each row
+            for number, row_logits in zip(steered, changed, strict=True):
+                row = rows.rows[number]
+                assert row.steering is not None
+                row.steering.steer(row_logits, row.ids, rows.ends)
+            logits[steered] = changed.to(logits.device)
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
@@ -263,7 +330,7 @@ class Guarding:
         for row_ids, row_index in zip(ids, moment.call.index.to(ids.device), strict=True):
             prompt_ids.append(row_ids[row_index >= 0].tolist())
         if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
-            prompt_ids = [[*row.prompt_ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
+            prompt_ids = [[*row.ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
         return self._new_rows(moment, past + ids.shape[1], prompt_ids)
 
     def _spare_states(self, moment: Moment) -> None:
@@ -283,8 +350,16 @@ class Guarding:
         for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
             if ids is not None:
                 ends.update(torch.as_tensor(ids).reshape(-1).tolist())
-        monitor = monitors(self.settings, self.run.target.available_tokenizer)
-        rows = [WatchedRow(monitor, length, row_ids) for length, row_ids in zip(prompt, prompt_ids, strict=True)]
+        tokenizer = self.run.target.available_tokenizer
+        monitor = monitors(self.settings, tokenizer)
+        rows: list[WatchedRow] = []
+        for length, row_ids in zip(prompt, prompt_ids, strict=True):
+            asked = 0
+            if tokenizer is not None and self.settings.rule == "repeats":
+                asked = asked_copies(tokenizer.decode(row_ids[-ASKED_WITHIN:]))
+            rows.append(WatchedRow(monitor, length, row_ids, asked))
+        if self.guard.act == "stop" and not ends:
+            raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
         return GuardedRows(rows, seen, ends)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
@@ -336,12 +411,15 @@ class Guarding:
         begin, period = _repetition(row, retention)
         if row.steering is None:
             row.steering = Steering(self.guard.penalty, words=self.words)
+        found = row.monitor.last.tail
+        if found is not None and not found.exact:
+            row.steering.is_number = row.monitor.is_number
         level = row.steering.act(ids, taken_back, now, self.guard.window)
         end = length
         if taken_back:
             begin = length - taken_back
-        elif retention.recent is None and period is not None:
-            end -= (length - begin) % period  # the text goes on in the copy that has begun, as if it were the first
+        else:
+            begin, end = self.guard.to_cut(begin, length, period)
         kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
         data = {
             "period": period,
@@ -351,7 +429,7 @@ class Guarding:
             "taken_back": taken_back,
             "kept": ranges_of(kept),
             "kept_count": len(kept),
-            "generated": len(row.tokens),
+            "generated": row.written,
         }
         if taken_back:  # the last token that stays is read again
             kept = [position for position in kept if position < length - taken_back - 1]
@@ -394,16 +472,18 @@ def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]
 
 def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    by_layer = [kv.pos[row].unique().tolist() for kv in layers]
-    return sorted(set().union(*by_layer) - {-1})
+    held = [kv.pos[row].flatten().to(layers[0].pos.device) for kv in layers]
+    return [position for position in torch.cat(held).unique().tolist() if position >= 0]
 
 
 def _evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
     """Evict everything else from some rows, in all layers and heads; the others stay."""
+    longest = 1 + max(int(kv.pos.max()) for kv in layers)
+    allowed = torch.ones(len(layers[0].pos), longest, dtype=torch.bool)
+    for row, positions in kept.items():
+        allowed[row] = False
+        allowed[row, positions] = True
     for kv in layers:
-        keep = kv.pos >= 0
-        occupied = keep.clone()
-        for row, positions in kept.items():
-            keep[row] &= torch.isin(kv.pos[row], torch.tensor(positions, device=keep.device))
-        if not torch.equal(keep, occupied):
-            kv.evict(keep)
+        pos = kv.pos
+        here = allowed.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
+        kv.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))

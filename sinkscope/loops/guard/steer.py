@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.loops.guard.words import Words
+from sinkscope.loops.text.counters import NUMBER
 
 LENIENT = 2
 """Number of tokens that may be repeated without a loss, such as a name."""
@@ -40,6 +41,7 @@ class Steering:
         since: Number of tokens of the row at the act, without those that were taken back.
         level: Number of acts before the last one, each soon after the one before.
         words: Where words begin. None: not known.
+        is_number: Says which tokens are numbers, after a loop whose numbers change: they count as equal.
         avoided: Tokens with which the word goes on that was likeliest before the steering.
         avoided_at: Place where it would have begun.
     """
@@ -49,8 +51,12 @@ class Steering:
     since: int = 0
     level: int = 0
     words: Words | None = None
+    is_number: Callable[[int], bool] | None = None
     avoided: frozenset[int] = frozenset()
     avoided_at: int = 0
+    _ids: Sequence[int] = ()  # the row, in which only new places are looked at
+    _places: dict[int, list[int]] = field(default_factory=dict)  # of each token among the first `_known` of them
+    _known: int = 0
 
     def act(self, ids: Sequence[int], taken_back: int, now: int, window: int) -> int:
         """Steer the next `window` tokens of a row.
@@ -65,6 +71,7 @@ class Steering:
             The level.
         """
         stay = len(ids) - taken_back
+        self._ids = ()  # some may be taken back now
         if now <= self.until:
             self.level += 1
             self.since = min(self.since, stay)
@@ -79,7 +86,13 @@ class Steering:
         strength = self.penalty * (self.level + 1)
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
-        for place, length in copies(ids, len(ids) - self.since):
+        compared = ids
+        if self.is_number is None:
+            earlier = self._earlier(ids)
+        else:
+            compared = [NUMBER if self.is_number(token) else token for token in ids]
+            earlier = [place for place, token in enumerate(compared[:-1]) if token == compared[-1]]
+        for place, length in copies(compared, earlier, len(ids) - self.since):
             token, loss = ids[place], strength * (length - LENIENT)
             if loss <= 0 or self._within_word(ids, token, length):
                 continue
@@ -117,6 +130,15 @@ class Steering:
         if int(logits.argmax()) == likeliest:
             self.avoided = frozenset()
 
+    def _earlier(self, ids: Sequence[int]) -> Sequence[int]:
+        """Places of the last id before the last place; of a row that only grows, the time does not depend on it."""
+        if self._ids is not ids:
+            self._ids, self._places, self._known = ids, {}, 0
+        for place in range(self._known, len(ids) - 1):
+            self._places.setdefault(ids[place], []).append(place)
+        self._known = len(ids) - 1
+        return self._places.get(ids[-1], ())
+
     def _within_word(self, ids: Sequence[int], token: int, length: int) -> bool:
         """Whether a token after the last ids goes on with a word of a copy of a length in which words begin."""
         words = self.words
@@ -125,9 +147,15 @@ class Steering:
         return words.seam(ids, len(ids) - length, length) is not None
 
 
-def copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`."""
-    for end in range(len(ids) - 1):
+def copies(ids: Sequence[int], ends: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
+
+    Args:
+        ids: The ids.
+        ends: Where the last id occurred before.
+        longest: Largest length, from which on a copy is not compared.
+    """
+    for end in ends:
         length = 0
         while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
             length += 1

@@ -80,5 +80,7 @@ class Ending:
                 if "message" in last:
                     said = {"message": {"role": "assistant", "content": ""}}
                 return [{**last, **said, "done": True, "done_reason": "length", "sinkscope": about}]
+            case {"content": str(), "stop": bool()}:
+                return [{**last, "content": "", "stop": True, "stop_type": "limit", "sinkscope": about}]
             case _:
                 return []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.servers.endings import Ending
+from sinkscope.loops.text.forms import UNREADABLE
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.loops.text.streams import Alarm, Watch, pieces_of_line
 
@@ -77,7 +78,7 @@ class StreamWatch:
             data = parse_json(line.strip().removeprefix(b"data:"))
             pieces = pieces_of_line(data, "sse", 0)
             self._ending.see(data)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        except UNREADABLE:
             return  # what is no output of a model is passed on
         for piece in pieces:
             for alarm in self._watch.take(piece):

@@ -16,12 +16,13 @@ from sinkscope.loops.text.streams import Alarm, CheckedOutput, Watch
 from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
 
-LOOP_FOUND = 3  # exit status
+LOOP_FOUND, NO_TEXT = 3, 1  # exit statuses
 VERDICTS = (
     ("loops", "loops", "loop"),
     ("looped", "looped", "looped"),
     ("suspicious", "is suspicious", "are suspicious"),
     ("clean", "is clean", "are clean"),
+    ("empty", "has no text", "have no text"),
 )
 """Each verdict, and what is said of one and of several."""
 
@@ -41,11 +42,11 @@ class LoopCheck(Result):
 
     @property
     def exit_code(self) -> int:
-        """The status of the command: 3 if a record loops or looped, else 0."""
-        for record in self.records:
-            if record.verdict in ("loops", "looped"):
-                return LOOP_FOUND
-        return 0
+        """The status of the command: 3 if a record loops or looped, else 1 if one has no text, else 0."""
+        verdicts = {record.verdict for record in self.records}
+        if verdicts & {"loops", "looped"}:
+            return LOOP_FOUND
+        return NO_TEXT * ("empty" in verdicts)
 
     def conclusion(self) -> str:
         """How many records have each verdict."""
@@ -62,7 +63,7 @@ class LoopCheck(Result):
     def closing(self) -> list[str]:
         """The conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
-        if self.exit_code:
+        if self.exit_code == LOOP_FOUND:
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has a row for each server.")
         return lines
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from sinkscope.files.plain import visible
+from sinkscope.files.plain import parse_json, visible
 from sinkscope.loops.text.signals import id_list
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
-_SAID = tuple("reasoning reasoning_content thinking summary content text name arguments partial_json".split())
+_THOUGHT = ("reasoning", "reasoning_content", "thinking", "reasoning_details")
+"""Fields for the same reasoning, of which the first that is filled counts: some servers fill several."""
+_SAID = tuple("summary content text refusal name arguments input partial_json".split())
+EVENTS = ("data:", "event:", "id:", "retry:", ":")
+"""How server-sent events may begin."""
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading a line that is no output of a model may raise."""
 FIELDS = ("tokens", "output", "text", "content")  # the first that is there: ids are more exact than text
 
 
@@ -22,12 +30,14 @@ class Piece(NamedTuple):
         key: Identifies equal tokens: an id, its bytes, or its text. None if `text` is arbitrary text.
         text: Text of the token.
         last: Whether the stream ends here.
+        part: Whether the stream is a part of an answer that may hold no text, such as hidden reasoning.
     """
 
     stream: str
     key: object = None
     text: str = ""
     last: bool = False
+    part: bool = False
 
 
 def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
@@ -59,25 +69,48 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
         case {"type": "content_block_delta"}:  # Anthropic's messages; each block is a stream
             return [Piece(f"block {int(data.get('index') or 0)}", text=_said(data["delta"]))]
         case {"type": "content_block_stop"}:
-            return [Piece(f"block {int(data.get('index') or 0)}", last=True)]
+            return [Piece(f"block {int(data.get('index') or 0)}", last=True, part=True)]
         case {"type": str(kind)} if kind.startswith(("message_", "content_block_", "ping")):
             return []
         case {"message": dict(message), "done": done}:  # Ollama's /api/chat
             return [Piece("stream 0", text=_said(message), last=bool(done))]
         case {"response": str(text), "done": done}:  # Ollama's /api/generate
-            return [Piece("stream 0", text=text, last=bool(done))]
+            return [Piece("stream 0", text=_said(data) + text, last=bool(done))]
+        case {"content": str(text), "stop": bool(stop)}:  # llama.cpp's /completion
+            return [Piece(f"stream {int(data.get('index') or 0)}", text=text, last=stop)]
         case {"output": [dict(), *_] as items} | {"content": [dict(), *_] as items}:  # whole: Responses, Anthropic
             return [Piece(line, text="\n".join(map(_said, items)), last=True)]
         case {"response": {"body": dict(body)}}:  # a line of OpenAI's batches
             return pieces_of(body, place)
+        case {"role": str()}:  # a message of a chat
+            return [Piece(line, text=_said(data), last=True)]
         case _:
             return None
+
+
+def form_of_file(name: str, start: bytes) -> StreamForm:
+    """The form of a file: by what a server streamed into it or, if that is not how it begins, by its name.
+
+    Args:
+        name: Its name.
+        start: How it begins.
+    """
+    lines = start.decode("utf-8-sig", "ignore").lstrip().splitlines() or [""]
+    if lines[0].startswith(EVENTS) and any(re.match(r"data: ?\{", line) for line in lines):
+        return "sse"
+    if name.lower().endswith((".json", ".jsonl", ".ndjson")):
+        return "jsonl"
+    with suppress(*UNREADABLE):
+        if pieces_of(parse_json(lines[0]), 1) is not None:
+            return "jsonl"
+    return "text"
 
 
 def _said(item: dict[str, Any]) -> str:
     """What a message, a part of one, or an item of Responses says: its reasoning, its text, and its calls."""
     parts: list[str] = []
-    for field in _SAID:
+    thought = [field for field in _THOUGHT if item.get(field)]
+    for field in (*thought[:1], *_SAID):
         value = item.get(field)
         if isinstance(value, str):
             parts.append(value)
@@ -85,8 +118,9 @@ def _said(item: dict[str, Any]) -> str:
             parts += [_said(part) for part in value]
         elif value is not None:  # arguments
             parts.append(json.dumps(value, ensure_ascii=False))
-    for call in item.get("tool_calls") or ():
-        parts.append(_said(call.get("function") or {}))
+    calls = [call.get("function") for call in item.get("tool_calls") or ()]
+    for call in (*calls, item.get("function_call")):
+        parts.append(_said(call) if call else "")
     return "".join(parts)
 
 
@@ -94,7 +128,7 @@ def _response(data: dict[str, Any], kind: str) -> list[Piece]:
     """An event of OpenAI's Responses."""
     name = f"output {int(data.get('output_index') or 0)}"
     if kind == "response.output_item.done":
-        return [Piece(name, last=True)]
+        return [Piece(name, last=True, part=True)]
     if kind.endswith(".delta") and isinstance(data.get("delta"), str):
         return [Piece(name, text=data["delta"])]
     return []
@@ -143,5 +177,5 @@ def pieces_of_output(value: Any, name: str) -> list[Piece]:
         is_id = type(token) is int and 0 <= token < 1 << 32  # a bool is no token
         if not is_id and not isinstance(token, str):
             raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
-        outputs.append(Piece(name, token, str(token)))
+        outputs.append(Piece(name, token, token if isinstance(token, str) else f"{token} "))
     return [*outputs, Piece(name, last=True)]

@@ -14,6 +14,7 @@ from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, Whole, between, checked, checked_value
+from sinkscope.loops.text.counters import CounterRepetition
 from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.loops.text.signals import (
     THETA_CR,
@@ -64,6 +65,10 @@ class MonitorSettings:
         tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one; at least 6. `paper()`
             has 64.
         tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
+        tail_beyond: Number of tokens that a repetition needs beyond its copies under rule "repeats". Short pieces,
+            which honest texts repeat, then need more copies: a piece of one token 67, one of 64 tokens four.
+        counter_copies: Number of copies of a repetition whose numbers change, under rule "repeats".
+        counter_tokens: Minimum tokens of such a repetition.
         tail_hold: Number of consecutive steps with a tail repetition that open the tail gate. `paper()` has 4, as for a
             stall.
         rule: "repeats": a tail repetition of any period triggers by itself; "signals": votes and gates, the paper's
@@ -89,6 +94,9 @@ class MonitorSettings:
     tail_repeats: Copies = 3
     tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
+    tail_beyond: Whole = 64
+    counter_copies: Annotated[int, Strict(), Field(ge=2)] = 12
+    counter_tokens: Natural = 256
     tail_hold: Natural = 1
     rule: Literal["repeats", "signals", "always", "never"] = "repeats"
     every: Natural = 200
@@ -165,18 +173,28 @@ class Monitor:
         settings: Settings of the monitor.
         is_plain: Says whether tokens, two copies of a repetition and a little more, are numbers and signs alone. Rule
             "repeats" then waits for 384 of them, because rows of a table may be equal. By default no tokens are.
+        is_number: Says whether the token that is added is a number or a part of one. By default no token is, and
+            repetitions whose numbers change are not found.
+        asked: Number of copies that the prompt asks for; so many are no loop.
     """
 
     def __init__(
-        self, settings: MonitorSettings | None = None, is_plain: Callable[[list[int]], bool] | None = None
+        self,
+        settings: MonitorSettings | None = None,
+        is_plain: Callable[[list[int]], bool] | None = None,
+        is_number: Callable[[int], bool] | None = None,
+        asked: int = 0,
     ) -> None:
         s = self.settings = settings or MonitorSettings()
         self.is_plain = is_plain
+        self.is_number = is_number
+        self.asked = asked
         self.last = Step()
         self.ended = False
         self._window = LastItems(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
         self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
+        self._counter = CounterRepetition(s.tail_longest, s.counter_copies, s.counter_tokens)
         self._confident_steps = 0
         self._stalled_steps = 0
         self._tail_steps = 0
@@ -207,8 +225,8 @@ class Monitor:
         self._window.add(token)
         s, step, cr = self.settings, self.last.step + 1, self.last.cr
         tail = self._tail.add(token)
-        if tail is not None and s.rule == "repeats" and self._waits(tail, step):
-            tail = None
+        if s.rule == "repeats":
+            tail = self._accepted(tail, token, step)
         ttr = len(self._window.counts) / len(self._window.items)
         self._tail_steps = 0 if tail is None else self._tail_steps + 1
         due = self._tail_steps >= s.tail_hold
@@ -225,11 +243,29 @@ class Monitor:
         self.last = Step(step, ttr, cr, tail, trigger)
         return self.last
 
-    def _waits(self, tail: Tail, step: int) -> bool:
+    def _accepted(self, tail: Tail | None, token: int, step: int) -> Tail | None:
+        """The exact repetition, or that of a counter, unless it may be honest: short, plain, or asked for."""
+        counter: Tail | None = None
+        if self.is_number is not None:
+            counter = self._counter.add(token, self.is_number(token))
+        if tail is not None:
+            covered = step - tail.start
+            least = self.settings.tail_repeats * tail.period + self.settings.tail_beyond
+            if covered < least or self._may_be_table(tail, covered):
+                tail = None
+        if tail is None and counter is not None and not self._is_plain(counter):  # tables count, too
+            tail = counter
+        if tail is not None and tail.repeats <= self.asked:
+            return None
+        return tail
+
+    def _may_be_table(self, tail: Tail, covered: int) -> bool:
         """Whether a repetition may be rows of a table that are equal, because it is plain and not long yet."""
-        if self.is_plain is None or step - tail.start >= max(PLAIN_TOKENS, 3 * tail.period):
-            return False
-        return self.is_plain(self._tail.last(2 * tail.period + 2))
+        return covered < max(PLAIN_TOKENS, 3 * tail.period) and self._is_plain(tail)
+
+    def _is_plain(self, tail: Tail) -> bool:
+        """Whether the last two copies of a repetition are numbers and signs alone."""
+        return self.is_plain is not None and self.is_plain(self._tail.last(2 * tail.period + 2))
 
     def _warns(self, p_max: float | None, ttr: float, cr: float) -> bool:
         """Whether enough signals vote (Eq. 8); without probabilities one voter is missing."""

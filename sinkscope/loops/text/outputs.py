@@ -62,7 +62,8 @@ def is_plain(words: Sequence[str]) -> bool:
     """Whether words, copies of something, may be a table: numbers, letters and signs, beside the keys of JSON."""
     is_table = False
     for place, word in enumerate(words[:-2]):
-        is_sign = word[0].isascii() and len(word) < SIGNS and (len(word) == 1 or not any(map(str.isalpha, word)))
+        is_name = word[0].isalpha() and len(word) > 1
+        is_sign = word[0].isascii() and len(word) < SIGNS and not is_name  # 0x1f and 2nd are numbers, too
         is_key = [*words[place + 1 : place + 3]] == ['"', ":"]
         if word == " " or not (is_sign or is_key):
             return False

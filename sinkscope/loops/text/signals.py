@@ -43,11 +43,13 @@ class Tail(NamedTuple):
         period: Number of tokens after which it repeats.
         start: Position of the first token of the first copy; all tokens from here on are part of the repetition.
         repeats: Number of copies; the last one may be incomplete: 2.5 for "ab ab a".
+        exact: Whether the copies are equal; else their numbers differ, and the period is that of the last copy.
     """
 
     period: int
     start: int
     repeats: float
+    exact: bool = True
 
 
 class LastItems:

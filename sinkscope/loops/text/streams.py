@@ -13,20 +13,19 @@ from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import Piece, StreamForm, pieces_of, pieces_of_record, shown
+from sinkscope.loops.text.forms import EVENTS, UNREADABLE, Piece, StreamForm, pieces_of, pieces_of_record, shown
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter, is_plain
 from sinkscope.loops.text.signals import Tail
 from sinkscope.results.notation import count_of
 
-Verdict = Literal["loops", "looped", "suspicious", "clean"]
+Verdict = Literal["loops", "looped", "suspicious", "empty", "clean"]
 SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 KEPT_VERDICTS = 64  # of a stream that is followed
 SHOWN_TOKENS = 60  # of a loop without an exact period
 MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
-_EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
 
 
 class Alarm(NamedTuple):
@@ -63,7 +62,8 @@ class CheckedOutput:
     Attributes:
         name: Name such as "line 3", or the file's name.
         verdict: "loops": it repeats itself to its end. "looped": it repeated itself and went on. "suspicious": it has
-            near copies, such as counters, which may be honest. "clean": none of these.
+            near copies, such as counters, which may be honest. "empty": no text was found in it. "clean": none of
+            these.
         tokens: Number of tokens.
         wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
@@ -98,12 +98,15 @@ class Stream:
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         recent = deque[str](maxlen=KEPT_TOKENS)
-        self.monitor = Monitor(settings, lambda ids: is_plain(list(recent)[-len(ids) :]))
+        self.monitor = Monitor(
+            settings, lambda ids: is_plain(list(recent)[-len(ids) :]), lambda _token: recent[-1][0].isdigit()
+        )
         self._splitter = Splitter()
         self._recent = recent
         self._quiet_until = 0
         self._echoes = Echoes()
         self._suspected: int | None = None
+        self._onset: int | None = None  # of a counter
         self._detected: int | None = None
         self._longest: Tail | None = None
         self._covered = 0
@@ -112,7 +115,7 @@ class Stream:
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises."""
         if piece.key is not None:
-            self.monitor.is_plain = None  # the tokens are no words
+            self.monitor.is_plain = self.monitor.is_number = None  # the tokens are no words
             key = piece.key
             if not isinstance(key, int):
                 key = _number_of(key)
@@ -129,6 +132,13 @@ class Stream:
             if self._echoes.add(text, step.step - 1):
                 self._suspected = step.step
         tail = step.tail
+        if tail is not None and not tail.exact:  # it may be honest: reported, but no verdict that a text loops
+            if step.trigger and step.step > self._quiet_until:
+                self._suspected = self._suspected or step.step
+                self._onset = tail.start
+                yield Alarm(name, step.step, tail, self._copy(tail))
+                self._quiet_until = step.step + self.monitor.settings.window
+            return
         if tail is not None or step.trigger:
             self._last_copy = step.step
         if tail is not None and step.step - tail.start > self._covered:
@@ -155,8 +165,9 @@ class Stream:
             if self._suspected is None and self._echoes.add("\n", tokens):
                 self._suspected = tokens
             if self._suspected is None:
-                return CheckedOutput(name, "clean", tokens)
-            return CheckedOutput(name, "suspicious", tokens, onset=self._echoes.onset, detected=self._suspected)
+                return CheckedOutput(name, "clean" if tokens else "empty", tokens)
+            onset = self._echoes.onset if self._onset is None else self._onset
+            return CheckedOutput(name, "suspicious", tokens, onset=onset, detected=self._suspected)
         verdict: Verdict = "looped"
         if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
             verdict = "loops"
@@ -231,6 +242,8 @@ class Watch:
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises in its output."""
         if piece.stream not in self.open:
+            if piece.part and not piece.text:
+                return
             self.open[piece.stream] = Stream(self.settings)
         stream = self.open[piece.stream]
         yield from stream.take(piece)
@@ -270,7 +283,7 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
                 rest = source.read if whole and place == 1 else bytes
                 for number, row in enumerate(_rows(text, rest), place):
                     yield from pieces_of_line(row, form, number)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
 
 
@@ -292,7 +305,7 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
         byte = source.read1(1)
         start += byte
         word = start.decode("utf-8-sig", "ignore").lstrip()
-        if word.startswith(_EVENTS):
+        if word.startswith(EVENTS):
             return start, "sse"
         if word == "{":
             start += source.readline()
@@ -300,7 +313,7 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
                 parse_json(start.decode("utf-8-sig"))
                 return start, "jsonl"
             break
-        if not byte or not any(event.startswith(word) for event in _EVENTS):
+        if not byte or not any(event.startswith(word) for event in EVENTS):
             break
     return start, "text"
 

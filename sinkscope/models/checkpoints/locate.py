@@ -38,7 +38,8 @@ class ModelSource:
 def locate(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
     """Resolve `model`: None is the bundled model; otherwise it is a short name, hub id, folder or `.gguf` file.
 
-    No weights are read. An existing folder or file takes precedence over a hub id or short name of the same spelling.
+    A folder may be a checkpoint, or hold one `.gguf` file and no config.json. No weights are read. An existing folder
+    or file takes precedence over a hub id or short name of the same spelling.
 
     Raises:
         SinkscopeError: `model` cannot be resolved, or `revision` is given for something that has no revisions.
@@ -74,18 +75,37 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
                 f"{path.name} is not a model: expected a .gguf file or a folder, such as {path.parent}"
             )
         return ModelSource("gguf", path, path.name)
+    file = _gguf_in(path)
     is_hub_id = _HUB_ID.fullmatch(text) is not None
     is_short_name = "/" not in text and find(text) is not None
     is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    holds_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    holds_model = file is not None or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     is_meant = is_path or not (is_hub_id or is_short_name) or holds_model
     if path.is_dir() and is_meant:
         if (path / ADAPTER_CONFIG).is_file():
             raise refuse_adapter(text)
+        if file is not None:
+            return ModelSource("gguf", file, file.name)
         return ModelSource("folder", path, path.resolve().name)
     if is_path:
         raise SinkscopeError(
             f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"
         )
     return ModelSource("hub", text if is_hub_id else resolve(text), text, revision)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """The GGUF file of a folder that holds no other weights.
+
+    Raises:
+        SinkscopeError: There are several.
+    """
+    files = sorted(folder.glob("*.gguf"))
+    if not files or (folder / "config.json").is_file():
+        return None
+    if len(files) > 1:
+        raise SinkscopeError(
+            f"{folder} holds {len(files)} .gguf files: give one of them, such as {folder / files[0].name}"
+        )
+    return files[0]

@@ -224,13 +224,14 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
 
 
 def cut_depth(text: Any, layers: int) -> None:
-    """Make a text configuration one of so many layers."""
+    """Make a text configuration one of so many layers; a shorter one goes on as its last layer."""
     text.num_hidden_layers = layers
     for field in _PER_LAYER:
         per_layer = getattr(text, field, None)
         if isinstance(per_layer, list):
             with suppress(AttributeError):  # some compute theirs, from a period
-                setattr(text, field, per_layer[:layers])
+                longer = [*per_layer, *per_layer[-1:] * (layers - len(per_layer))]
+                setattr(text, field, longer[:layers])
 
 
 def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
@@ -301,7 +302,7 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
             continue
         if not bool(torch.isfinite(tensor).all()):  # else only the sum was too large
             where = f"{path}{name} of {source}".removesuffix(" of ")
-            raise SinkscopeError(
-                f"tensor {where} holds values that are NaN or infinite; download the checkpoint again, or try "
-                "dtype=float32"
-            )
+            remedy = "download the checkpoint again"
+            if tensor.itemsize == 2:
+                remedy += ", or try dtype=float32"
+            raise SinkscopeError(f"tensor {where} holds values that are NaN or infinite; {remedy}")

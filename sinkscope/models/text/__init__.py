@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
+ONE_TOKEN, ENOUGH = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
@@ -76,11 +78,20 @@ def beginning(tokenizer: Any, bos: int | None) -> list[int]:
     return [bos, *put]
 
 
+def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
+    """Warn of a text that begins with BOS twice: that in the text, and the one that is put before every text."""
+    if bos is not None and [*ids[:2]] == [bos, bos]:
+        warn(
+            f"{what} begins with BOS (id {bos}) twice, because it is in the text and is put before it: leave it out of "
+            "the text, or give bos=False (--no-bos)"
+        )
+
+
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
     """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
 
     Raises:
-        SinkscopeError: The text is too short for one piece.
+        SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
     start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
     body = length - len(start)
@@ -94,5 +105,13 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
             "longer --text, of a kind that it knows"
         )
     count = min(rows, len(ids) // body)
+    note_second_bos([*start.tolist(), *ids[:1]], bos, "the text")
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
+    most = int(tokens.mode().values)
+    share = float((tokens == most).float().mean())
+    if share > ONE_TOKEN and len(tokens) >= ENOUGH:  # mostly the unknown one: nothing can be compared with it
+        what = f"the one token {tokenizer.decode([most])!r}"
+        raise SinkscopeError(
+            f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"
+        )
     return torch.cat([start.expand(count, -1), rearrange(tokens, "(row pos) -> row pos", row=count)], 1)

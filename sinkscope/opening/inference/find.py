@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,18 @@ from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
 from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
 from sinkscope.models.passes.positions import check_positions
+from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
 _TOKENS = 64  # in the vocabulary of a small model
+_LENGTH, AHEAD = (
+    9,
+    1e-4,
+)  # tokens of a text, and the share of the largest logit by which one that is not read changes none
+EXPECTED = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 
 
 @cpu_by_default()
@@ -42,6 +48,8 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     key, row = _key(hf), row_of(hf.config.model_type)
     if key in _KNOWN:
         return _KNOWN[key]
+    if getattr(hf.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{target.name} ({type(hf).__name__}) is an encoder-decoder model: {EXPECTED}")
     if getattr(hf.config, "alibi", False):
         raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
     if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
@@ -114,10 +122,24 @@ def _refusal(target: Target, problem: str) -> UnsupportedError:
     """The error for an adapter that the probe refuses; it is forgotten."""
     adapter = target.adapter
     _KNOWN.pop(_key(target.hf), None)
+    if reads_ahead(target):
+        return UnsupportedError(f"{target.name} is not causal, because later tokens change what it reads: {EXPECTED}")
     return UnsupportedError(
         f"model type {adapter.model_type!r} has a row, proposed by names or registered, that is refused: {problem}; "
         f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"
     )
+
+
+@torch.no_grad()
+def reads_ahead(target: Target) -> bool:
+    """Whether another last token changes the logits of the first; False of a model that cannot be run so."""
+    ids = token_ids(target, _LENGTH)
+    other = ids.clone()
+    other[:, -1] = ids[:, 0]
+    with suppress(Exception):
+        first, changed = (target.hf(tokens).logits[:, 0].float() for tokens in (ids, other))
+        return bool((first - changed).abs().max() > AHEAD * first.abs().max())
+    return False
 
 
 def _key(hf: Any) -> tuple[type, Adapter | None, str]:

@@ -209,8 +209,8 @@ class LayerSums:
     def _fit(self, total: Rows, parts: dict[str, Passing]) -> None:
         ran = {name: part.rows[:, :-1].flatten() for name, part in parts.items() if part.rows.shape == total.shape}
         if ran:
-            columns = torch.stack([*ran.values()], 1).double()
-            found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).double()).solution
+            columns = torch.stack([*ran.values()], 1).cpu().double()
+            found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).cpu().double()).solution
             for name, constant in zip(ran, found[:, 0].tolist(), strict=True):
                 self.factors[name] = rounded(constant) or 1.0  # 0: it is no part
 

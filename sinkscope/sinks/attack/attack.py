@@ -10,7 +10,8 @@ import plotly.express as px
 import plotly.graph_objects as go
 from pydantic import Field
 
-from sinkscope.measure import Option, Result, Setup, Whole, measurement
+from sinkscope.measure import Natural, Option, Result, Setup, Whole, measurement
+from sinkscope.models.draws import draws, some_of
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
@@ -80,6 +81,7 @@ def attack(
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
     lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
     sequences: Whole = 32,
+    sample: Natural | None = None,
     resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
@@ -94,6 +96,7 @@ def attack(
         tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
         lengths: Tokens per sequence. Those that no cluster has, or that the context does not hold, are left out.
         sequences: Sequences of each kind and length; 0 finds the clusters only.
+        sample: Number of these tokens, drawn with the seed. By default all: of a large vocabulary that takes long.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
@@ -102,6 +105,8 @@ def attack(
     made, everyone = first_spike(setup), vocabulary(setup.target, tokens)
     if made is None:
         return ClusterAttack(instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
+    if sample is not None:
+        everyone = some_of(everyone, sample, draws(setup.seed, "tokens of clusters"))
     clusters, claims = find_clusters(setup, made, everyone, resume)
     if not claims:
         return ClusterAttack(

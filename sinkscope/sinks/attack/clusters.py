@@ -84,7 +84,7 @@ def find_clusters(setup: Setup, made: MadeSpike, ids: list[int], resume: Resume)
     reference = float(model.post(setup.ids[:, 0]).median())
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
-        return {"shares": (head_activations(model, tokens) / reference).double().round(decimals=4).tolist()}
+        return {"shares": (head_activations(model, tokens) / reference).cpu().double().round(decimals=4).tolist()}
 
     size = max(1, ROWS // (target.n_heads + 1))
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=largest.site)

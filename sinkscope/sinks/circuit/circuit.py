@@ -29,7 +29,7 @@ from sinkscope.sinks.removal.position_effect import PositionEffect
 from sinkscope.sinks.tokens import TokenRows, prefix_of, repeated
 from sinkscope.sinks.values import HeadValue, values_of
 
-TEXTS = 2  # pieces of typical text in which they are traced
+TEXTS = 2  # pieces of typical text in which they are looked for
 MARKS, COPIES = "marks", "marks copies"
 """Roles of the claims about what marks a place, and the last of many copies of a token."""
 
@@ -87,10 +87,11 @@ def draw(result: Circuit) -> go.Figure:
         steps.append(html.escape(f"{claim.role}: {in_words(claim.subject)} ({without_example(claim.place)})"))
     left, control = [claim.value for claim in result.claims], [claim.control.value for claim in result.claims]
     fig = go.Figure()
+    places = list(range(len(steps)))  # rows of the same words stay apart
     for name, values, colour in (("without it", left, BLUE), ("control", control, GREY)):
-        fig.add_bar(x=values, y=steps, name=name, marker_color=colour, orientation="h")
+        fig.add_bar(x=values, y=places, name=name, marker_color=colour, orientation="h")
     fig.update_xaxes(title_text="share of the effect that is left", tickformat=".0%")
-    fig.update_yaxes(autorange="reversed", automargin=True)
+    fig.update_yaxes(autorange="reversed", automargin=True, tickvals=places, ticktext=steps)
     return figure_of(fig, result, width=1100, height=260 + 48 * len(steps))
 
 
@@ -117,8 +118,8 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
     survey, made = surveyed(setup)
     claims: list[Claim] = []
     for each in made:
-        ids, at = each.scan.ids[:TEXTS], each.scan.at[:TEXTS]
-        other = each.scan.ordinary(begins(each), ids.shape[1] // 2)[:TEXTS]
+        ids, at = each.scan.ids, each.scan.at
+        other = each.scan.ordinary(begins(each), ids.shape[1] // 2)
         claims += marks_of(setup, each, MARKS, each.spike.place.words, ids, at, other)
     copies = sinks.repetition
     if copies is not None:
@@ -166,12 +167,14 @@ def marks_of(
     trial = Trial(ids, (), at=at, source=other, upto=layer, without=made.scan.shared_dims)
     effect = PositionEffect(setup.target, trial)
     candidates = [*writers(setup.target, layer), *mixing(setup.target, layer)]
-    marks = effect.with_heads(effect.needed_of(candidates))
+    few = effect.in_texts(TEXTS)
+    marks = few.with_heads(few.needed_of(candidates))
     others = beside(setup, marks, candidates)
     if not marks or not others:
         return ()
-    left = (1 - effect.necessity([marks, *others])).clamp(min=0)
+    left = 1 - effect.necessity([marks, *others])
     kind = "norm" if role == MARKS else "norm of copies"
     outcome = Outcome(kind, layers=(layer,), effect="the mark at {}", lost_of="the spike")
-    contrasts, search = [INTACT, by_chance(marks, left[1:])], Search("components", len(candidates))
-    return (claim_of(role, marks, outcome, place, left[:1].expand(len(ids)), contrasts, search),)
+    contrasts = [INTACT, by_chance(marks, left[1:].mean(1).clamp(min=0))]
+    search, left = Search("components", len(candidates)), left[0].clamp(min=0)
+    return (claim_of(role, marks, outcome, place, left, contrasts, search, exact=role == COPIES),)

@@ -16,7 +16,7 @@ from sinkscope.sinks.find.repetitions import Entered, repeat_until_half, repetit
 from sinkscope.sinks.find.result import FindSinks
 from sinkscope.sinks.find.sinks import attention_sinks
 from sinkscope.sinks.find.spikes import MadeSpike, surveyed
-from sinkscope.sinks.tokens import pick_tokens, prefix_of, repetition_limit, unknown_share
+from sinkscope.sinks.tokens import pick_tokens, prefix_of, repetition_limit
 
 
 @measurement(
@@ -44,7 +44,7 @@ def find_sinks(
         sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
     words, limit = pick_tokens(setup, tokens), repetition_limit(setup.target, max_repeats)
-    setup.record(max_repeats=limit, unknown_tokens=unknown_share(setup))
+    setup.record(max_repeats=limit)
 
     survey, made = surveyed(setup, all_layers=all_layers)
     scan, neurons = (made[0].scan, made[0].candidates) if made else (survey.first, ())

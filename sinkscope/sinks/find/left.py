@@ -27,6 +27,7 @@ def claim_of(
     contrasts: Sequence[Contrast],
     search: Search,
     edit: str = "",
+    exact: bool = False,
 ) -> Claim:
     """What an edit leaves of an outcome, mean over draws, beside its contrasts."""
     return Claim(
@@ -40,6 +41,7 @@ def claim_of(
         search=search,
         margin=margin_of(left.numpy()),
         edit=edit,
+        exact=exact,
     )
 
 

@@ -88,9 +88,9 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
 def dims_of(scan: LayerScan) -> list[int]:
     """The fewest dimensions of a spike without which its norm no longer stands out, where it stands out most."""
     layer = int(scan.ratios.argmax())
-    spike = scan.spike_after(layer)
+    spike = scan.spike_after(layer).cpu().double()
     order = spike.abs().argsort(descending=True, stable=True)
-    squares = spike[order].double().square()
+    squares = spike[order].square()
     left = squares.flip(0).cumsum(0).flip(0).sqrt()  # the norm without those before each
     return order[stands_out(left, torch.tensor(scan.typical_norm[layer]))].tolist()
 

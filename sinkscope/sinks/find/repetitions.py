@@ -172,11 +172,11 @@ def repetition_spike(
     heights = torch.stack([intact[0], others[-1], others[-2]]) / scan.spike_norm[layer]
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
-    by_copies = replace(by_copies, role="repeats", place=repr(token.token))
+    by_copies = replace(by_copies, role="repeats", place=repr(token.token), exact=True)
     claims = [by_copies]
     if neurons:
         left = edited[1:] / intact
         place = f"the last of {copies} copies of {token.token!r}"
         contrasts, search = [INTACT, by_chance(neurons, left[1:, 0])], Search("repeated tokens", tried)
-        claims.append(claim_of("repeats", neurons, outcome, place, left[0], contrasts, search))
+        claims.append(claim_of("repeats", neurons, outcome, place, left[0], contrasts, search, exact=True))
     return RepetitionSpike(token.token, token.id, copies, tuple(claims))

@@ -38,12 +38,12 @@ def causal_set(scan: LayerScan, place: str, candidates: Neurons, seed: int) -> C
     left = (along[1:] / along[0]).clamp(min=0)
     contrasts = [INTACT, by_chance(chosen, left[1 + len(alone) :].mean(1))]
     search = Search("neurons", len(candidates))
-    outcome = Outcome("spike", layers=(layer,))
-    claims = [claim_of("makes", chosen, outcome, place, left[0], contrasts, search)]
+    outcome, same = Outcome("spike", layers=(layer,)), left.shape[1] < len(scan.ids)  # all texts are one to the place
+    claims = [claim_of("makes", chosen, outcome, place, left[0], contrasts, search, exact=same)]
     if claims[0].value >= claims[0].control.value:
         return ()
     for one, kept in zip(alone, left[1:], strict=False):
-        claims.append(claim_of("makes alone", one, outcome, place, kept, contrasts, search))
+        claims.append(claim_of("makes alone", one, outcome, place, kept, contrasts, search, exact=same))
     return tuple(claims)
 
 

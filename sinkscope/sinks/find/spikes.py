@@ -22,7 +22,7 @@ from sinkscope.sinks.removal.effects import Trial, side_by_side
 NO_FIRST_SPIKE = "No neurons are known that make a norm spike at the first token"
 CANDIDATES = 8  # candidates of the sink layer
 STEP_SHARE = 0.05  # a step down changes the spike's norm by at least this share of the largest
-MAKER_TEXTS = 2
+MAKER_TEXTS = 3  # the fewest that give a margin
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
 

@@ -119,8 +119,8 @@ class PatchMade(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if there is something to patch and no patch: a script that goes on must stop."""
-        return int(self.verdict in ("refused", "not-repaired"))
+        """1 if there is no patch, whatever the reason: a script that goes on with the file must stop."""
+        return int(self.verdict != "made")
 
     @property
     def patch(self) -> SinkPatch:
@@ -142,7 +142,7 @@ class PatchMade(Result):
             return ()
         gives = "make the norms of {} of the words stand out"
         outcome = Outcome("a norm that stands out", tuple(proof.layers.tolist()), unit="cases", gives=gives)
-        stands_out, failing = proof.stands_out.double(), proof.failing
+        stands_out, failing = proof.stands_out.cpu().double(), proof.failing
         copies = claim_of_copies(proof.repeats, outcome, stands_out[[INTACT, ONCE, OTHERS]])
         if not failing.any():
             return (copies,)

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.files.progress import report
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.models.draws import draws, some_of
@@ -208,14 +209,21 @@ class Texts:
 
     def costliest_layer(self, scheme: dict[str, Any]) -> int:
         """The layer whose exactness leaves the smallest divergence."""
-        left = [float(self.divergence(scheme, layers=[layer]).mean()) for layer in range(self.target.n_layers)]
+        left: list[float] = []
+        for layer in range(self.target.n_layers):
+            report("precision, layers", layer, self.target.n_layers)
+            left.append(float(self.divergence(scheme, layers=[layer]).mean()))
         return int(np.argmin(left))
 
     def claim(
         self, name: str, exact: str, cost: Float[Tensor, " text"], subject: Parts, field: str, values: Sequence[Any]
     ) -> Claim:
         """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
-        read = torch.stack([self.divergence(SCHEMES[name], **{field: value}) for value in values])
+        divergences: list[Tensor] = []
+        for value in values:
+            report(f"precision, {name}, {exact}", len(divergences), len(values))
+            divergences.append(self.divergence(SCHEMES[name], **{field: value}))
+        read = torch.stack(divergences)
         left, *random = (read.mean(1) / cost.mean()).tolist()
         by_text = left + (read[0] - left * cost) / cost.mean()  # its mean is the ratio of means
         outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from sinkscope.files.progress import report
 from sinkscope.hooks.edit.places import Place, heads_place, neurons_place
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, hidden_of, on_hidden, on_output, with_hidden
@@ -326,10 +327,10 @@ def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
     lasts = range(depth - 1, depth)
     if not target.resident and target.skips_layers:
         lasts = range(min(trial.begin for trial in trials), depth)
-    for last in lasts:
-        for of_trial in batches:
-            for rows in of_trial:
-                rows.run(last)
+    total = len(lasts) * sum(map(len, batches))
+    for step, (last, rows) in enumerate(product(lasts, chain.from_iterable(batches)), 1):
+        rows.run(last)
+        report("removals", step, total)
     effects: list[Effects] = []
     for of_trial in batches:
         first, *others = [rows.read() for rows in of_trial]

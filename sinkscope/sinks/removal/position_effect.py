@@ -77,12 +77,16 @@ class PositionEffect:
         behind = min(layer for layer, _ in self.heads)
         return replace(trial, upto=self.depth, attention=True, behind=behind)
 
-    def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
-        """The norm, or the attention of each head, without an edit and then under each; mean over texts."""
+    def by_text(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state text part"]:
+        """The norm, or the attention of each head, without an edit and then under each."""
         (read,) = side_by_side(self.target, [self.trial(edits, reverse)])
         if self.heads:
-            return read.attention_from(self.heads).mean(1)
-        return read.norms[..., -1:].mean(1)
+            return read.attention_from(self.heads)
+        return read.norms[..., -1:]
+
+    def values(self, edits: Sequence[Parts], reverse: bool = False) -> Float[Tensor, "state part"]:
+        """The mean over texts."""
+        return self.by_text(edits, reverse).mean(1)
 
     @cached_property
     def typical(self) -> Float[Tensor, " part"]:
@@ -113,10 +117,10 @@ class PositionEffect:
             draws[components.index(KEY_BIAS)] = True
         return alone & draws
 
-    def necessity(self, edits: Sequence[Parts]) -> Float[Tensor, " edit"]:
-        """The share of the effect that is lost under each edit."""
-        values = self.values(edits)
-        return (values[0] - values[1:]).mean(1) / (values[0] - self.typical).mean()
+    def necessity(self, edits: Sequence[Parts]) -> Float[Tensor, "edit text"]:
+        """The share of the effect, mean over texts, that is lost under each edit in each text."""
+        values = self.by_text(edits)
+        return (values[0] - values[1:]).mean(2) / (values[0] - self.typical).mean()
 
     def with_heads(self, whole: Parts) -> Parts:
         """The same components, with heads in place of attention layers, where some heads are enough."""
@@ -130,7 +134,7 @@ class PositionEffect:
 
     def needed_of(self, candidates: Sequence[Part]) -> Parts:
         """The candidates that are needed alone."""
-        lost = self.necessity(one_by_one(candidates))
+        lost = self.necessity(one_by_one(candidates)).mean(1)
         return tuple(compress(candidates, needed(lost).tolist()))
 
 

@@ -1,0 +1,218 @@
+"""What ends the loops of a real model, and how its text goes on: guards, cuts, samplers, on openings of four kinds.
+
+    python -m experiments.loopguard.real WORK --model FILE [--halves choose report] [--new 400] [--only ARM ...]
+
+The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there. "full" also keeps
+the largest probability of each step. `experiments.loopguard.real_table` makes the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, NoRepeatNGramLogitsProcessor
+from transformers import RepetitionPenaltyLogitsProcessor as Penalty
+
+from experiments.loopguard.real_openings import HALVES, openings_of
+from experiments.record import Row
+from experiments.script import run
+from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.edit.decode import decoding, to_end
+from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.loops.dry import DRY
+from sinkscope.loops.generate import padded
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.models.checks import end_ids
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+
+BUDGET = 256
+"""Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
+
+
+class CutAll(LoopGuard):
+    """A guard that removes the whole repetition, its last tokens too."""
+
+    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
+        """Everything."""
+        return begin, length
+
+
+class KeepFirstCopy(LoopGuard):
+    """A guard that keeps the first copy in its place, and the last `local` tokens."""
+
+    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
+        """What follows the first copy."""
+        return begin + (period or 0), max(begin + (period or 0), length - self.local)
+
+
+class KeepLastCopy(LoopGuard):
+    """A guard that keeps the last whole copy."""
+
+    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
+        """What comes before the last copy."""
+        return begin, max(begin, length - (period or 0))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One remedy.
+
+    Attributes:
+        guard: Makes its guard, if it has one.
+        processors: Makes its samplers from the length of the padding and the tokenizer.
+    """
+
+    guard: Callable[[], LoopGuard] | None = None
+    processors: Callable[[Any, int], list[LogitsProcessor]] | None = None
+
+
+def plain(kind: type[LoopGuard] = LoopGuard, **settings: Any) -> Arm:
+    """A guard that only cuts the cache."""
+    return Arm(lambda: kind(act="cut", **settings))
+
+
+def printed(**settings: Any) -> Arm:
+    """The guard as printed, with some fields changed."""
+    return Arm(lambda: LoopGuard.paper(BUDGET, **settings))
+
+
+def dry(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
+    """DRY with its usual numbers and no breakers."""
+    return [DRY(ignore=[pad])]
+
+
+def dry_with_breakers(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
+    """DRY with its usual numbers and breakers."""
+    return [DRY(breakers=("\n", ":", '"', "*"), tokenizer=tokenizer, ignore=[pad])]
+
+
+FULL = "full"
+ARMS: dict[str, Arm] = {
+    FULL: Arm(),
+    **{f"cut all, penalty {p}": plain(CutAll, penalty=float(p), local=0) for p in (0, 2)},
+    **{f"cut {k}, penalty {p}": plain(penalty=float(p), local=k) for p in (0, 2) for k in (0, 1, 2, 4, 8, 16)},
+    **{f"keep last copy, penalty {p}": plain(KeepLastCopy, penalty=float(p)) for p in (0, 2)},
+    **{f"keep first copy, penalty {p}": plain(KeepFirstCopy, penalty=float(p)) for p in (0, 2)},
+    "cut 4, penalty 4": plain(penalty=4.0),
+    "rewind": Arm(LoopGuard),
+    "rewind, penalty 4": Arm(lambda: LoopGuard(penalty=4.0)),
+    "as printed": printed(),
+    "as printed, local 4": printed(local=4),
+    "as printed, local 16": printed(local=16),
+    "as printed, p1 alone": printed(variant="p1"),
+    "as printed, always on": printed(variant="always"),
+    "as printed, exact copies alarm": printed(variant="repeats"),
+    "as printed, exact copies alarm, local 4": printed(variant="repeats", local=4),
+    "DRY": Arm(None, dry),
+    "DRY, breakers": Arm(None, dry_with_breakers),
+    "rewind and DRY": Arm(lambda: LoopGuard(penalty=0.5), dry),
+    "repetition penalty 1.1": Arm(None, lambda tokenizer, pad: [Penalty(1.1)]),
+    "no repeated 6-gram": Arm(None, lambda tokenizer, pad: [NoRepeatNGramLogitsProcessor(6)]),
+}
+
+
+class Largest(LogitsProcessor):
+    """Keeps the largest probability of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Return the scores as they are."""
+        self.steps.append((scores.amax(-1) - scores.float().logsumexp(-1)).exp())
+        return scores
+
+
+@torch.no_grad()
+def continued(live: Any, rows: list[list[int]], arm: Arm, new: int) -> list[Row]:
+    """Continue prompts greedily under a remedy: new tokens, events and, without a remedy, largest probabilities."""
+    target = target_of(live)
+    ends = end_ids(target)
+    pad = max(0, min(ends, default=0))
+    ids, mask = padded(rows, pad, target.device)
+    largest = Largest()
+    processors: list[LogitsProcessor] = []
+    if arm.processors is not None:
+        processors = arm.processors(live.tokenizer, pad)
+    elif arm.guard is None:
+        processors = [largest]
+    options = decoding(target, max_new_tokens=new, do_sample=False)
+    options["logits_processor"] = LogitsProcessorList(processors)
+    guard = None if arm.guard is None else arm.guard()
+    with under(guard, target) as acting:
+        output = generate_in_pieces(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+    outputs: list[Row] = []
+    probabilities: list[list[float]] = [[] for _ in rows]
+    if largest.steps:
+        probabilities = torch.stack(largest.steps, 1).tolist()
+    for number, row in enumerate(output[:, ids.shape[1] :].tolist()):
+        tokens = to_end(row, ends)
+        acts: list[Row] = []
+        if acting is not None:
+            for event in acting.events:
+                if event.row == number and event.kind == LoopGuard.KIND:
+                    acts.append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
+        rounded = [round(value, 4) for value in probabilities[number][: len(tokens)]]
+        ended = bool(tokens) and tokens[-1] in ends
+        outputs.append({"tokens": tokens, "ended": ended, "acts": acts, "largest": rounded})
+    return outputs
+
+
+def main(
+    work: Path,
+    *,
+    model: str,
+    halves: Sequence[Literal[*HALVES]] = HALVES,
+    new: int = 400,
+    batch: int = 96,
+    device: str = "cpu",
+    only: Sequence[str] = (FULL,),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the outputs.
+        model: A name, hub id, folder or file.
+        halves: Openings for choosing, and those that are reported.
+        new: Number of new tokens.
+        batch: Prompts at once.
+        device: Where the model runs.
+        only: Arms.
+    """
+    live: Any = load(model, device=device)
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "runs.jsonl"
+    setting: Row = {"model": Path(model).stem, "new": new}
+    done: set[tuple[str, str, int]] = set()
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            if all(row[key] == value for key, value in setting.items()):
+                done.add((row["arm"], row["half"], row["number"]))
+    places: list[tuple[str, int, str, str]] = []
+    for half in halves:
+        for number, (kind, text) in enumerate(openings_of(half)):
+            places.append((half, number, kind, text))
+    for name in only:
+        missing = [place for place in places if (name, *place[:2]) not in done]
+        for begin in range(0, len(missing), batch):
+            part = missing[begin : begin + batch]
+            rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in part]
+            started = time.perf_counter()
+            outputs = continued(live, rows, ARMS[name], new)
+            with file.open("a") as out:
+                for (half, number, kind, _), output in zip(part, outputs, strict=True):
+                    place = {"arm": name, "half": half, "number": number, "kind": kind}
+                    out.write(json.dumps({**setting, **place, **output}) + "\n")
+            print(f"{setting['model']} {name}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

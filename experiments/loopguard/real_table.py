@@ -1,0 +1,154 @@
+"""Tables of what remedies do to the loops of real models, from the outputs of `experiments.loopguard.real`.
+
+    python -m experiments.loopguard.real_table WORK [WORK ...] --models FOLDER ... --out figures/loopguard_real.json
+
+A folder is named like the model in the outputs and holds its tokenizer. For each model, half and arm: outputs that end
+in an exact loop (three copies, 24 tokens) or nearly loop (of the last 8 sentences or lines, 6 resemble one of the 12
+before by 80 % of their letters, numbers apart), that say the same token again and again right behind the first act, the
+share of different 4-grams behind it, and outputs without an alarm that are those of the model alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from experiments.loopguard.real import FULL
+from experiments.record import Row, record
+from experiments.script import run
+from sinkscope.files.output import write_atomic
+from sinkscope.loops import tail_period
+
+LAST, NEARLY, BACK, ALIKE = 8, 6, 12, 0.8
+BEHIND = 24  # tokens behind an act, of which a third are those before them where one token is said again and again
+
+
+def units(text: str) -> list[str]:
+    """The sentences and lines of a text, small letters, numbers masked."""
+    parts = re.split(r"(?<=[.!?;])\s+|\n+", text)
+    return [re.sub(r"\d+", "#", part.strip().lower()) for part in parts if part.strip()]
+
+
+def nearly_loops(text: str) -> bool:
+    """Whether most of the last sentences or lines resemble earlier ones."""
+    parts = units(text)
+    if len(parts) < LAST + 2:
+        return False
+    alike = 0
+    for place in range(len(parts) - LAST, len(parts)):
+        earlier = parts[max(0, place - BACK) : place]
+        alike += any(SequenceMatcher(None, parts[place], one).ratio() >= ALIKE for one in earlier)
+    return alike >= NEARLY
+
+
+def different(tokens: Sequence[int], size: int = 4) -> float | None:
+    """Share of n-grams that are different; None of fewer than 2 n-grams."""
+    grams = [tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)]
+    if len(grams) < 2:
+        return None
+    return len(set(grams)) / len(grams)
+
+
+def interval(hits: int, cases: int) -> list[float]:
+    """Wilson's interval of 95 %."""
+    if not cases:
+        return [0.0, 1.0]
+    z, share = 1.96, hits / cases
+    centre = share + z * z / (2 * cases)
+    spread = z * ((share * (1 - share) + z * z / (4 * cases)) / cases) ** 0.5
+    scale = 1 + z * z / cases
+    return [round((centre - spread) / scale, 4), round((centre + spread) / scale, 4)]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are there."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return None
+    return sum(there) / len(there)
+
+
+def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
+    """What one output is."""
+    tokens: list[int] = output["tokens"]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    exact = not output["ended"] and tail_period(tokens, repeats=3, shortest=24) is not None
+    row: Row = {
+        "exact": exact,
+        "near": not exact and nearly_loops(text),
+        "ended": output["ended"],
+        "acted": bool(output["acts"]),
+        "same": False,
+        "behind": None,
+        "unchanged": tokens == stock["tokens"],
+    }
+    if output["acts"]:
+        first = output["acts"][0]
+        behind = tokens[first["generated"] - first["taken_back"] :]
+        again = sum(one == other for one, other in pairwise(behind[: BEHIND + 1]))
+        row["same"] = len(behind) >= BEHIND and again >= BEHIND // 3
+        row["behind"] = different(behind)
+    return row
+
+
+def table(outputs: list[Row], tokenizer: Any) -> list[Row]:
+    """A row for each arm and half of one model."""
+    stock = {(one["half"], one["number"]): one for one in outputs if one["arm"] == FULL}
+    by_arm: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for one in outputs:
+        place = one["half"], one["number"]
+        if place in stock:
+            by_arm[one["arm"], one["half"]].append(judged(one, stock[place], tokenizer))
+    rows: list[Row] = []
+    for (arm, half), each in by_arm.items():
+        row: Row = {"arm": arm, "half": half, "outputs": len(each)}
+        for name in ("exact", "near", "ended", "acted", "same"):
+            row[name] = sum(one[name] for one in each)
+        row["exact_interval"] = interval(row["exact"], len(each))
+        row["near_interval"] = interval(row["near"], len(each))
+        row["behind"] = mean([one["behind"] for one in each])
+        quiet = [one for one in each if not one["acted"]]
+        row["quiet"] = len(quiet)
+        row["quiet_unchanged"] = sum(one["unchanged"] for one in quiet)
+        rows.append(row)
+    healthy: list[float | None] = []
+    for one in stock.values():
+        told = judged(one, one, tokenizer)
+        if not told["exact"] and not told["near"]:
+            healthy.append(different(one["tokens"][-200:]))
+    rows.append({"arm": "healthy text of the model", "behind": mean(healthy), "outputs": len(healthy)})
+    return rows
+
+
+def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("figures/loopguard_real.json")) -> None:
+    """Make what the module describes.
+
+    Args:
+        works: Folders with a runs.jsonl.
+        models: Folders of the models.
+        out: The JSON.
+    """
+    outputs: dict[str, dict[Any, Row]] = defaultdict(dict)
+    for work in works:
+        for line in (work / "runs.jsonl").read_text().splitlines():
+            one = json.loads(line)
+            outputs[one["model"]][one["arm"], one["half"], one["number"]] = one
+    result: Row = {}
+    for folder in models:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        result[folder.name] = table(list(outputs[folder.name].values()), tokenizer)
+        for row in result[folder.name]:
+            print(json.dumps({"model": folder.name, **row}))
+    write_atomic(out, record("loopguard-real", result, {"new": 400}))
+
+
+if __name__ == "__main__":
+    run(main)

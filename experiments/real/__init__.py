@@ -1,0 +1,1 @@
+"""The commands on two real language models, beside what plain hooks read of them."""

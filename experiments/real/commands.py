@@ -1,0 +1,186 @@
+"""Run every command on two real models: CPU seconds, peak memory, and what it says, beside what plain hooks read.
+
+    python -m experiments.real.commands --real FOLDER --out figures/real_models.json
+
+Each command is a process of its own on one thread. The models are given as folders, which are made once from the GGUF
+files in FOLDER. What is measured goes to the file after each command, so an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from experiments.real.models import MODELS, saved
+from experiments.record import Row, earlier, record
+from experiments.script import run as run_script
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_atomic
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "The most important rule of good writing is"
+CUT = -24
+"""The exit code of a process that ran out of CPU seconds (SIGXCPU)."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the table.
+
+    Attributes:
+        words: Its words; `{model}` is the folder of the model, other files are in the current folder.
+        bound: The CPU seconds after which it is cut.
+        needs: A file that an earlier command writes.
+    """
+
+    words: str
+    bound: int = 90
+    needs: str = ""
+
+
+COMMANDS = {
+    "models": Command("models --check {model}"),
+    "find-sinks": Command("find-sinks {model} --json results/find-sinks.json"),
+    "heads": Command("heads {model} --json results/heads.json"),
+    "repeat": Command("repeat {model} --tokens the,company,cat --max-repeats 512 --json results/repeat.json"),
+    "lines": Command("lines {model} --data texts.jsonl --length 256 --eta 0.1 --json results/lines.json"),
+    "generate": Command("generate --model {model} --prompt-file prompt.txt --max-new-tokens 160"),
+    "generate --policy": Command("generate --model {model} --prompt-file long.txt --policy snapkv:0.5"),
+    "generate --guard": Command("generate --model {model} --prompt-file prompt.txt --max-new-tokens 160 --guard"),
+    "loops": Command("loops answer.txt --json results/loops.json", needs="answer.txt"),
+    "barcode": Command("barcode {model} --prompt-file prompt.txt --max-new-tokens 160 --json results/barcode.json"),
+    "why": Command("why {model} --prompt-file prompt.txt --max-new-tokens 160 --cuts 3 --json results/why.json"),
+    "circuit": Command("circuit {model} --json results/circuit.json"),
+    "attack": Command("attack {model} --json results/attack.json"),
+    "separate": Command("separate {model} --json results/separate.json"),
+    "precision": Command("precision {model} --scheme a8-tensor --scheme kv4 --json results/precision.json"),
+    "patch make": Command("patch make {model} --out patch.json --json results/patch-make.json"),
+    "patch eval": Command("patch eval {model} --patch patch.json --json results/patch-eval.json", needs="patch.json"),
+    "bench": Command("bench --model {model} --task text --methods full,streaming:0.5,snapkv:0.5 --out runs"),
+    "bench table": Command("bench table runs", needs="runs"),
+    "view": Command("view {model} --html view.html", bound=150),
+    "scan --quick": Command("scan {model} --quick --out scan", bound=60),
+    "scan table": Command("scan table .", needs="scan/card.json"),
+    "report": Command("report results --out report.html", needs="results/find-sinks.json"),
+    "reproduce": Command("reproduce {model}"),
+    "check-cache": Command("check-cache snapkv"),
+}
+
+
+def main(
+    *,
+    real: Path,
+    out: Path,
+    code: Path = ROOT,
+    column: Literal["before", "after"] = "after",
+    models: Sequence[Literal[*MODELS]] = tuple(MODELS),
+    commands: Sequence[str] = (),
+    again: bool = False,
+) -> None:
+    """Run the commands on the models, and write the table.
+
+    Args:
+        real: The folder with the GGUF files.
+        out: The file of the table.
+        code: The checkout whose `sinkscope` is run. By default this one.
+        column: Where its numbers go.
+        models: The models. By default both.
+        commands: The commands. By default all.
+        again: Run commands again that the file has in this column.
+    """
+    started = time.perf_counter()
+    version = git(code, "describe", "--always", "--dirty", "--abbrev=8")
+    for name in commands or COMMANDS:
+        if name not in COMMANDS:
+            raise SinkscopeError(f"--commands {name!r}: expected one of {', '.join(COMMANDS)}")
+        for model in models:
+            table = earlier(out)
+            row = table.setdefault(name, {}).setdefault(model, {})
+            if column in row and not again:
+                continue
+            folder = prepared(real, model, column)
+            row["command"] = "sinkscope " + COMMANDS[name].words.format(model=model)
+            row[column] = {"code": version, **measured(COMMANDS[name], folder, code)}
+            write_atomic(out, record("real-models", table, {"seed": 0, "threads": 1}, started=started))
+            print(model, name, json.dumps(row[column]), flush=True)
+
+
+def git(code: Path, *words: str) -> str:
+    """What git says of a checkout."""
+    return subprocess.run(["git", "-C", str(code), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def prepared(real: Path, model: str, column: str) -> Path:
+    """The folder in which the commands of a model run: the model itself, and the texts that they read."""
+    from tests.real import texts
+
+    folder = real / "table" / column / model
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    if not (folder / model).exists():
+        (folder / model).symlink_to(saved(model, real).absolute())
+    (folder / "prompt.txt").write_text(PROMPT)
+    (folder / "long.txt").write_text(texts.prose()[:2000])
+    lines = [json.dumps({"text": text()[:4000]}) for text in texts.KINDS.values()]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def measured(command: Command, folder: Path, code: Path) -> Row:
+    """What a command costs and says, in a process of its own."""
+    if command.needs and not (folder / command.needs).exists():
+        return {"not_run": f"{command.needs} is missing, because the command that writes it was cut or failed"}
+    words = command.words.format(model=folder.name).split()
+    environment = {**os.environ, "PYTHONPATH": str(code), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        environment[threads] = "1"
+    bound = command.bound
+
+    def bounded() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 5))
+
+    with (folder / "stdout.txt").open("w+") as stdout, (folder / "stderr.txt").open("w+") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "sinkscope", *words],
+            cwd=folder, env=environment, stdout=stdout, stderr=stderr, preexec_fn=bounded,
+        )  # fmt: skip
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        stdout.seek(0)
+        stderr.seek(0)
+        said, notes = stdout.read(), stderr.read()
+    if words[0] == "generate" and "--policy" not in words and "--guard" not in words and child.returncode == 0:
+        (folder / "answer.txt").write_text((folder / "prompt.txt").read_text() + said)
+    return {
+        "exit_code": child.returncode,
+        "cut": child.returncode == CUT,
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "bound": bound,
+        "peak_bytes": 1024 * used.ru_maxrss,
+        "said": first_said(said, notes),
+    }
+
+
+def first_said(said: str, notes: str) -> str:
+    """The conclusion that a command printed, or else the first line of its output, or of its notes."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for line in lines:
+        if line.startswith("Conclusion: "):
+            return line.removeprefix("Conclusion: ")
+    if lines:
+        return lines[0]
+    for line in notes.splitlines():
+        if line.strip():
+            return line.strip()
+    return ""
+
+
+if __name__ == "__main__":
+    run_script(main)

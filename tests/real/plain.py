@@ -1,0 +1,352 @@
+"""What real models do, read with plain torch hooks: nothing of sinkscope is imported here.
+
+For models in the form of Llama and Gemma 3 in transformers: `model.model.layers`, `self_attn`, `mlp.down_proj`, and a
+norm behind the MLP where the layer has `post_feedforward_layernorm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Site = tuple[int, int]
+"""A neuron: its layer and its column of the down projection."""
+
+
+def layers(model: Any) -> nn.ModuleList:
+    return model.model.layers
+
+
+def ids_of(tokenizer: Any, text: str, n_tokens: int, *, bos: bool) -> Tensor:
+    """The first `n_tokens` ids of a text, with or without BOS in front: [1, n_tokens]."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    if bos:
+        ids = [tokenizer.bos_token_id, *ids]
+    assert len(ids) >= n_tokens, f"the text has {len(ids)} tokens, and not {n_tokens}"
+    return torch.tensor([ids[:n_tokens]])
+
+
+# ---- what is read
+
+
+@contextmanager
+def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
+    """The inputs or the outputs of modules during the block, in the order in which they run."""
+    seen: list[Tensor] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(args[0].detach())
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output).detach())
+
+    with ExitStack() as stack:
+        for module in modules:
+            if what == "input":
+                handle = module.register_forward_pre_hook(before)
+            else:
+                handle = module.register_forward_hook(after)
+            stack.callback(handle.remove)
+        yield seen
+
+
+@torch.no_grad()
+def residuals(model: Any, ids: Tensor) -> Tensor:
+    """The residual stream after each layer: [layer, row, position, d_model]."""
+    with reading(layers(model), "output") as seen:
+        model.model(ids, use_cache=False)
+    return torch.stack(seen)
+
+
+def norms(model: Any, ids: Tensor) -> Tensor:
+    """L2 norm of the residual stream after each layer: [layer, row, position]."""
+    return residuals(model, ids).norm(dim=-1)
+
+
+@torch.no_grad()
+def activations(model: Any, ids: Tensor, layer: int) -> Tensor:
+    """What the neurons of a layer hold, which is the input of its down projection: [row, position, neuron]."""
+    with reading([layers(model)[layer].mlp.down_proj], "input") as seen:
+        model.model(ids, use_cache=False)
+    return seen[0]
+
+
+@torch.no_grad()
+def contributions(model: Any, ids: Tensor, layer: int, position: int = 0, *, behind_norm: bool = True) -> Tensor:
+    """Norm of what each neuron of a layer adds to the residual stream at a position, averaged over rows: [neuron].
+
+    A norm behind the MLP (Gemma) divides the sum of all neurons by one number and multiplies each dimension by its
+    weight, so it acts on each neuron alone as well. `behind_norm=False` leaves it out.
+    """
+    block = layers(model)[layer]
+    post = activations(model, ids, layer)[:, position]
+    written = post[:, :, None] * block.mlp.down_proj.weight.T[None]
+    norm = getattr(block, "post_feedforward_layernorm", None)
+    if norm is not None and behind_norm:
+        size = written.sum(1).square().mean(-1).add(norm.eps).sqrt()
+        written = written / size[:, None, None] * (1 + norm.weight)
+    return written.norm(dim=-1).mean(0)
+
+
+@torch.no_grad()
+def attentions(model: Any, ids: Tensor) -> list[Tensor]:
+    """The attention probabilities of each layer: [row, head, query, key]."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return list(model.model(ids, output_attentions=True, use_cache=False).attentions)
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attention_received(model: Any, ids: Tensor, position: int = 0) -> Tensor:
+    """Mean attention that each head gives a position, over all later queries and all rows: [layer, head].
+
+    Where a window hides the position, only queries that see it count.
+    """
+    received: list[Tensor] = []
+    for layer, probs in zip(layers(model), attentions(model, ids), strict=True):
+        window = getattr(layer.self_attn, "sliding_window", None) or probs.shape[-1]
+        received.append(probs[:, :, position + 1 : position + window, position].mean((0, 2)))
+    return torch.stack(received)
+
+
+@torch.no_grad()
+def log_probs(model: Any, ids: Tensor) -> Tensor:
+    """Log-probabilities of the next token: [row, position, vocabulary]."""
+    return model(ids, use_cache=False).logits.float().log_softmax(-1)
+
+
+def nll(model: Any, ids: Tensor) -> Tensor:
+    """Negative log-probability of each token but the first, in nats: [row, position]."""
+    return -log_probs(model, ids)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def perplexity(model: Any, ids: Tensor) -> float:
+    """Exponential of the mean `nll`."""
+    return nll(model, ids).mean().exp().item()
+
+
+def divergence(intact: Tensor, other: Tensor) -> Tensor:
+    """KL(intact || other) of log-probabilities, in nats: [row, position]."""
+    return (intact.exp() * (intact - other)).sum(-1)
+
+
+# ---- what is edited
+
+
+@contextmanager
+def zeroed(model: Any, sites: Iterable[Site]) -> Iterator[None]:
+    """Set neurons to zero at every position."""
+    of_layer: dict[int, list[int]] = {}
+    for layer, neuron in sites:
+        of_layer.setdefault(layer, []).append(neuron)
+
+    def zeroing(neurons: list[int]) -> Callable[..., Any]:
+        def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            post = args[0].clone()
+            post[..., neurons] = 0
+            return (post, *args[1:])
+
+        return edit
+
+    with ExitStack() as stack:
+        for layer, neurons in of_layer.items():
+            handle = layers(model)[layer].mlp.down_proj.register_forward_pre_hook(zeroing(neurons))
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def mlp_replaced(model: Any, layer: int, mean: Tensor, position: int = 0) -> Iterator[None]:
+    """Let the MLP of a layer (with the norm behind it) write `mean` at a position: [d_model]."""
+    block = layers(model)[layer]
+
+    def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, position] = mean
+        return output
+
+    handle = getattr(block, "post_feedforward_layernorm", block.mlp).register_forward_hook(edit)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def mlp_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
+    """What the MLP of a layer (with the norm behind it) writes at later positions, on average: [d_model]."""
+    block = layers(model)[layer]
+    with reading([getattr(block, "post_feedforward_layernorm", block.mlp)], "output") as seen:
+        model.model(ids, use_cache=False)
+    return seen[0][:, 1:].mean((0, 1))
+
+
+@contextmanager
+def held(model: Any, sites: dict[Site, float], first: int = 1) -> Iterator[None]:
+    """Let neurons hold a value each at every position from `first` on; single new tokens count as later ones."""
+
+    def holding(layer: int) -> Callable[..., Any]:
+        def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            post = args[0].clone()
+            begin = first if post.shape[1] > 1 else 0
+            for (where, neuron), value in sites.items():
+                if where == layer:
+                    post[:, begin:, neuron] = value
+            return (post, *args[1:])
+
+        return edit
+
+    with ExitStack() as stack:
+        for layer in {layer for layer, _ in sites}:
+            handle = layers(model)[layer].mlp.down_proj.register_forward_pre_hook(holding(layer))
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def heads_replaced(model: Any, layer: int, heads: Iterable[int], means: Tensor) -> Iterator[None]:
+    """Let heads of a layer write their mean at every position, before the output projection: [heads * d_head]."""
+    size = means.numel() // model.config.num_attention_heads
+
+    def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        z = args[0].clone()
+        for head in heads:
+            z[..., head * size : (head + 1) * size] = means[head * size : (head + 1) * size]
+        return (z, *args[1:])
+
+    handle = layers(model)[layer].self_attn.o_proj.register_forward_pre_hook(edit)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def heads_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
+    """What the heads of a layer write at later positions, on average, before the output projection."""
+    with reading([layers(model)[layer].self_attn.o_proj], "input") as seen:
+        model.model(ids, use_cache=False)
+    return seen[0][:, 1:].mean((0, 1))
+
+
+# ---- what a cache keeps of a prompt, from attention [head, query, key] of a layer and its number of kv heads
+
+
+def best(scores: Tensor, budget: int, sure: set[int]) -> list[int]:
+    """Positions: those that are sure, then the best scores, together `budget`; of equal scores the later."""
+    rest = [position for position in range(len(scores)) if position not in sure]
+    rest.sort(key=lambda position: (-float(scores[position]), -position))
+    return sorted([*sure, *rest[: max(0, budget - len(sure))]])
+
+
+def streaming_kept(length: int, budget: int, first: int = 4) -> list[int]:
+    """The first tokens and the latest (Xiao et al. 2024, section 3.2)."""
+    return [*range(first), *range(length - (budget - first), length)]
+
+
+def h2o_kept(probs: Tensor, n_kv: int, budget: int) -> list[list[int]]:
+    """Half of the budget for the latest tokens, half for summed attention (Zhang et al. 2023), for each kv head."""
+    length = probs.shape[-1]
+    recent = set(range(length - budget // 2, length))
+    sums = probs.sum(1).unflatten(0, (n_kv, -1)).mean(1)
+    return [best(head, budget, recent) for head in sums]
+
+
+def tova_kept(probs: Tensor, budget: int) -> list[int]:
+    """The attention of the newest query, mean over heads (Oren et al. 2024, section 4)."""
+    return best(probs[:, -1].mean(0), budget, set())
+
+
+def snapkv_kept(probs: Tensor, n_kv: int, budget: int, window: int = 64, kernel: int = 5) -> list[list[int]]:
+    """The last `window` tokens, and what they attend to, pooled (Li et al. 2024, listing 1), for each kv head."""
+    length = probs.shape[-1]
+    votes = probs[:, -window:, : length - window].sum(1)
+    pooled = torch.nn.functional.avg_pool1d(votes, kernel, 1, kernel // 2)
+    scores = torch.nn.functional.pad(pooled.unflatten(0, (n_kv, -1)).mean(1), (0, window))
+    return [best(head, budget, set(range(length - window, length))) for head in scores]
+
+
+# ---- lines, and loops
+
+
+def heaviest_lines(probs: Tensor, eta: float, length: int | None = None) -> set[int]:
+    """The `eta * 2 * length` heaviest lines of attention [query, key]: key k is line k, distance d line -1 - d.
+
+    A vertical line is one key, a slash line one distance between query and key. Queries are the last ones.
+    """
+    queries, keys = probs.shape
+    slash = torch.zeros(keys)
+    for number in range(queries):
+        last = keys - queries + number  # the query's position, if keys begin at 0 and the queries end with them
+        slash[: last + 1] += probs[number, : last + 1].flip(0)
+    weights = torch.cat([probs.sum(0), slash])
+    most = max(1, int(eta * 2 * (length or keys) + 1e-9))
+    chosen = weights.argsort(descending=True, stable=True)[:most].tolist()
+    found: set[int] = set()
+    for line in chosen:
+        if weights[line] > 0:
+            found.add(line if line < keys else keys - 1 - line)
+    return found
+
+
+def lines_mass(probs: Tensor, eta: float) -> tuple[float, float]:
+    """Share of a head's attention [query, key], and of its cells, on its heaviest lines."""
+    length = len(probs)
+    distances = torch.arange(length)[:, None] - torch.arange(length)
+    on_lines = torch.zeros_like(probs, dtype=torch.bool)
+    for line in heaviest_lines(probs, eta):
+        if line >= 0:
+            on_lines[line:, line] = True
+        else:
+            on_lines |= distances == -1 - line
+    return float(probs[on_lines].sum() / probs.sum()), float(on_lines[distances >= 0].float().mean())
+
+
+def period_at_end(ids: list[int], copies: int = 3) -> int | None:
+    """The smallest period with which the last ids repeat at least `copies` times; None if there is none."""
+    for period in range(1, len(ids) // copies + 1):
+        end = ids[-copies * period :]
+        if end[period:] == end[:-period]:
+            return period
+    return None
+
+
+def covered_at_end(ids: list[int]) -> int:
+    """How many of the last ids are copies of at least three; 0 if there are none."""
+    period = period_at_end(ids)
+    if period is None:
+        return 0
+    covered = 3 * period
+    while covered < len(ids) and ids[-covered - 1] == ids[-covered - 1 + period]:
+        covered += 1
+    return covered
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: Tensor, n_new: int) -> list[int]:
+    """The likeliest next tokens, one after another, by whole passes without a cache; it does not end at EOS."""
+    for _ in range(n_new):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, -n_new:].tolist()
+
+
+def same_offsets(probs: Tensor, period: int, suffix: int, begin: int) -> float:
+    """Share of a head's attention [query, key] at the same distances as one period before, mean over late queries.
+
+    Distances are below `suffix`, the key at position 0 counts for nothing, and queries begin at `begin`.
+    """
+    shares: list[Tensor] = []
+    for query in range(begin, len(probs)):
+        share = torch.zeros(())
+        for distance in range(min(suffix, query)):
+            earlier = query - period - distance
+            if earlier > 0:
+                share = share + torch.minimum(probs[query, query - distance], probs[query - period, earlier])
+        shares.append(share)
+    return float(torch.stack(shares).mean())

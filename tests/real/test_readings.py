@@ -1,0 +1,35 @@
+"""The readings that pages quote are those of the models."""
+
+from __future__ import annotations
+
+import pytest
+from repository import FIGURES
+
+from experiments.real import readings
+from experiments.record import earlier
+
+RECORDED = earlier(FIGURES / "real_readings.json")
+
+
+def same(made, recorded):
+    """Numbers within 1e-3, everything else equal."""
+    assert made.keys() == recorded.keys()
+    for name, value in made.items():
+        if isinstance(value, dict):
+            same(value, recorded[name])
+        else:
+            assert value == pytest.approx(recorded[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["spike", "attention", "mark", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ablation", "patch"))],
+)
+def test_what_is_recorded_of_smollm2_is_read_again(smollm2, part):
+    same(readings.PARTS[part](smollm2.model, RECORDED["smollm2"]), RECORDED["smollm2"][part])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["spike", "attention", "mark"])
+def test_what_is_recorded_of_gemma_is_read_again(gemma3, part):
+    same(readings.PARTS[part](gemma3.model, RECORDED["gemma3"]), RECORDED["gemma3"][part])
