@@ -21,6 +21,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BAND, TILE, Bands
@@ -136,8 +137,6 @@ def attention_on(
     """Attention of all heads on columns and bands, in the dtype of the values."""
     grid, index = chosen.grid, index_of(chosen)
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
-    if tiling is None:
-        tiling = tiling_of(key.shape[2] + values.shape[2], value.dtype)
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
     flags = chosen.bands.view(torch.uint8)
     strides: list[int] = []
@@ -145,36 +144,36 @@ def attention_on(
         strides += part.stride()[:2]
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
     kernel = cast(Any, _attend)[(grid.tiles * scores.heads,)]
-    kernel(
-        out,
-        query,
-        key,
-        values,
-        flags,
-        *vars(index).values(),
-        *strides,
-        *numbers,
-        chosen.sparse_tiles,
-        GROUP=scores.heads // len(key),
-        WIDTH=key.shape[2],
-        VALUES=values.shape[2],
-        TILE=TILE,
-        BAND=BAND,
-        SIZE=tiling.size,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
+    for some in TILINGS if tiling is None else (tiling,):
+        try:
+            kernel(
+                out,
+                query,
+                key,
+                values,
+                flags,
+                *vars(index).values(),
+                *strides,
+                *numbers,
+                chosen.sparse_tiles,
+                GROUP=scores.heads // len(key),
+                WIDTH=key.shape[2],
+                VALUES=values.shape[2],
+                TILE=TILE,
+                BAND=BAND,
+                SIZE=some.size,
+                num_warps=some.warps,
+                num_stages=some.stages,
+            )
+            break
+        except OutOfResources:
+            if some.size == TILINGS[-1].size or tiling is not None:
+                raise
     return out[:, :, : value.shape[2]]
 
 
-def tiling_of(width: int, dtype: torch.dtype) -> Tiling:
-    """The tiling whose keys and values fit the shared memory of a Hopper GPU: 227 KB."""
-    wide = width * dtype.itemsize  # bytes of a key and its value
-    if wide <= 512:
-        return Tiling()
-    if wide <= 1024:
-        return Tiling(size=64)
-    return Tiling(size=32, stages=1)
+TILINGS = (Tiling(), Tiling(size=64), Tiling(size=64, stages=1), Tiling(size=32, stages=1))
+"""Tilings from the fastest on an H200 to the one that needs the least shared memory; the first that fits is used."""
 
 
 @triton.jit

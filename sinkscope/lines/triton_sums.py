@@ -18,6 +18,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BAND, Bands, BlockGrid
@@ -61,7 +62,15 @@ class ComputedRows:
 
     def _run(self, kernel: Any, *own: Any, **sizes: int) -> None:
         grid = (self._chunks, self._heads, self._parts)
-        kernel[grid](*own, *self._arguments, **self._numbers, **self._sizes, **sizes, num_warps=4)
+        for stages in (3, 2, 1):
+            try:
+                kernel[grid](
+                    *own, *self._arguments, **self._numbers, **self._sizes, **sizes, num_warps=4, num_stages=stages
+                )
+                return
+            except OutOfResources:  # shared memory is short
+                if stages == 1:
+                    raise
 
     def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""

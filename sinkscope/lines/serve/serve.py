@@ -23,7 +23,7 @@ from sinkscope.lines.serve.progressive import Progressive, steps_summary
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 
 Variant = Literal["bands", "faithful"]
-SHORTEST = {"cpu": 2048, "cuda": 16384}
+SHORTEST = {"cpu": 4096, "cuda": 32768}
 """Keys from which on prompts are read along bands, by device."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +21,6 @@ from sinkscope.lines.attention import Scores, causal_cells, recovered
 from sinkscope.lines.bands import Bands
 from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sample import HELD_OUT
 from sinkscope.lines.sparse import band_attention, dense_attention, line_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
@@ -190,30 +189,25 @@ class SparsePrompts(Intervention):
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
         scores = row.scores
         if self.too_short(scores.queries, scores.keys, scores.key.device) is not None:
-            return _dense_read(scores)
+            return _dense_read(scores, 0.0)
         lines = self.lines(scores, row.layer)
         met = min(self.choice_rows, scores.queries)  # queries that meet all keys besides attention
         if isinstance(lines, HeadLines):
-            output = line_attention(scores, row.value, lines, self.dense_rows)
+            output, kernel = line_attention(scores, row.value, lines, self.dense_rows), "mask"
             attended = lines.attended(self.dense_rows)
-            return PromptRead(
-                attended, attended == 1, "mask", output, self._recovered(row, lines), met * scores.keys / row.cells()
-            )
-        dense = lines.dense
-        if scores.key.device.type == "cpu" and bool(dense.all()):
-            return replace(_dense_read(scores), choice=met * scores.keys / row.cells())
-        output = band_attention(scores, row.value, lines)
-        shares = self._recovered(row, lines)
-        if shares is not None:
-            met += HELD_OUT
-        kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
-        return PromptRead(lines.attended(), dense, kernel, output, shares, met * scores.keys / row.cells())
-
-    def _recovered(self, row: PromptRow, lines: HeadLines | Bands) -> Float[Tensor, " head"] | None:
-        held_out = self.held_out(row.scores, row.layer)
-        if held_out is None or not len(held_out):
-            return None
-        return recovered(row.scores, lines, held_out)
+            dense = attended == 1
+        else:
+            attended, dense = lines.attended(), lines.dense
+            if scores.key.device.type == "cpu" and bool(dense.all()):
+                return _dense_read(scores, met * scores.keys / row.cells())
+            output = band_attention(scores, row.value, lines)
+            kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
+        held_out = self.held_out(scores, row.layer)
+        shares = None
+        if held_out is not None and len(held_out):
+            shares = recovered(scores, lines, held_out)
+            met += len(held_out)
+        return PromptRead(attended, dense, kernel, output, shares, met * scores.keys / row.cells())
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
@@ -259,7 +253,7 @@ def _log_prompt(
     run.log(events)
 
 
-def _dense_read(scores: Scores) -> PromptRead:
+def _dense_read(scores: Scores, choice: float) -> PromptRead:
     """What is reported if plain attention computes every head."""
     ones = torch.ones(scores.heads, device=scores.key.device)
-    return PromptRead(ones, ones > 0, "dense", None, None, 0.0)
+    return PromptRead(ones, ones > 0, "dense", None, None, choice)
