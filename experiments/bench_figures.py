@@ -35,8 +35,8 @@ NEEDLE = (
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 PARTS = (  # of LoopServe's prompt half, left out one by one
-    "full,loopserve-p,loopserve-p:begin=1:local=1,loopserve-p:sharp=none,loopserve-p:checked=0,"
-    "loopserve-p:dense_rows=0,loopserve-p:paper"
+    "full,loopserve-p,loopserve-p:begin=0,loopserve-p:dense_rows=0,loopserve-p:alpha=0.955,loopserve-p:alpha=0.9,"
+    "loopserve-p:paper"
 )
 BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"
 GUARDS = "full,streaming:256,h2o:256,loopguard:256,loopguard:paper:256"

@@ -54,9 +54,8 @@ def kernels() -> tuple[Any, Any]:
 
 def drawn(heads: int, kv: int, queries: int, keys: int, width: int, dtype: torch.dtype, device: str) -> Any:
     """Random scores and values, keys as a model gives them, not contiguous."""
-    made = {"device": device, "dtype": dtype}
-    query = torch.randn(queries, heads, width, **made).transpose(0, 1)
-    key, value = (torch.randn(keys, kv, width, **made).transpose(0, 1) for _ in range(2))
+    query = torch.randn(queries, heads, width, device=device, dtype=dtype).transpose(0, 1)
+    key, value = (torch.randn(keys, kv, width, device=device, dtype=dtype).transpose(0, 1) for _ in range(2))
     return Scores(query, key, 1.5 * width**-0.5), value
 
 

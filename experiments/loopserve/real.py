@@ -3,7 +3,7 @@
     python -m experiments.loopserve.real MODEL ... [--dialogue FILE ...] [--page docs/papers/loopserve.md]
 
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters and functions as CSV), and,
-where files are given, dialogue (JSON lines with "turns" of MT-bench, between which answers of other files are put). Each kind
+where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). Each kind and
 length has two texts: alpha is chosen on the first (`chosen`) and reported on the second (`reported`). A prompt is
 read once by the model's own attention and once under `LoopServe(alpha, decode=False)`; next-token distributions
 are compared at `--positions` places of its second half. Steps that are done are not done again.
@@ -33,6 +33,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
+HALVES = ("chosen", "reported")
 HEAD = ("alpha", "text", "tokens", "attended", "KL", "NLL", "top-1 same", "time over dense")
 
 
@@ -54,10 +55,9 @@ def code() -> str:
 
 def tables() -> str:
     """Functions of Python's library and their sizes, as CSV."""
+    import _pydecimal
     import inspect
     import unicodedata
-
-    import _pydecimal
 
     file = io.StringIO()
     writer = csv.writer(file)
@@ -166,6 +166,7 @@ def main(
     lengths: Sequence[int] = (2048, 4096, 8192),
     kinds: Sequence[str] = ("prose", "code", "tables", "dialogue"),
     dialogue_files: Sequence[Path] = (),
+    halves: Sequence[str] = HALVES,
     positions: int = 768,
     seconds: float = 3600.0,
     page: Path | None = None,
@@ -177,6 +178,7 @@ def main(
         models: Names, folders or files.
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
+        halves: Which of the two texts of each kind: "chosen", "reported".
         positions: Places of the second half at which distributions are compared.
         seconds: No step begins after so many.
         page: Page whose table is replaced.
@@ -190,9 +192,9 @@ def main(
             for kind in kinds:
                 if kind == "dialogue" and not dialogue_files:
                     continue
-                for half, name in enumerate(("chosen", "reported")):
+                for half, name in enumerate(HALVES):
                     step = f"{Path(model).stem}, {kind}, {length}, {name}"
-                    if step in steps.rows or time.monotonic() > end:
+                    if name not in halves or step in steps.rows or time.monotonic() > end:
                         continue
                     target = target or target_of(load(model))
                     steps.do(step, partial(measured, target, texts[kind](), length, half, alphas, positions))

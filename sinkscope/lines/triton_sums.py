@@ -74,9 +74,8 @@ class ComputedRows:
 
     def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
-        made = {"dtype": torch.float32, "device": self._total.device}
-        columns = torch.empty(self._heads, self._parts, self._numbers["keys"], **made)
-        bands = torch.empty(self._heads, SIZE * self._parts, self._grid.blocks, **made)
+        columns = self._total.new_empty(self._heads, self._parts, self._numbers["keys"])
+        bands = self._total.new_empty(self._heads, SIZE * self._parts, self._grid.blocks)
         self._run(_sums, columns, bands, self._total, chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8))
         return columns.sum(1), bands.sum(1)
 
