@@ -5,8 +5,8 @@
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters and functions as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). Each kind and
 length has two texts: alpha is chosen on the first (`chosen`) and reported on the second (`reported`). A prompt is
-read once by the model's own attention and once under `LoopServe(alpha, decode=False)`; next-token distributions
-are compared at `--positions` places of its second half. Steps that are done are not done again.
+read once by the model's own attention and once under `LoopServe(alpha, decode=False, shortest=0)`; distributions of
+the next token are compared at `--positions` places of its second half. Steps that are done are not done again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def next_tokens(target: Target, ids: Tensor, at: Tensor) -> tuple[Tensor, float]
 def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple[Tensor, float]) -> Row:
     """One prompt under LoopServe, beside what the model's own attention gives."""
     wanted, dense_seconds = dense
-    with LoopServe(alpha=alpha, decode=False).on(target) as told:
+    with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
         found, seconds = next_tokens(target, ids, at)
     attended: list[float] = []
     full, held = 0, list[float]()
@@ -183,7 +183,13 @@ def main(
         seconds: No step begins after so many.
         page: Page whose table is replaced.
     """
-    steps = Steps("loopserve-real", out, {"positions": positions, "alphas": list(alphas)}, "cpu", "float32")
+    steps = Steps(
+        "loopserve-real",
+        out,
+        {"positions": positions, "alphas": list(alphas), "dense_above": LoopServe.dense_above},
+        "cpu",
+        "float32",
+    )
     texts = {"prose": prose, "code": code, "tables": tables, "dialogue": partial(dialogue, dialogue_files)}
     end = time.monotonic() + seconds
     for length in lengths:
