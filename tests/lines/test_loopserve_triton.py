@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,10 +41,12 @@ CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a mul
 def found():
     """All cases, in one process that reads the variable before it imports triton."""
     pytest.importorskip("triton")
-    try:
-        int(np.ones(1, dtype=np.int64))  # Triton 3.6's interpreter does so; NumPy 2.5 refuses
-    except TypeError:
-        pytest.skip("Triton's interpreter does not run with this version of NumPy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            int(np.ones(1, dtype=np.int64))  # Triton 3.6's interpreter does so; NumPy 2.5 refuses
+        except TypeError:
+            pytest.skip("Triton's interpreter does not run with this version of NumPy")
     here = ROOT / "tests"
     path = os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
     run = [sys.executable, str(here / "triton_cases.py"), json.dumps(CASES)]
