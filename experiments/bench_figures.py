@@ -34,10 +34,6 @@ NEEDLE = (
 )
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
-PARTS = (  # of LoopServe's prompt half, left out one by one
-    "full,loopserve-p,loopserve-p:begin=1:local=1,loopserve-p:sharp=none,loopserve-p:checked=0,"
-    "loopserve-p:dense_rows=0,loopserve-p:paper"
-)
 BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"
 GUARDS = "full,streaming:256,h2o:256,loopguard:256,loopguard:paper:256"
 
@@ -69,9 +65,6 @@ RUNS = {
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
-    "loopserve_default": BenchFigure(
-        "score", "needle:kinds=tracking,chain:lengths=1200:samples=2", PARTS, "recall-2hop"
-    ),
     "loopserve_fig2d": BenchFigure("score", "recall:count=40:turns=1:total=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
 }

@@ -39,7 +39,7 @@ settings.load_profile("sinkscope")
 install("sinkscope")
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
-MISSING = {name for name in ("transformer_lens", "nnsight", "gguf", "numba", "pyarrow") if find_spec(name) is None}
+MISSING = {name for name in ("transformer_lens", "nnsight", "gguf", "pyarrow") if find_spec(name) is None}
 OF_PARAMETER = {"bridge": "transformer_lens", "nnsight": "nnsight", "parquet": "pyarrow"}
 """The library that a test needs which has this word in a parameter."""
 

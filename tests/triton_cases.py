@@ -1,6 +1,6 @@
-"""Triton's kernel interpreted on a CPU, in a process of its own, because triton reads the variable when it is imported.
+"""Triton's kernels interpreted on a CPU, in a process of its own, because triton reads the variable when imported.
 
-Prints one JSON object: for every case what `sparse_attention` said, and its differences from the same by a mask.
+Prints one JSON object: for every case how far the kernels are from the same under masks, and what becomes of errors.
 """
 
 from __future__ import annotations
@@ -8,90 +8,82 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from lines_kit import along, drawn
+from lines_kit import dense, per_head
 from torch import Tensor
-from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from sinkscope.lines import band_attention, select_bands
 from sinkscope.lines import triton as kernel
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import sparse_attention
+from sinkscope.lines.bands import NEAR, Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.choice import sampled_rows
+from sinkscope.lines.triton_sums import ComputedRows
 
 
-def lines_of(keys: int, queries: int, kind: str) -> HeadLines:
-    """Lines of four heads."""
-    lines = drawn(4, keys, queries, 0.0, 0.0)
-    generator = torch.Generator().manual_seed(7)
-    lone = torch.randperm(keys - 1, generator=generator)[:5] + 1
-    few = torch.rand(keys, generator=generator) < 0.1
-    match kind:
-        case "mixed":  # columns and lone lines; a band with a hole and lone lines beside it; columns; both kinds dense
-            lines.vertical[0] = few
-            lines.slash[0, lone] = True
-            lines.slash[1, 70:150] = True
-            lines.slash[1, 100] = False
-            lines.slash[1, [40, 220]] = True
-            lines.vertical[1] = few.flip(0)
-            lines.vertical[2] = few
-            lines.slash[3], lines.vertical[3] = True, few
-        case "lone":
-            lines.slash[:, lone] = True
-        case "band":
-            for head in range(4):
-                lines.slash[head, : 50 * head + 1] = True
-            lines.slash[:, -1] = True
-        case "columns":
-            lines.vertical[:] = few
-            lines.vertical[1] = True
-    return lines
+def off(found: Tensor, wanted: Tensor) -> float:
+    """The relative error."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
 
 
-def case(kind: str, queries: int, past: int, width: int, kv: int, limit: float, dtype: torch.dtype) -> dict[str, Any]:
-    """One case; the values have two thirds of the width, so that both are padded."""
+def drawn(queries: int, past: int, width: int, kv: int, dtype: torch.dtype) -> tuple[Scores, Tensor, Bands]:
+    """Queries, keys and values as a model gives them, not contiguous; a dense head among others, with dense rows."""
     keys, generator = queries + past, torch.Generator().manual_seed(0)
 
-    def normal(heads: int, rows: int, wide: int) -> Tensor:
-        return torch.randn(heads, rows, wide, generator=generator).to(dtype)
+    def normal(rows: int, heads: int, wide: int) -> Tensor:
+        return torch.randn(rows, heads, wide, generator=generator).to(dtype).transpose(0, 1)
 
-    query, key = normal(4, queries, width), normal(kv, keys, width)
-    value = normal(keys, kv, 2 * width // 3).transpose(0, 1)  # as a model gives them: not contiguous
-    lines = lines_of(keys, queries, kind)
-    scores = Scores(query, key, 0.25)
-    found, what = sparse_attention(scores, value, lines, dense_above=limit)
-    lines.slash[torch.tensor(what.dense)] = True  # all cells
-    wanted = along(scores, value, lines)
-    return {**vars(what), "type": str(found.dtype), "off": float((found - wanted).norm() / wanted.norm())}
+    scores = Scores(normal(queries, 4, width), normal(keys, kv, width), 1.5 * width**-0.5)
+    grid = BlockGrid(queries, keys)
+    bands = torch.rand(4, grid.blocks, generator=generator) < 0.3
+    bands[:, :NEAR] = True
+    bands[1] = True
+    columns = torch.rand(4, keys, generator=generator) < 0.2
+    columns[2] = False
+    return scores, normal(keys, kv, 2 * width // 3), Bands(columns, bands, grid, min(16, queries // 20))
 
 
-def failure(kind: type[Exception]) -> list[str]:
-    """What becomes of an error of this kind, and what is said."""
+def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, Any]:
+    """One case; values have two thirds of the width of keys, so that both are filled up."""
+    scores, value, chosen = drawn(queries, past, width, kv, getattr(torch, dtype))
+    at = torch.arange(queries) + past
+    wanted = dense(scores, chosen.rows(at)) @ per_head(value, 4)
+    found: dict[str, Any] = {"attention": off(band_attention(scores, value, chosen), wanted)}
+    found["narrow"] = off(kernel.attention_on(scores, value, chosen, kernel.Tiling(size=32)).transpose(0, 1), wanted)
+    rows = sampled_rows(chosen.grid, 70, 0, chosen.dense_rows)
+    if len(rows):
+        ours, plain = ComputedRows(scores, rows), StoredRows(scores, rows)
+        for name, a, b in zip(("columns", "bands"), ours.sums(chosen), plain.sums(chosen), strict=True):
+            found[name] = off(a, b)
+        densities = torch.rand(4, chosen.grid.keys), torch.rand(4, chosen.grid.blocks)
+        least = torch.rand(4, 32)
+        found["held"] = off(ours.held(*densities, least), plain.held(*densities, least))
+        picked = select_bands(scores, 0.8, sample=70)
+        same = choose_bands(plain, chosen.grid, 4, 0.8, 4, 9.0, 0, value.device)
+        found["cells"] = float((picked.attended() - same.attended()).abs().max())
+    return found
+
+
+def failure(kind: type[Exception]) -> list[Any]:
+    """What becomes of an error of this kind: which tilings are tried."""
     error = type(kind.__name__, (kind,), {"__init__": lambda _: None, "__str__": lambda _: "no"})()
     fails = MagicMock()
     fails.__getitem__.return_value.side_effect = error
-    lines = drawn(2, 64, 64, 0.1, 0.1)
-    query = torch.zeros(2, 64, 16)
-    scores = Scores(query, query, 1.0)
-    index = kernel.index_of(lines, 64)
-    with patch.object(kernel, "_attend", fails), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    scores, value, chosen = drawn(64, 0, 16, 2, torch.float32)
+    with patch.object(kernel, "_attend", fails):
         try:
-            kernel.triton_heads(scores, query, lines, index, torch.arange(2), torch.zeros(2, 64, 16))
+            kernel.attention_on(scores, value, chosen)
         except Exception as raised:
-            return ["raised", str(raised)]
-    return ["left", str(said[0].message)]
+            return [type(raised).__name__, fails.__getitem__.return_value.call_count]
+    return ["nothing", 0]
 
-
-FAILURES = (ValueError, CompilationError, OutOfResources, torch.AcceleratorError)
 
 if __name__ == "__main__":
-    told = [case(*words, limit, getattr(torch, dtype)) for *words, limit, dtype in json.loads(sys.argv[1])]
-    failures = {kind.__name__: failure(kind) for kind in FAILURES}
-    json.dump({"cases": told, "failures": failures}, sys.stdout)
+    told = [case(*words) for words in json.loads(sys.argv[1])]
+    failures = {kind.__name__: failure(kind) for kind in (OutOfResources, torch.AcceleratorError)}
+    json.dump({"cases": told, "failures": failures, "tilings": len(kernel.TILINGS)}, sys.stdout)

@@ -3,14 +3,14 @@
     python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--stories FILE] [--dry]
 
 Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(sparse prompts), `adapters` (models of true widths), `exactness` (rounding, and the checks of caches), and
+(turns), `adapters` (models of true widths), `exactness` (rounding, and the checks of caches), and
 `train_bundled` (the bundled model, with and without its circuit; only with `--stories`).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
 DIR gets NAME.json (of `train_bundled`, a folder) and NAME.log, and NAME.done for a part that is not done again. `--dry`
-runs all other parts with tiny shapes on a CPU, one after the other, in about two minutes; attention along lines then
-needs numba.
+runs all other parts with tiny shapes on a CPU, one after the other, in about two minutes. `bands`, which needs triton,
+is a command of its own, of about three minutes on a GPU: `python -m experiments.gpu.bands`.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
 5.17 asks for), triton, accelerate, and of this package's other requirements those that are imported without
@@ -41,8 +41,7 @@ TINY = "--device cpu --dtype float32"
 REHEARSALS = {  # part -> what makes it small
     "users": "--shape tiny --rows 2 --prompt 112 --new 24 --short 24 --repeats 200 --steps 8 --budget 96",
     "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
-    "loopserve": "--shape lines-128 --lengths 128 256 --prompts 256 --lone-lengths 256 --contexts 128 192 --new 8 "
-    "--rounds 1 --budget 80 --shortest 0",
+    "loopserve": "--shape lines-128 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
     "adapters": "--types gpt2 opt --layers 2",
     "exactness": "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive",
 }

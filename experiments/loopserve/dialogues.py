@@ -113,7 +113,7 @@ OWN = {
     "loopserve-p": "loopserve-p",
     PRINTED: "loopserve:paper",
     f"{PRINTED}, -P": "loopserve-p:paper",
-    f"{DRAWN}, -P": "loopserve-p:paper:variant=exact",
+    f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
     "loopserve-d": "loopserve-d",
     "loopserve-d, first=0": "loopserve-d:first=0",
     "random part": "random:window=32",
@@ -122,7 +122,7 @@ LONGER = {
     **TABLE7,
     "loopserve-p": "loopserve-p",
     PRINTED: "loopserve:paper:1024",
-    f"{DRAWN}, -P": "loopserve-p:paper:variant=exact",
+    f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
     "loopserve-d": "loopserve-d:1024",
     "random part": "random:1024:window=32",
 }
@@ -134,7 +134,7 @@ HALVES = {
     "-D, first=0": "loopserve-d:first=0",
     PRINTED: "loopserve:paper",
     f"{PRINTED}, -P": "loopserve-p:paper",
-    f"{DRAWN}, -P": "loopserve-p:paper:variant=exact",
+    f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
     "default, alpha=0.955, -P": "loopserve-p:alpha=0.955",
     "random part": "random:window=32",
 }
@@ -143,7 +143,7 @@ TURNS = {
     "whole cache": "full",
     "LoopServe": f"loopserve:budget={FIXED}",
     PRINTED: f"loopserve:paper:budget={FIXED}",
-    DRAWN: f"loopserve:paper:variant=exact:budget={FIXED}",
+    DRAWN: f"loopserve:paper:variant=bands:budget={FIXED}",
     "LoopServe-D": f"loopserve-d:budget={FIXED}",
     "LoopServe-D, first=0": f"loopserve-d:first=0:budget={FIXED}",
     "SnapKV": f"snapkv:{LONGBENCH}:budget={FIXED}",
@@ -154,7 +154,7 @@ TURNS = {
 CHAIN_TURNS = {name: text for name, text in TURNS.items() if "paper" not in text}
 BY_ALPHA = (
     (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS),
-    (DRAWN, "loopserve-p:paper:variant=exact:alpha={}", ALPHAS),
+    (DRAWN, "loopserve-p:paper:variant=bands:alpha={}", ALPHAS),
     (DENSE, "loopserve-p:alpha={}", ALPHAS),
 )
 BY_WINDOW = (
@@ -171,7 +171,7 @@ def by_sample(alpha: float) -> tuple[tuple[str, str, Values], ...]:
     """The curves of the sample, for an alpha of the printed choice."""
     return (
         (f"{PRINTED}, {alpha}", f"loopserve-p:paper:alpha={alpha}:sample={{}}", SAMPLES),
-        (f"{DRAWN}, {alpha}", f"loopserve-p:paper:variant=exact:alpha={alpha}:sample={{}}", SAMPLES),
+        (f"{DRAWN}, {alpha}", f"loopserve-p:paper:variant=bands:alpha={alpha}:sample={{}}", SAMPLES),
         (f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
     )
 

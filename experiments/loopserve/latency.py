@@ -62,7 +62,7 @@ STYLES = {
     "h2o": (GREEN, "solid"),
     "minference": (RED, "solid"),
 }
-NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
+NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "dense_heads", "kernel")
 Clock = Callable[[], float]
 Run = Row
 
@@ -75,7 +75,7 @@ class Planned(NamedTuple):
     arm: str
 
 
-def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[str, Intervention | None]:
+def arms(budget: int, shortest: int, dense_above: float = LoopServe.dense_above) -> dict[str, Intervention | None]:
     """At the settings of the paper's table 7 where `budget` is 1,024."""
     serve: Row = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
     return {
@@ -97,8 +97,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     Returns:
         "seconds" of every call, the prompt first; the most cached "tokens" there were after a call, their "logical" and
         "physical" bytes, and "answering", physical bytes at the end; "read" tokens per decoding step; shares of "cells"
-        attended to and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain
-        attention).
+        attended to in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain attention).
     """
     cache = DynamicCache(config=target.hf.config)
     seconds = list[float]()
@@ -122,7 +121,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
                 if event.kind == "prefill" and "cells" in event.data:
                     events.append(event.data)
     found |= {"answering": held, "kernel": events[0]["kernel"] if events else None}
-    for name, key in (("cells", "attended"), ("computed", "computed"), ("dense_heads", "dense_heads")):
+    for name, key in (("cells", "attended"), ("dense_heads", "dense_heads")):
         found[name] = statistics.fmean(value_of_each(events, key)) if events else None
     return {"seconds": seconds, **found}
 

@@ -32,10 +32,8 @@ from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
-from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.lines.serve.progressive import Progressive
-from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target
@@ -43,7 +41,6 @@ from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
 
 ALL = "all"
-HELD_OUT = 16  # queries outside of the sample, on which LoopServe measures what its lines hold
 SHARE = 0.125
 """Of the context: what each method may read or compute, where sizes are equal."""
 LONGBENCH = "window=32:kernel=7:pooling=max"
@@ -190,21 +187,8 @@ def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) 
     rows: list[Row] = []
     for at, group in groups.items():
         row: Row = {"at": at, "method": method, "answers": len(group), **_scores(group)}
-        if not by_turn and row["cells"] is not None:
-            row["cells"] -= fmean(choice_share(method, one.metrics["prompt_tokens"] or 1) for one in group)
         rows.append(row)
     return rows
-
-
-def choice_share(method: str, tokens: float) -> float:
-    """Cells that are computed to choose lines and to measure what they hold, as a share of a prompt's causal cells."""
-    edit = read_method(method).make()
-    if not isinstance(edit, SparsePrompts) or not edit.choice_rows:
-        return 0.0
-    rows = edit.choice_rows
-    if isinstance(edit, LoopServe):
-        rows += HELD_OUT
-    return 2 * rows / (tokens + 1)
 
 
 def _scores(records: Sequence[BenchRecord]) -> Row:

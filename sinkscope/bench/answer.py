@@ -236,12 +236,9 @@ def _generated(
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:
-    """Share of a prompt's causal cells that were computed, mean over layers and heads; None if prompts are unchanged.
-
-    The rows from which lines are chosen count too.
-    """
+    """Share of a prompt's causal cells that attention covers, mean over layers and heads; None: it is unchanged."""
     return mean_known(
-        float(event.data.get("cells", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)
+        float(event.data.get("attended", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)
     )
 
 

@@ -5,19 +5,22 @@ LoopServe, section 3.1; Jiang et al. 2024, MInference).
 """
 
 from sinkscope.lines.attention import Scores, recovered
-from sinkscope.lines.choice import select_lines
+from sinkscope.lines.bands import Bands
+from sinkscope.lines.choice import select_bands, select_lines
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import Sparsity, sparse_attention
+from sinkscope.lines.sparse import band_attention, line_attention
 from sinkscope.lines.sums import line_sums
 from sinkscope.lines.votes import minference_lines
 
 __all__ = [
+    "Bands",
     "HeadLines",
     "Scores",
-    "Sparsity",
+    "band_attention",
+    "line_attention",
     "line_sums",
     "minference_lines",
     "recovered",
+    "select_bands",
     "select_lines",
-    "sparse_attention",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
 from sinkscope.tap.rows import attention_probs
 
@@ -107,12 +107,21 @@ def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor
     )[0]
 
 
-def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
+@runtime_checkable
+class SeenRows(Protocol):
+    """Lines, or columns and bands."""
+
+    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
+        """Which keys the queries at these positions see."""
+        ...
+
+
+def recovered(scores: Scores, lines: SeenRows, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
     """Share of the attention matrix's weight that lies on the lines; every cell is counted once.
 
     Args:
         scores: As for `select_lines`.
-        lines: Lines of every head.
+        lines: Lines of every head, or columns and bands.
         rows: Indices of the queries to use. None uses all.
     """
     if rows is None:
@@ -121,7 +130,7 @@ def recovered(scores: Scores, lines: HeadLines, rows: Int[Tensor, " row"] | None
     rows = rows.to(scores.query.device, non_blocking=True)
     total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
     for part in rows.split(_ROWS):
-        on_lines = attention_of(scores, part) * lines.rows(lines.past + part)
+        on_lines = attention_of(scores, part) * lines.rows(scores.past + part)
         total += on_lines.sum((1, 2), dtype=torch.float64)
     return (total / len(rows)).float()
 

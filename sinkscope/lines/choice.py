@@ -1,6 +1,6 @@
-"""Choose lines of attention by LoopServe's algorithm 5 (Li et al. 2025, section 5.1).
+"""The choice of bands, and LoopServe's algorithm 5 as printed (Li et al. 2025, section 5.1).
 
-Algorithm 5 leaves some points open. They are settled here as follows:
+Where algorithm 5 leaves points open, they are settled here as follows:
 
 - *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample
   size, all are taken.
@@ -8,76 +8,100 @@ Algorithm 5 leaves some points open. They are settled here as follows:
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
 - *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin` and `local`.
 - *alpha = 1* is dense by definition, because a sample says nothing certain about rows outside it.
-- `variant="exact"`: the marginal weight of a line is its weight in the sample outside all chosen lines, divided by the
-  number of cells it adds to the matrix. Lines are weighed again whenever others have been chosen.
-- `variant="faithful"`: one overlap for all lines of a kind, as printed. `w^max` is read as the largest sampled cell of
-  a line, because two lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines are removed
-  from their list. A gain below 0 counts as 0, a denominator below 1 as 1. If the lists are exhausted before `sum`
-  reaches its target, the head is dense. This happens often, because overlaps are subtracted from every line, whether or
-  not it crosses the chosen lines.
+- One overlap for all lines of a kind, as printed. `w^max` is read as the largest sampled cell of a line, because two
+  lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines are removed from their list. A
+  gain below 0 counts as 0, a denominator below 1 as 1. If the lists are exhausted before `sum` reaches its target, the
+  head is dense. This happens often, because overlaps are subtracted from every line, whether or not it crosses the
+  chosen lines.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, check_values
 from sinkscope.lines.attention import Scores, attention_of
-from sinkscope.lines.exact import exact_lines, least_share
+from sinkscope.lines.bands import Bands, BlockGrid, SampleSums, StoredRows, choose_bands
+from sinkscope.lines.devices import triton_module
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sample import sample_queries
-from sinkscope.models.grouped_heads import beside_keys
 
-Variant = Literal["exact", "faithful"]
-_SCATTERED = 1.25  # lines take at least so many times the cells of `least_share` where it is large, as measured
-_SOUGHT = 0.5  # share of a query's attention on one key from which on the query searches for it
-_AT_A_TIME = 1 << 25  # cells of attention in memory while sought keys are looked for; on a GPU 8 times as many
+
+@torch.no_grad()
+def select_bands(
+    scores: Scores,
+    alpha: float = 0.98,
+    *,
+    sample: int = 64,
+    seed: int = 0,
+    begin: int = 4,
+    dense_rows: int = 0,
+    dense_above: float = math.inf,
+) -> Bands:
+    """Choose columns and bands that hold alpha of the attention, for all heads of a layer; nothing waits for a GPU.
+
+    Args:
+        scores: The scores of a layer without window, soft cap and learned sinks.
+        alpha: Share of the sampled attention that columns and bands of each head hold. With 1 all heads are dense.
+        sample: Number of queries in the sample.
+        seed: Seed of the sample.
+        begin: Number of first positions that are always kept.
+        dense_rows: Number of queries at the end that see everything, with those of the same tile; they are not sampled.
+        dense_above: Share of the causal cells above which a head is dense: it gets all bands.
+
+    Raises:
+        SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
+        UnsupportedError: The layer has a window, a soft cap or learned sinks, or triton is not installed on a GPU.
+    """
+    check_values(Part, alpha=alpha)
+    check_values(Natural, sample=sample)
+    scores.check_plain()
+    device, grid = scores.key.device, BlockGrid(scores.queries, scores.keys)
+    rows = sampled_rows(grid, sample, seed, dense_rows)
+    if alpha == 1 or not len(rows):
+        columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
+        bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
+        return Bands(columns, bands, grid, dense_rows)
+    return choose_bands(sums_over(scores, rows), grid, scores.heads, alpha, begin, dense_above, dense_rows, device)
+
+
+def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:
+    """The queries from which columns and bands are chosen: none of those that see everything."""
+    return sample_queries(grid.sparse_queries(dense_rows), sample, seed)
+
+
+def sums_over(scores: Scores, rows: Int[Tensor, " row"]) -> SampleSums:
+    """Sums over some rows of attention, by Triton where it computes, else from rows in memory."""
+    module = triton_module(scores.key.device, "triton_sums")
+    if module is not None:
+        return module.ComputedRows(scores, rows)
+    return StoredRows(scores, rows)
 
 
 @torch.no_grad()
 def select_lines(
-    scores: Scores,
-    alpha: float = 0.955,
-    *,
-    sample: int = 48,
-    variant: Variant = "exact",
-    seed: int = 0,
-    dense_above: float = math.inf,
-    begin: int = 1,
-    local: int = 1,
-    sharp: float | None = None,
-    checked: int = 0,
+    scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0, begin: int = 1, local: int = 1
 ) -> HeadLines:
-    """Run algorithm 5 for all heads of a layer: choose few vertical and slash lines that hold alpha of the attention.
+    """Run algorithm 5 as printed for all heads of a layer: vertical and slash lines that hold alpha of the attention.
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
         alpha: Minimum share of the sampled attention weight that the lines hold.
         sample: Number of queries in the sample.
-        variant: "exact" or "faithful"; see the module's docstring.
         seed: Seed of the sample.
-        dense_above: Share of cells above which the exact variant makes a head dense: it gets all lines.
         begin: Number of first positions that are always kept.
         local: Number of offsets from 0 that are always kept.
-        sharp: The exact variant also takes lines whose cells hold on average at least this share of their rows'
-            attention, even if alpha is reached. They take few cells, and without them rows may lose everything, because
-            alpha is a share of the sum over rows. None adds no such lines.
-        checked: Number of queries outside the sample that are checked for a single sought key. These are the queries
-            with the lowest raw scores for the first positions, because they probably seek something else. A key that
-            holds half of such a query's attention is kept as a vertical line.
 
     Raises:
-        SinkscopeError: alpha is outside (0, 1], the sample is below 1, or the variant is unknown.
+        SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
     """
     check_values(Part, alpha=alpha)
     check_values(Natural, sample=sample)
-    check_values(Variant, variant=variant)
     scores.check_plain()
     number = torch.arange(scores.keys, device=scores.key.device).repeat(scores.heads, 1)
     start = HeadLines.of(number < begin, number < local, scores.queries)
@@ -85,45 +109,4 @@ def select_lines(
         start.vertical[:] = True
         return start
     rows = sample_queries(scores.queries, sample, seed)
-    at = rows + scores.past
-    probs = attention_of(scores, rows)
-    if variant == "faithful":
-        return faithful_lines(probs, at.to(number.device), alpha, start)
-    flat = _SCATTERED * least_share(probs, at, alpha) > dense_above
-    on_gpu = number.device.type != "cpu"
-    if checked and on_gpu:  # a GPU would have to wait to know which heads are flat
-        start.vertical[:] |= _sought(scores, begin, checked)
-    elif checked and not bool(flat.all()):
-        some = (~flat).nonzero().flatten()
-        start.vertical[some] |= _sought(scores.of_heads(some), begin, checked)
-    chosen = exact_lines(
-        probs,
-        at,
-        alpha,
-        start,
-        flat=flat,
-        local=local,
-        dense_above=dense_above,
-        sharp=sharp or math.inf,
-        few_rounds=on_gpu,
-    )
-    return HeadLines(chosen, scores.queries)
-
-
-def _sought(scores: Scores, begin: int, checked: int) -> Bool[Tensor, "head key"]:
-    """Keys sought by single queries.
-
-    Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
-    checked.
-    """
-    grouped = beside_keys(scores.query[None], len(scores.key)).to(scores.key)
-    first_scores = ((grouped @ scores.key[:, :begin].mT).float() * scores.scaling).logsumexp(2).view(scores.heads, -1)
-    rows = first_scores.topk(min(checked, scores.queries), largest=False).indices
-    cells = _AT_A_TIME
-    if rows.is_cuda:
-        cells *= 8
-    times_sought = torch.zeros(scores.heads, scores.keys, device=rows.device)
-    for part in rows.split(max(1, cells // (scores.heads * scores.keys)), 1):
-        weight, position = attention_of(scores, part).max(2)
-        times_sought.scatter_add_(1, position, (weight >= _SOUGHT).float())
-    return times_sought > 0
+    return faithful_lines(attention_of(scores, rows), (rows + scores.past).to(number.device), alpha, start)

@@ -62,6 +62,12 @@ class HeadLines:
         """Share of all causal cells that lie on the lines."""
         return self.cells() / self.lengths().sum()
 
+    def attended(self, dense_rows: int) -> Float[Tensor, "*choice head"]:
+        """Share of all causal cells on the lines or in the last rows."""
+        every, rows = self.lengths().sum(), min(dense_rows, self.queries)
+        body = HeadLines(self.chosen[..., : self.chosen.shape[-1] - rows], self.queries - rows)
+        return (body.cells() + every - body.lengths().sum()) / every
+
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Which keys the queries at positions `at` see."""
         offset = at[:, None] - torch.arange(self.chosen.shape[-1], device=at.device)

@@ -18,11 +18,9 @@ it is defined as follows:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from jaxtyping import Int
-from pydantic import Field
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, share_of
@@ -88,8 +86,6 @@ class MInference(Shape):
         vertical: Number of vertical lines.
         slash: Number of slash lines.
         last: Number of last queries that vote.
-        dense_above: Share of computed cells above which a head is computed densely, because that is faster, as in
-            `LoopServe`.
 
     Raises:
         SinkscopeError: A number is below 1.
@@ -102,7 +98,6 @@ class MInference(Shape):
     vertical: Natural = 1000
     slash: Natural = 6096
     last: Natural = 64
-    dense_above: Annotated[float, Field(ge=0)] | None = None
 
     @property
     def choice_rows(self) -> int:

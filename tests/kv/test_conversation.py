@@ -20,7 +20,7 @@ from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.conversation import Conversation, Turn
 
 SPARSE = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
-SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here
+SPARSE |= {"begin": 1}  # prompts are short here
 SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
 WHOLE = LoopServe(alpha=1.0, budget=500, first=0, interval=4)
 LENGTHS, NEW = (40, 12, 25), 6

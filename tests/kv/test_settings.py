@@ -27,7 +27,7 @@ REFUSED = {
     'make_policy(name="h2o", JOINS_LAYERS=True)': "unexpected keyword argument 'JOINS_LAYERS'; its settings are",
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
-    'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'exact' or 'faithful'",
+    'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'bands' or 'faithful'",
     'ss.LoopServe(prefill="no")': "LoopServe: prefill='no': expected True or False",
     "ss.LoopServe(prefill=False, decode=False)": "nothing would be done",
     "ss.LoopGuard.paper(budget=32, anchors=32)": "budget=32 leaves nothing beside the 32 anchors: expected at least 33",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -18,8 +18,10 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.attention import Scores, causal_cells, recovered
+from sinkscope.lines.bands import Bands
+from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import Sparsity, all_dense, dense_attention, dense_limit, lack_of_library, sparse_attention
+from sinkscope.lines.sparse import band_attention, dense_attention, line_attention
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
@@ -50,48 +52,43 @@ class PromptRow:
             query, key, value = query[:, real], key[:, occupied], value[:, occupied]
         return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
 
-    def without_last(self, count: int) -> PromptRow:
-        """All but the last positions."""
-        keys = self.scores.keys - count
-        return replace(self, scores=self.scores.part(self.scores.past, keys), value=self.value[:, :keys])
-
     def cells(self) -> int:
         """Number of causal cells."""
         return causal_cells(self.scores.queries, self.scores.keys)
 
-    def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
-        """Attention of the last queries to everything."""
-        return dense_attention(self.scores.part(self.scores.keys - queries, self.scores.keys), self.value)
+    def dense(self) -> Float[Tensor, "head query d_value"]:
+        """Attention of all queries to everything."""
+        return dense_attention(self.scores, self.value)
 
 
 @dataclass(frozen=True, eq=False)
 class PromptRead:
-    """How a row of a prompt was read in one layer, and what was lost.
+    """How a row of a prompt was read in one layer; numbers stay on the device until they are asked for.
 
     Attributes:
-        sparsity: What was computed.
-        output: What attention gives; None if every head is dense.
+        attended: Share of the causal cells from which each head computed its output.
+        dense: Whether each head computed all of them.
+        kernel: What computed the others: "blocks", "triton" or "mask".
+        output: What attention gives; None if every head is dense, on a CPU.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
         choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
     """
 
-    sparsity: Sparsity
+    attended: Float[Tensor, " head"]
+    dense: Bool[Tensor, " head"]
+    kernel: str
     output: Float[Tensor, "head query d_value"] | None
     recovered: Float[Tensor, " head"] | None
     choice: float
 
     def event_data(self) -> dict[str, Any]:
         """What the event of kind "prefill" says."""
-        sparsity = self.sparsity
-        attended: list[float] = []
-        for cells, dense in zip(sparsity.cells, sparsity.dense, strict=True):
-            attended.append(1.0 if dense else cells)
+        attended = fmean(self.attended.tolist())
         data: dict[str, Any] = {
-            "cells": fmean(attended) + self.choice,
-            "computed": fmean(sparsity.computed) + self.choice,
-            "attended": fmean(attended),
-            "dense_heads": sum(sparsity.dense),
-            "kernel": sparsity.kernel,
+            "cells": attended + self.choice,
+            "attended": attended,
+            "dense_heads": int(self.dense.sum()),
+            "kernel": self.kernel,
         }
         if self.recovered is not None:
             data["recovered"] = self.recovered.tolist()
@@ -105,14 +102,9 @@ class SparsePrompts(Intervention):
     "prefill".
 
     Attributes:
-        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
-            prompts on devices without a kernel of their own to the model's attention.
-        shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
     """
 
-    dense_above: float | None = torch.inf
-    shortest: int = 0
     dense_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -121,15 +113,14 @@ class SparsePrompts(Intervention):
     # To be written by a subclass ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """Lines along which queries of a layer attend."""
+    def lines(self, scores: Scores, layer: int) -> HeadLines | Bands:
+        """Lines along which queries of a layer attend, or columns and bands."""
 
     def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"] | None:
-        """Queries on which to measure how much attention the lines hold; None: on none."""
+        """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
 
-    def pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
-        """Whether to look for lines; `flat` says whether every head was dense when that was last done in this cache."""
-        return True
+    def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
+        """Why a prompt is too short for lines; None if it is not."""
 
     @property
     def choice_rows(self) -> int:
@@ -164,11 +155,8 @@ class SparsePrompts(Intervention):
         """Attention of a prompt in one layer; None if the model's own attention reads it."""
         call, view = session.now.call, prompt.view
         assert call is not None and view is not None
-        flat: set[int] = set()  # layers in which no head had lines when they were last looked for
-        if session.now.state is not None:
-            flat = session.now.state.memory.setdefault("flat", flat)
         whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
-        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
+        why_dense = self.why_dense(prompt, view, kv)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}
         if why_dense is None:
@@ -181,52 +169,52 @@ class SparsePrompts(Intervention):
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         if why_dense is not None:
             return None
-        flat.discard(prompt.layer)
-        if all(read.output is None for read in reads.values()):
-            flat.add(prompt.layer)
-            if whole_rows and not session.now.own_masks and not prompt.is_eager:  # stock attention builds no matrix
-                return None
+        flat = all(read.output is None for read in reads.values())
+        if (
+            flat and whole_rows and not session.now.own_masks and not prompt.is_eager
+        ):  # stock attention builds no matrix
+            return None
+        if whole_rows and len(reads) == 1 and reads[0].output is not None:
+            return rearrange(reads[0].output, "head query d_value -> 1 query head d_value").to(prompt.query.dtype)
         batch, heads, queries = prompt.query.shape[:3]
         whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
         for number, row in rows.items():
             output = reads[number].output
             if output is None:
-                output = row.dense(row.scores.queries)
+                output = row.dense()
             whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
         return whole
 
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
-        heads, queries, keys = row.scores.heads, row.scores.queries, row.scores.keys
-        body = row.without_last(min(self.dense_rows, queries))
-        held_out = self.held_out(body.scores, row.layer)
-        shares = None if held_out is None else torch.ones(heads)
-        if keys < self.shortest or queries <= self.dense_rows or not self.pays(body.scores.query, keys):
-            return PromptRead(all_dense(heads), None, shares, 0.0)
-        lines = self.lines(body.scores, row.layer)
-        met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
-        if dense_limit(row.scores.query, keys, self.dense_above) < 1 and bool(lines.vertical.all()):
-            return PromptRead(all_dense(heads), None, shares, met * keys / row.cells())
-        output, sparsity = sparse_attention(body.scores, body.value, lines, dense_above=self.dense_above)
-        if held_out is not None and not all(sparsity.dense):
+        scores = row.scores
+        if self.too_short(scores.queries, scores.keys, scores.key.device) is not None:
+            return _dense_read(scores, 0.0)
+        lines = self.lines(scores, row.layer)
+        met = min(self.choice_rows, scores.queries)  # queries that meet all keys besides attention
+        if isinstance(lines, HeadLines):
+            output, kernel = line_attention(scores, row.value, lines, self.dense_rows), "mask"
+            attended = lines.attended(self.dense_rows)
+            dense = attended == 1
+        else:
+            attended, dense = lines.attended(), lines.dense
+            if scores.key.device.type == "cpu" and bool(dense.all()):
+                return _dense_read(scores, met * scores.keys / row.cells())
+            output = band_attention(scores, row.value, lines)
+            kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
+        held_out = self.held_out(scores, row.layer)
+        shares = None
+        if held_out is not None and len(held_out):
+            shares = recovered(scores, lines, held_out)
             met += len(held_out)
-            shares = recovered(body.scores, lines, held_out)
-            shares.masked_fill_(torch.tensor(sparsity.dense, device=shares.device), 1.0)
-        if self.dense_rows:
-            output = torch.cat([output, row.dense(self.dense_rows)], 1)
-            sparsity = _with_dense_end(sparsity, body.cells() / row.cells())
-        return PromptRead(sparsity, output, shares, met * keys / row.cells())
+        return PromptRead(attended, dense, kernel, output, shares, met * scores.keys / row.cells())
 
-    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool) -> str | None:
-        """Why the model's own attention must be used or is better; None if lines are used.
-
-        `flat` says whether every head of the layer was dense when lines were last chosen.
-        """
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
+        """Why the model's own attention must be used or is better; None if lines are used."""
         keys = prompt.key.shape[2]
-        if keys < self.shortest:
-            return f"fewer than {self.shortest} keys"
-        if not self.pays(prompt.query[0, :, self.dense_rows :], keys, flat):
-            return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
+        short = self.too_short(prompt.queries, keys, prompt.key.device)
+        if short is not None:
+            return short
         why_no_kernel = lack_of_library(prompt.query.device)
         if why_no_kernel is not None:
             return f"on {prompt.query.device.type}: {why_no_kernel}"
@@ -265,10 +253,7 @@ def _log_prompt(
     run.log(events)
 
 
-def _with_dense_end(sparsity: Sparsity, line_share: float) -> Sparsity:
-    """What was computed, if all causal cells but this share were computed besides."""
-    return replace(
-        sparsity,
-        cells=tuple(line_share * cells + 1 - line_share for cells in sparsity.cells),
-        computed=tuple(line_share * computed + 1 - line_share for computed in sparsity.computed),
-    )
+def _dense_read(scores: Scores, choice: float) -> PromptRead:
+    """What is reported if plain attention computes every head."""
+    ones = torch.ones(scores.heads, device=scores.key.device)
+    return PromptRead(ones, ones > 0, "dense", None, None, choice)

@@ -1,0 +1,396 @@
+"""Columns and bands on a GPU: correctness, tilings, the choice, attention, layers, whole prompts, a profile.
+
+    python -m experiments.gpu.bands [--out figures/gpu_bands.json] [--seconds 200] [--device cuda]
+
+Steps run in order of value, each is written as it ends, and none begins after `--seconds`; what is done is not done
+again. Times are medians of runs between two events on the device, after a warm-up; layers have `--heads` query heads of
+width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers.
+
+- `correct`: attention and sums against masked dense attention in float64 on a small case of every kind.
+- `tiling`: attention on a tenth, three tenths and all of the cells with every `Tiling`.
+- `choice`: the choice of columns and bands, launched step by step and as one graph; `launches` of both.
+- `layer`: attention on given shares, the choice and both together, beside FlashAttention and cuDNN's attention.
+- `flex`: FlexAttention with a block mask of the same bands.
+- `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
+- `profile`: names, counts and times of what one choice launches.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from experiments import planted_lines
+from experiments.gpu.steps import Steps, model_of
+from experiments.record import Row
+from experiments.script import run
+from experiments.timing import seconds_of
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.bands import NEAR, PER, Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.choice import sampled_rows, select_bands
+from sinkscope.lines.serve import LoopServe
+from sinkscope.results.console import note
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
+
+
+def kernels() -> tuple[Any, Any]:
+    """The modules that need triton."""
+    from sinkscope.lines import triton, triton_sums
+
+    return triton, triton_sums
+
+
+def drawn(heads: int, kv: int, queries: int, keys: int, width: int, dtype: torch.dtype, device: str) -> Any:
+    """Random scores and values, keys as a model gives them, not contiguous."""
+    query = torch.randn(queries, heads, width, device=device, dtype=dtype).transpose(0, 1)
+    key, value = (torch.randn(keys, kv, width, device=device, dtype=dtype).transpose(0, 1) for _ in range(2))
+    return Scores(query, key, 1.5 * width**-0.5), value
+
+
+def bands_of(heads: int, queries: int, keys: int, share: float, device: str, seed: int = 0) -> Bands:
+    """Random bands in runs of four and columns, about half of the share each; all bands if it is 1."""
+    grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
+    bands = (torch.rand(heads, -(-grid.blocks // 4), generator=generator) < share / 2).repeat_interleave(4, 1)
+    bands = bands[:, : grid.blocks] | (torch.arange(grid.blocks) < NEAR) | (share >= 1)
+    columns = torch.rand(heads, keys, generator=generator) < (share / 2 if share < 1 else 0)
+    columns[:, :4] = True
+    return Bands(columns.to(device), bands.to(device), grid, 16)
+
+
+def milliseconds(work: Callable[[], Any], device: str, rounds: int) -> float:
+    """Median time of a run on the device."""
+    times: list[float] = []
+    for number in range(-2, rounds):
+        if device == "cpu":
+            seconds = seconds_of(work, time.perf_counter)[0]
+        else:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        if number >= 0:
+            times.append(1e3 * seconds)
+    return statistics.median(times)
+
+
+def dense(scores: Scores, value: Tensor, backend: SDPBackend) -> Tensor:
+    """Causal attention by one of PyTorch's kernels; on a CPU by any."""
+    query, key = scores.query[None], scores.key[None]
+    with sdpa_kernel(backend if query.is_cuda else SDPBackend.MATH):
+        return scaled_dot_product_attention(
+            query, key, value[None], is_causal=True, enable_gqa=len(value) != scores.heads, scale=scores.scaling
+        )
+
+
+@torch.no_grad()
+def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
+    """The largest relative error of each kind; an error is raised beyond what rounding explains."""
+    triton, sums = kernels()
+    found: Row = {}
+    for queries, keys in lengths:
+        for width, kv, name in ((64, 1, "float16"), (128, 2, "bfloat16"), (128, 4, "float32")):
+            scores, value = drawn(4, kv, queries, keys, width, DTYPES[name], device)
+            chosen = bands_of(4, queries, keys, 0.4, device)
+            chosen.bands[1] = True
+            seen = chosen.rows(torch.arange(keys - queries, keys, device=device))
+            key, values = (part.double().repeat_interleave(4 // kv, 0) for part in (scores.key, value))
+            weights = (scores.query.double() @ key.mT * scores.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
+            wanted = weights @ values
+            made = triton.attention_on(scores, value, chosen).transpose(0, 1).double()
+            found[f"{queries}/{keys} {width} {name} attention"] = float((made - wanted).norm() / wanted.norm())
+            rows = sampled_rows(chosen.grid, 64, 0, 16)
+            if len(rows):
+                own, other = sums.ComputedRows(scores, rows), StoredRows(scores, rows)
+                for what, a, b in zip(("columns", "bands"), own.sums(chosen), other.sums(chosen), strict=True):
+                    found[f"{queries}/{keys} {width} {name} {what}"] = float((a - b).norm() / b.norm())
+                density = torch.rand(4, keys, device=device), torch.rand(4, chosen.grid.blocks, device=device)
+                least = torch.rand(4, 32, device=device)
+                a, b = own.held(*density, least), other.held(*density, least)
+                found[f"{queries}/{keys} {width} {name} held"] = float((a - b).norm() / b.norm())
+    bad = {what: error for what, error in found.items() if not error < LIMITS[what.split()[2]]}
+    return {"errors": found, "bad": bad}
+
+
+@torch.no_grad()
+def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: Any, rounds: int, dtype: str) -> Row:
+    """Attention with one tiling."""
+    triton, _ = kernels()
+    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    chosen = bands_of(heads, n, n, share, device)
+    ms = milliseconds(lambda: triton.attention_on(scores, value, chosen, tiling), device, rounds)
+    return {**asdict(tiling), "n": n, "share": float(chosen.attended().mean()), "ms": ms}
+
+
+def chooser(scores: Scores, alpha: float) -> Callable[[], Bands]:
+    """The choice with rows that are on the device already, so that it can be captured."""
+    _, sums = kernels()
+    grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
+    rows = sampled_rows(grid, 64, 0, 16).to(device)
+    return lambda: choose_bands(sums.ComputedRows(scores, rows), grid, scores.heads, alpha, 4, 0.75, 16, device)
+
+
+def graph_of(work: Callable[[], Any]) -> Callable[[], None]:
+    """One launch of everything that a function launches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+@torch.no_grad()
+def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
+    """The choice alone, and its parts."""
+    triton, sums = kernels()
+    scores, _ = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    grid = BlockGrid(n, n)
+    rows = sampled_rows(grid, 64, 0, 16).to(device)
+    found: Row = {"n": n, "kv_heads": kv}
+    time_of = partial(milliseconds, device=device, rounds=rounds)
+    found["with_draw_ms"] = time_of(lambda: select_bands(scores, 0.95, dense_rows=16, dense_above=0.75))
+    found["ms"] = time_of(chooser(scores, 0.95))
+    began = time.perf_counter()
+    chosen = chooser(scores, 0.95)()
+    found["host_ms"] = 1e3 * (time.perf_counter() - began)
+    computed = sums.ComputedRows(scores, rows)
+    found["normalisers_ms"] = time_of(lambda: sums.ComputedRows(scores, rows))
+    found["sums_ms"] = time_of(lambda: computed.sums(chosen))
+    density = torch.rand(heads, n, device=device), torch.rand(heads, grid.blocks, device=device)
+    least = torch.rand(heads, 32, device=device)
+    found["held_ms"] = time_of(lambda: computed.held(*density, least))
+    found["index_ms"] = time_of(lambda: triton.index_of(chosen))
+    if device != "cpu":
+        found["graph_ms"] = time_of(graph_of(chooser(scores, 0.95)))
+    return found
+
+
+@torch.no_grad()
+def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, tiling: Any) -> Row:
+    """Attention on given shares, with the choice and without, beside dense attention."""
+    triton, _ = kernels()
+    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    found: Row = {"n": n, "kv_heads": kv, "tiling": asdict(tiling)}
+    time_of = partial(milliseconds, device=device, rounds=rounds)
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        try:
+            found[f"{name}_ms"] = time_of(lambda backend=backend: dense(scores, value, backend))
+        except RuntimeError as error:
+            found[f"{name}_error"] = str(error).partition("\n")[0]
+    choose = chooser(scores, 0.95)
+    for share in (0.05, 0.1, 0.2, 0.35, 0.5, 1.0):
+        chosen = bands_of(heads, n, n, share, device)
+
+        def both(chosen: Bands = chosen) -> None:
+            choose()
+            triton.attention_on(scores, value, chosen, tiling)
+
+        row: Row = {"cells": float(chosen.attended().mean())}
+        row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen, tiling))
+        row["layer_ms"] = time_of(both)
+        if device != "cpu" and share in (0.1, 0.35):
+            row["layer_graph_ms"] = time_of(graph_of(both))
+        found[f"share {share}"] = row
+    return found
+
+
+@torch.no_grad()
+def flex(device: str, heads: int, kv: int, n: int, share: float, rounds: int, dtype: str) -> Row:
+    """FlexAttention with a block mask of the same bands, without columns."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    triton, _ = kernels()
+    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    chosen = bands_of(heads, n, n, share, device)
+    chosen.columns[:] = False
+    alone = Bands(chosen.columns, chosen.bands, chosen.grid)
+
+    def is_seen(_batch: Tensor, head: Tensor, at: Tensor, own: Tensor) -> Tensor:
+        back = at // 64 * PER + PER - 1 - own // 16
+        return (at >= own) & alone.bands[head, back.clamp(min=0)]
+
+    compiled = torch.compile(flex_attention) if device != "cpu" else flex_attention
+    masked = partial(create_block_mask, is_seen, None, heads, n, n, device=device, _compile=device != "cpu")
+    mask = masked()
+    attend = partial(
+        compiled,
+        scores.query[None],
+        scores.key[None],
+        value[None],
+        block_mask=mask,
+        enable_gqa=kv != heads,
+        scale=scores.scaling,
+    )
+    ours = triton.attention_on(scores, value, alone).transpose(0, 1)
+    error = float((attend()[0].float() - ours.float()).norm() / ours.float().norm())
+    ms = milliseconds(attend, device, rounds)
+    own_ms = milliseconds(lambda: triton.attention_on(scores, value, alone), device, rounds)
+    cells = float(alone.attended().mean())
+    return {
+        "n": n,
+        "cells": cells,
+        "mask_ms": milliseconds(masked, device, 2),
+        "ms": ms,
+        "ours_ms": own_ms,
+        "error": error,
+    }
+
+
+@torch.no_grad()
+def prompt(target: Any, ids: Tensor, alpha: float, device: str, rounds: int) -> Row:
+    """A whole prompt, along bands and with the model's own attention."""
+    own = partial(target.base, input_ids=ids, use_cache=False)
+    events: list[Row] = []
+
+    def sparse() -> None:
+        with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
+            own()
+        events[:] = [dict(event.data) for event in told.events if event.kind == "prefill"]
+
+    dense_ms, ms = milliseconds(own, device, rounds), milliseconds(sparse, device, rounds)
+    attended = statistics.fmean(event.get("attended", 1.0) for event in events)
+    held: list[float] = []
+    for event in events:
+        held += event.get("recovered", ())
+    kernel = sorted({event.get("kernel", str(event.get("dense"))) for event in events})
+    found: Row = {"n": ids.shape[1], "alpha": alpha, "layers": target.n_layers, "attended": attended, "kernel": kernel}
+    found |= {"held": statistics.fmean(held) if held else None, "ms": ms, "dense_ms": dense_ms}
+    return found | {"times_faster": dense_ms / ms}
+
+
+@torch.no_grad()
+def profile(device: str, heads: int, kv: int, n: int, dtype: str) -> Row:
+    """What one choice and one layer launch, by name."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    triton, _ = kernels()
+    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    chosen = bands_of(heads, n, n, 0.2, device)
+    choose = chooser(scores, 0.95)
+    rows: Row = {"n": n}
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device != "cpu" else [])
+    for name, work in (("choice", choose), ("attention", lambda: triton.attention_on(scores, value, chosen))):
+        work()
+        with profiled(activities=kinds) as seen:
+            work()
+            if device != "cpu":
+                torch.cuda.synchronize()
+        found: Row = {}
+        for event in seen.key_averages():
+            spent = getattr(event, "self_device_time_total", 0) if device != "cpu" else event.self_cpu_time_total
+            if spent and (device == "cpu" or not event.key.startswith("aten::")):
+                found[event.key[:80]] = [event.count, round(spent / 1e3, 4)]
+        rows[name] = dict(sorted(found.items(), key=lambda item: -item[1][1])[:40])
+        rows[f"{name}_launches"] = sum(count for count, _ in found.values())
+    return rows
+
+
+def tilings() -> list[Any]:
+    """Those that are tried, likely ones first."""
+    triton, _ = kernels()
+    made: list[Any] = []
+    for size, warps, stages in ((128, 4, 2), (64, 4, 2), (128, 8, 2), (64, 4, 3), (64, 8, 3), (32, 4, 3), (128, 4, 3)):
+        made.append(triton.Tiling(size=size, warps=warps, stages=stages))
+    return made
+
+
+def best_of(rows: Row) -> Any:
+    """The tiling with the least time on a tenth and on three tenths of the cells."""
+    triton, _ = kernels()
+    times: dict[tuple[int, ...], float] = {}
+    for name, row in rows.items():
+        if name.startswith("tiling") and "ms" in row and row["share"] < 1:
+            key = (row["size"], row["warps"], row["stages"])
+            times[key] = times.get(key, 0.0) + row["ms"]
+    if not times:
+        return triton.Tiling()
+    size, warps, stages = min(times, key=lambda key: times[key])
+    return triton.Tiling(size=size, warps=warps, stages=stages)
+
+
+def main(
+    *,
+    lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
+    prompts: Sequence[int] = (16384, 32768, 8192, 65536),
+    small: Sequence[int] = (1, 1, 3, 3, 300, 300, 1000, 4099),
+    heads: int = 32,
+    layers: int = 4,
+    shape: str = "lines-7b",
+    rounds: int = 10,
+    seconds: float = 200.0,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+    out: Path = Path("figures/gpu_bands.json"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        lengths: Of one layer; tilings are tried at the first.
+        prompts: Of whole prompts.
+        small: Pairs of numbers of queries and keys of the correctness.
+        layers: Of the whole prompts' model.
+        seconds: No step begins after so many.
+    """
+    settings: Row = {"heads": heads, "layers": layers, "shape": shape, "rounds": rounds, "dtype": dtype}
+    steps = Steps("gpu-bands", out, settings, device, dtype)
+    end = time.monotonic() + seconds
+
+    def do(name: str, work: Callable[[], Row]) -> None:
+        if time.monotonic() < end:
+            steps.do(name, work)
+        else:
+            note(f"{name}: no time left")
+
+    pairs = list(zip(small[::2], small[1::2], strict=True))
+    quarter = max(1, heads // 4)
+    first = lengths[0]
+    do("correct", partial(correct, device, pairs))
+    for tiling in tilings():
+        name = f"tiling {tiling.size} {tiling.warps} {tiling.stages}"
+        for share in (0.1, 0.3, 1.0):
+            work = partial(tiling_step, device, heads, quarter, first, share, tiling, max(3, rounds // 2), dtype)
+            do(f"{name} at {share}", work)
+    best = best_of(steps.rows)
+    if time.monotonic() < end:
+        hidden, mlp, _, query_heads, kv = planted_lines.SHAPES[shape]
+        planted_lines.SHAPES["measured"] = (hidden, mlp, layers, query_heads, kv)
+        target = model_of(None, "measured", device, dtype)
+        ids = planted_lines.text(max(prompts), 0.1).to(target.device)
+        for n in prompts:
+            for alpha in (0.75, 0.9):
+                do(f"prompt of {n}, alpha {alpha}", partial(prompt, target, ids[:, :n], alpha, device, 3))
+        del target
+    do("profile", partial(profile, device, heads, quarter, first, dtype))
+    for n in lengths:
+        do(f"choice at {n}", partial(choice, device, heads, quarter, n, rounds, dtype))
+        do(
+            f"layer at {n}",
+            partial(layer, device, heads, quarter, n, max(3, rounds * first // max(first, n)), dtype, best),
+        )
+    do(f"layer at {first}, a kv head for each", partial(layer, device, heads, heads, first, rounds, dtype, best))
+    do(f"choice at {first}, a kv head for each", partial(choice, device, heads, heads, first, rounds, dtype))
+    for share in (0.1, 0.3):
+        do(f"flex at {first}, {share}", partial(flex, device, heads, quarter, first, share, max(3, rounds // 2), dtype))
+    steps.end()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,213 @@
+"""What LoopServe's bands cost a real model: cells, KL, loss and time by alpha, kind of text and length.
+
+    python -m experiments.loopserve.real MODEL ... [--dialogue FILE ...] [--page docs/papers/loopserve.md]
+
+Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters and functions as CSV), and,
+where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). Each kind and
+length has two texts: alpha is chosen on the first (`chosen`) and reported on the second (`reported`). A prompt is
+read once by the model's own attention and once under `LoopServe(alpha, decode=False, shortest=0)`; distributions of
+the next token are compared at `--positions` places of its second half. Steps that are done are not done again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.drawn import markdown, put_table
+from experiments.gpu.steps import Steps
+from experiments.record import Row
+from experiments.script import run
+from experiments.timing import seconds_of
+from sinkscope.lines.serve import LoopServe
+from sinkscope.models.target import Target
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+
+HALVES = ("chosen", "reported")
+HEAD = ("alpha", "text", "tokens", "attended", "KL", "NLL", "top-1 same", "time over dense")
+
+
+def prose() -> str:
+    """Python's manual."""
+    import pydoc_data.topics
+
+    return "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+
+
+def code() -> str:
+    """Modules of Python's library."""
+    import argparse
+    import tarfile
+    import typing
+
+    return "\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (tarfile, argparse, typing))
+
+
+def tables() -> str:
+    """Functions of Python's library and their sizes, as CSV."""
+    import _pydecimal
+    import inspect
+    import unicodedata
+
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(("name", "category", "number", "bidirectional", "width"))
+    for number in (*range(0xC0, 0x250), *range(0x391, 0x500)):
+        letter = chr(number)
+        name = unicodedata.name(letter, "none").title()
+        kind, side = unicodedata.category(letter), unicodedata.bidirectional(letter)
+        writer.writerow((name, kind, number, side, unicodedata.east_asian_width(letter)))
+    writer.writerow(("function", "arguments", "lines", "first line"))
+    for name, function in sorted(vars(_pydecimal.Decimal).items()):
+        if inspect.isfunction(function):
+            lines, first = inspect.getsourcelines(function)
+            writer.writerow((name, " ".join(inspect.signature(function).parameters), len(lines), first))
+    return file.getvalue()
+
+
+def dialogue(files: Sequence[Path]) -> str:
+    """Turns of users, with answers between them where files give them."""
+    rows: list[Row] = []
+    for file in files:
+        rows += [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    answers: dict[Any, list[str]] = {}
+    for row in rows:
+        if "choices" in row:
+            answers[row["question_id"]] = row["choices"][0]["turns"]
+    said: list[str] = []
+    for row in rows:
+        for number, turn in enumerate(row.get("turns", ())):
+            said.append(f"User: {turn}")
+            if row["question_id"] in answers:
+                said.append(f"Assistant: {answers[row['question_id']][number]}")
+    return "\n\n".join(said)
+
+
+@torch.no_grad()
+def next_tokens(target: Target, ids: Tensor, at: Tensor) -> tuple[Tensor, float]:
+    """Logarithms of next-token probabilities after some positions, and the seconds that the layers took."""
+    seconds, output = seconds_of(partial(target.base, input_ids=ids, use_cache=False))
+    hidden = output.last_hidden_state[0, at]
+    parts: list[Tensor] = []
+    for part in hidden.split(128):
+        parts.append(target.hf.get_output_embeddings()(part).float().log_softmax(-1))
+    return torch.cat(parts), seconds
+
+
+def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple[Tensor, float]) -> Row:
+    """One prompt under LoopServe, beside what the model's own attention gives."""
+    wanted, dense_seconds = dense
+    with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
+        found, seconds = next_tokens(target, ids, at)
+    attended: list[float] = []
+    full, held = 0, list[float]()
+    for event in told.events:
+        if event.kind == "prefill":
+            attended.append(event.data.get("attended", 1.0))
+            full += event.data.get("dense_heads", target.n_heads)
+            held += event.data.get("recovered", ())
+    following = ids[0, at + 1][:, None]
+    row: Row = {
+        "kl": float((wanted.exp() * (wanted - found)).sum(1).mean()),
+        "nll": float(-found.gather(1, following).mean()),
+        "dense_nll": float(-wanted.gather(1, following).mean()),
+        "same": float((wanted.argmax(1) == found.argmax(1)).float().mean()),
+        "attended": sum(attended) / len(attended),
+        "dense_heads": full / (len(attended) * target.n_heads),
+        "least_held": min(held, default=None),
+        "time": seconds / dense_seconds,
+    }
+    return row
+
+
+def measured(target: Target, text: str, length: int, half: int, alphas: Sequence[float], positions: int) -> Row:
+    """All alphas on one prompt."""
+    ids = target.tokenizer(text, return_tensors="pt").input_ids
+    ids = ids[:, half * length : (half + 1) * length]
+    if ids.shape[1] < length:
+        return {"skipped": f"the text has no {length} tokens"}
+    places = min(positions, length // 2 - 1)
+    at = torch.linspace(length // 2, length - 2, places).long()
+    next_tokens(target, ids[:, :64], torch.zeros(1).long())
+    dense = next_tokens(target, ids, at)
+    rows: Row = {"dense_seconds": dense[1]}
+    for alpha in alphas:
+        rows[f"{alpha:g}"] = compared(target, ids, alpha, at, dense)
+    return rows
+
+
+def table(rows: Row, half: str) -> str:
+    """The table of one half of the texts."""
+    lines: list[list[str]] = []
+    for name, row in rows.items():
+        model, kind, length, own = name.split(", ")
+        for alpha, found in row.items():
+            if own == half and isinstance(found, dict):
+                change = found["nll"] - found["dense_nll"]
+                cells = [alpha, f"{model}, {kind}", length, f"{found['attended']:.0%}", f"{found['kl']:.4f}"]
+                lines.append([*cells, f"{change:+.4f}", f"{found['same']:.1%}", f"{found['time']:.2f}"])
+    return markdown(HEAD, lines)
+
+
+def main(
+    models: Sequence[str],
+    *,
+    alphas: Sequence[float] = (0.95, 0.98, 0.99, 0.995),
+    lengths: Sequence[int] = (2048, 4096, 8192),
+    kinds: Sequence[str] = ("prose", "code", "tables", "dialogue"),
+    dialogue_files: Sequence[Path] = (),
+    halves: Sequence[str] = HALVES,
+    positions: int = 768,
+    seconds: float = 3600.0,
+    page: Path | None = None,
+    out: Path = Path("figures/loopserve_real.json"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        models: Names, folders or files.
+        kinds: Kinds of text.
+        dialogue_files: JSON lines of dialogues.
+        halves: Which of the two texts of each kind: "chosen", "reported".
+        positions: Places of the second half at which distributions are compared.
+        seconds: No step begins after so many.
+        page: Page whose table is replaced.
+    """
+    steps = Steps(
+        "loopserve-real",
+        out,
+        {"positions": positions, "alphas": list(alphas), "dense_above": LoopServe.dense_above},
+        "cpu",
+        "float32",
+    )
+    texts = {"prose": prose, "code": code, "tables": tables, "dialogue": partial(dialogue, dialogue_files)}
+    end = time.monotonic() + seconds
+    for length in lengths:
+        for model in models:
+            target: Target | None = None
+            for kind in kinds:
+                if kind == "dialogue" and not dialogue_files:
+                    continue
+                for half, name in enumerate(HALVES):
+                    step = f"{Path(model).stem}, {kind}, {length}, {name}"
+                    if name not in halves or step in steps.rows or time.monotonic() > end:
+                        continue
+                    target = target or target_of(load(model))
+                    steps.do(step, partial(measured, target, texts[kind](), length, half, alphas, positions))
+    if page is not None:
+        put_table(page, "loopserve.real", table(steps.rows, "reported"))
+    steps.end()
+
+
+if __name__ == "__main__":
+    run(main)

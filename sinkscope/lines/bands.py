@@ -1,0 +1,367 @@
+"""Columns and bands of attention: which ones each head needs, by one threshold for its density.
+
+A *column* is a key position, a vertical line (Li et al. 2025, LoopServe, section 3.1). A *band* is what slash lines
+become if attention is computed in blocks of 64 queries and 64 keys: band b is all blocks whose keys lie b blocks before
+their queries. Band 0 is the diagonal.
+
+The choice, for each head, from the attention of a few sampled queries:
+
+1. A line's density is its weight in the sample divided by the number of cells that it has in the matrix.
+2. The highest threshold is searched for which the lines that reach it hold `alpha` of the sample's weight.
+3. Densities are taken again, of each kind outside the lines of the other kind, and the threshold is searched again.
+
+Cells on lines of both kinds count once throughout. Nothing depends on an order of additions that varies, and no step
+needs to know on the host what an earlier one found.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sinkscope.lines.attention import Scores, attention_of, causal_cells
+
+TILE = 64
+"""Queries in a block."""
+BAND = 16
+"""Keys in a block, which divide the queries."""
+PER = TILE // BAND
+"""Bands that lie in the diagonal block."""
+NEAR = 2 * PER
+"""Bands that are always chosen: each query sees the 64 keys before it."""
+_BELOW = 12  # octaves below the density of even attention: what lies on lines below that is left out
+_FINE = 0.06  # octaves between the threshold and one that is too high
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Tiles of 64 queries, and blocks of 16 keys, which begin where tiles do.
+
+    The last key of a tile is in its band 0, and band b of all tiles are the blocks b blocks before.
+
+    Attributes:
+        queries: Number of queries, which are the last of the positions.
+        keys: Number of keys.
+    """
+
+    queries: int
+    keys: int
+
+    @property
+    def past(self) -> int:
+        """Number of positions before the first query."""
+        return self.keys - self.queries
+
+    @property
+    def before(self) -> int:
+        """Number of blocks of keys before the first query."""
+        return -(-self.past // BAND)
+
+    @property
+    def lead(self) -> int:
+        """Number of keys that the first of these blocks lacks."""
+        return BAND * self.before - self.past
+
+    @property
+    def tiles(self) -> int:
+        """Number of blocks of queries."""
+        return -(-self.queries // TILE)
+
+    @property
+    def short(self) -> int:
+        """Number of queries that the last tile lacks."""
+        return -self.queries % TILE
+
+    @property
+    def cells(self) -> int:
+        """Number of causal cells."""
+        return causal_cells(self.queries, self.keys)
+
+    def sparse_queries(self, dense_rows: int) -> int:
+        """Number of queries before those that see everything: `dense_rows` at the end, and those of the same tile."""
+        if not dense_rows:
+            return self.queries
+        return max(0, self.queries - dense_rows) // TILE * TILE
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of keys, and of bands."""
+        return self.before + PER * self.tiles
+
+    def block_of(self, position: Int[Tensor, " *n"]) -> Int[Tensor, " *n"]:
+        """The block of keys at a position."""
+        return (position + self.lead) // BAND
+
+    def last_block(self, at: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
+        """The last block of keys of the tile of the query at a position; its band 0."""
+        return self.before + (at - self.past) // TILE * PER + PER - 1
+
+    def blocked(self, by_key: Tensor) -> Tensor:
+        """Split the last dimension, of keys, into blocks, of which the first and the last are filled with zeros."""
+        return rearrange(pad(by_key, (self.lead, self.short)), "... (block own) -> ... block own", own=BAND)
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """How long the lines of a grid are, and where they cross, on a device.
+
+    Attributes:
+        grid: The tiles.
+        block: The block of each key.
+        columns: Number of causal cells of each column.
+        bands: Number of causal cells of each band.
+        own: Number of cells of each column in the tile of its own.
+        until: Where the lines end that cross a column of each block, or each band, among those of the other kind.
+        since: Where they begin.
+    """
+
+    grid: BlockGrid
+    block: Int[Tensor, " key"]
+    columns: Int[Tensor, " key"]
+    bands: Int[Tensor, " block"]
+    own: Int[Tensor, " key"]
+    until: Int[Tensor, " block"]
+    since: Int[Tensor, " block"]
+
+    def crossed(self, counts: Float[Tensor, "head block"]) -> Float[Tensor, "head block"]:
+        """Cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
+
+        Args:
+            counts: Bands, each counted as 1, or the number of columns in each block.
+
+        Returns:
+            For a column of each block, or for each band.
+        """
+        # Every PER-th of them meets the same line. The sums are along the last dimension, which is faster on a GPU.
+        steps = pad(counts, (PER, -self.grid.blocks % PER)).unflatten(1, (-1, PER)).mT
+        in_steps = steps.cumsum(2).flatten(1)
+        met = TILE * (in_steps.index_select(1, self.until) - in_steps.index_select(1, self.since))
+        if self.grid.short:
+            met -= self.grid.short * counts.flip(1)
+        return met
+
+
+@lru_cache(4)  # the layers of a prompt are of one grid
+def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
+    """The lengths of a grid's lines."""
+    position = torch.arange(grid.keys)
+    to_end = TILE - (position - grid.past) % TILE
+    band = torch.arange(grid.blocks)
+    late = band - grid.before - PER + 1  # it meets no block of keys in tiles before late / PER
+    rows = grid.queries - TILE * ((late.clamp(min=0) + PER - 1) // PER)
+    lacking = torch.where((late >= 0) & (late % PER == 0), grid.lead * rows.clamp(max=TILE), 0)
+    far = BAND * rows - lacking
+    own = torch.arange(TILE, 0, -1)  # cells of the columns of a tile
+    per_step = -(-grid.blocks // PER) + 1
+
+    def place(number: Tensor) -> Tensor:  # where it is among numbers of which every PER-th stand together
+        return number % PER * per_step + number // PER
+
+    last = (own - grid.short).clamp(min=0)
+    near = (own * (grid.tiles - 1) + last).view(PER, BAND).sum(1).flip(0)
+    found = {
+        "block": grid.block_of(position),
+        "columns": torch.arange(grid.keys, 0, -1).clamp(max=grid.queries),
+        "bands": torch.cat([near, far[PER:]]),
+        "own": torch.where(position >= grid.past, torch.minimum(to_end, grid.keys - position), 0),
+        "until": place(grid.blocks - 1 - band + PER),
+        "since": place((grid.before - 1 - band + PER).clamp(min=0)),
+    }
+    return Lengths(grid, **{name: values.to(device) for name, values in found.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """The columns and bands chosen for every head of a layer in one sequence.
+
+    Attributes:
+        columns: Whether each key position is chosen.
+        bands: Whether each band is chosen. All heads have the first `PER` bands; a dense head has all.
+        grid: The tiles.
+        dense_rows: So many queries at the end see everything, as do those of the same tile.
+    """
+
+    columns: Bool[Tensor, "head key"]
+    bands: Bool[Tensor, "head block"]
+    grid: BlockGrid
+    dense_rows: int = 0
+
+    @property
+    def dense(self) -> Bool[Tensor, " head"]:
+        """Which heads have all bands."""
+        return self.bands.all(1)
+
+    @property
+    def sparse_tiles(self) -> int:
+        """Number of tiles before those that see everything."""
+        return -(-self.grid.sparse_queries(self.dense_rows) // TILE)
+
+    def attended(self) -> Float[Tensor, " head"]:
+        """Share of the causal cells that is computed, with the dense rows."""
+        grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
+        if not sparse:
+            return torch.ones(len(self.bands), device=self.bands.device)
+        before = BlockGrid(sparse, grid.past + sparse)
+        on_lines = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before).cells()
+        return (on_lines + grid.cells - before.cells) / grid.cells
+
+    def cells(self) -> Float[Tensor, " head"]:
+        """Number of cells on columns and bands, each counted once, without what dense rows see besides."""
+        lengths = lengths_of(self.grid, self.columns.device)
+        far = self.bands.float()
+        far[:, :PER] = 0
+        left = lengths.columns - lengths.own - lengths.crossed(far).index_select(1, lengths.block)
+        return (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
+
+    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
+        """Which keys the queries at these positions see."""
+        grid = self.grid
+        position = torch.arange(grid.keys, device=at.device)
+        back = grid.last_block(at)[:, None] - grid.block_of(position)
+        seen = self.columns[:, None] | self.bands[:, back.clamp(min=0)]
+        is_dense = (at - grid.past) // TILE >= self.sparse_tiles
+        return (seen | is_dense[:, None]) & (at[:, None] >= position)
+
+
+@runtime_checkable
+class SampleSums(Protocol):
+    """Attention of some queries, of which only sums are asked.
+
+    Attributes:
+        rows: Number of these queries.
+        thresholds: Number of thresholds that are tried at a time.
+    """
+
+    rows: int
+    thresholds: int
+
+    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
+        ...
+
+    def held(
+        self,
+        columns: Float[Tensor, "head key"],
+        bands: Float[Tensor, "head block"],
+        least: Float[Tensor, "head threshold"],
+    ) -> Float[Tensor, "head threshold"]:
+        """Weight on the lines whose densities reach each threshold; every cell counts once."""
+        ...
+
+
+class StoredRows:
+    """Attention of some queries, in memory.
+
+    Args:
+        scores: The scores of a layer.
+        rows: Indices of the queries.
+    """
+
+    thresholds = 8
+
+    def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
+        self.rows = len(rows)
+        self._grid = grid = BlockGrid(scores.queries, scores.keys)
+        blocked = grid.blocked(attention_of(scores, rows))
+        # Block by block, because all sums are products within blocks.
+        self._probs = rearrange(blocked, "head row block own -> head block row own").contiguous()
+        last = grid.last_block(rows.to(scores.key.device) + scores.past)
+        back = last - torch.arange(grid.blocks, device=last.device)[:, None]
+        self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
+        self._whole = self._probs.sum(3)
+
+    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
+        outside = (~chosen.bands).float()[:, self._back]
+        by_column = (outside[:, :, None] @ self._probs).flatten(1)
+        left = self._grid.blocked((~chosen.columns).float())
+        by_block = (self._probs @ left[..., None]).flatten(1)
+        by_band = torch.zeros_like(outside[:, :, 0])
+        by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
+        return by_column[:, self._grid.lead :][:, : self._grid.keys], by_band
+
+    def held(
+        self,
+        columns: Float[Tensor, "head key"],
+        bands: Float[Tensor, "head block"],
+        least: Float[Tensor, "head threshold"],
+    ) -> Float[Tensor, "head threshold"]:
+        """Weight on the lines whose densities reach each threshold; every cell counts once."""
+        reaching = (self._grid.blocked(columns)[..., None] >= least[:, None, None]).float()
+        of_columns = self._probs @ reaching
+        in_band = (bands[..., None] >= least[:, None])[:, self._back]
+        return torch.where(in_band, self._whole[..., None], of_columns).sum((1, 2))
+
+
+def choose_bands(
+    sample: SampleSums,
+    grid: BlockGrid,
+    heads: int,
+    alpha: float,
+    begin: int,
+    dense_above: float,
+    dense_rows: int,
+    device: torch.device,
+) -> Bands:
+    """The columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
+
+    Args:
+        sample: The sampled attention.
+        grid: The blocks of the layer.
+        heads: Number of query heads.
+        alpha: Share of the sampled weight.
+        begin: Number of first positions that are always chosen.
+        dense_above: Share of the causal cells above which a head is dense.
+        dense_rows: Number of queries at the end that see everything.
+        device: Where the keys are.
+    """
+    columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
+    bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
+    lengths = lengths_of(grid, device)
+    for number in range(2):
+        column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
+        column_left = lengths.columns - lengths.crossed(bands.float()).index_select(1, lengths.block)
+        band_left = lengths.bands - lengths.crossed(grid.blocked(columns.float()).sum(2))
+        of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
+        of_columns[:, :begin] = torch.inf
+        of_bands[:, :NEAR] = torch.inf
+        least, enough = _threshold(sample, grid, of_columns, of_bands, alpha)
+        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
+        # first only attention that is not a number is not enough: such heads are dense, as without a choice.
+        if not number:
+            bands = torch.ones_like(bands)
+        columns = torch.where(enough, of_columns >= least, columns)
+        bands = torch.where(enough, of_bands >= least, bands)
+    found = Bands(columns, bands, grid)
+    dense = found.cells() > dense_above * grid.cells
+    return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows)
+
+
+def _threshold(
+    sample: SampleSums,
+    grid: BlockGrid,
+    columns: Float[Tensor, "head key"],
+    bands: Float[Tensor, "head block"],
+    alpha: float,
+) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
+    """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
+    least = math.log2(sample.rows / grid.cells) - _BELOW
+    step = math.log2(sample.rows / grid.queries) - least  # with one cell in each row, a mean density is no higher
+    low = torch.full_like(columns[:, :1], least)
+    number = torch.arange(sample.thresholds, device=columns.device)
+    reached = torch.zeros_like(low, dtype=torch.bool)
+    while step > _FINE:
+        step /= sample.thresholds
+        tried = low + step * number
+        enough = sample.held(columns, bands, tried.exp2()) >= alpha * sample.rows
+        reached |= enough[:, :1]
+        low = tried.gather(1, (enough.sum(1, keepdim=True) - 1).clamp(min=0))
+    return low.exp2(), reached

@@ -1,0 +1,172 @@
+"""The choice of columns and bands: cells counted once, sums beside plain masks, the threshold, planted lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lines_kit import dense
+from refusals import refused
+from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.lines import bands as rule
+from sinkscope.lines.attention import Scores, recovered
+from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, StoredRows, lengths_of
+from sinkscope.lines.choice import sampled_rows, select_bands
+
+LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
+
+
+def drawn(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> Scores:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(heads, queries, 8, generator=generator) * sharp
+    return Scores(query, torch.randn(max(1, heads // 2), keys, 8, generator=generator), 8**-0.5)
+
+
+def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Bands:
+    """A tenth of the columns and a fifth of the bands; head 1 is dense."""
+    grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
+    bands = torch.rand(heads, grid.blocks, generator=generator) < 0.2
+    bands[:, :NEAR] = True
+    bands[1:2] = True
+    return Bands(torch.rand(heads, keys, generator=generator) < 0.1, bands, grid, dense_rows)
+
+
+def seen(chosen: Bands) -> Tensor:
+    """The cells `[head query key]`, from the definition: tiles of 64 queries, bands of 16 keys that end with them."""
+    queries, keys = chosen.grid.queries, chosen.grid.keys
+    cells = torch.zeros(len(chosen.columns), queries, keys, dtype=torch.bool)
+    for query in range(queries):
+        at, tile = keys - queries + query, query // TILE
+        end = keys - queries + (tile + 1) * TILE  # one past the last key of the tile, which may not exist
+        for band in range(chosen.grid.blocks):
+            last = end - BAND * band
+            cells[:, query, max(0, last - BAND) : max(0, last)] |= chosen.bands[:, band, None]
+        cells[:, query] |= chosen.columns
+        if chosen.dense_rows and (tile + 1) * TILE > queries - chosen.dense_rows:
+            cells[:, query] = True
+        cells[:, query, at + 1 :] = False
+    return cells
+
+
+@given(lengths=LENGTHS, dense_rows=st.sampled_from([0, 1, 16, 100]), seed=st.integers(0, 99))
+def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, seed):
+    queries, past = lengths
+    chosen = random_bands(3, queries, queries + past, seed, dense_rows)
+    found = seen(chosen)
+    assert torch.equal(chosen.rows(past + torch.arange(queries)), found)
+    assert_close(chosen.attended(), found.sum((1, 2)) / chosen.grid.cells)
+    assert torch.equal(replace(chosen, dense_rows=0).cells(), seen(replace(chosen, dense_rows=0)).sum((1, 2)).float())
+    grid = chosen.grid
+    every = torch.eye(grid.blocks, dtype=torch.bool)
+    one_band = Bands(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
+    assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device).bands)
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 99), sharp=st.sampled_from([0.0, 1.0, 4.0]))
+def test_sums_are_those_under_masks(lengths, seed, sharp):
+    queries, past = lengths
+    scores, chosen = drawn(4, queries, queries + past, seed, sharp), random_bands(4, queries, queries + past, seed)
+    grid, rows = chosen.grid, sampled_rows(chosen.grid, 20, seed, 0)
+    at, probs, sample = rows + past, dense(scores)[:, rows], StoredRows(scores, rows)
+    of_columns, of_bands = sample.sums(chosen)
+    no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.bands)
+    wanted = (probs * ~Bands(no_columns, chosen.bands, grid).rows(at)).sum(1)
+    assert_close(of_columns.double(), wanted, atol=1e-5, rtol=0)
+    for band in range(grid.blocks):
+        one = no_bands.clone()
+        one[:, band] = True
+        cells = Bands(no_columns, one, grid).rows(at) & ~chosen.columns[:, None]
+        assert_close(of_bands[:, band].double(), (probs * cells).sum((1, 2)), atol=1e-5, rtol=0)
+    densities = torch.rand(4, grid.keys), torch.rand(4, grid.blocks)
+    least = torch.rand(4, 3)
+    for number, limit in enumerate(least.T[..., None]):
+        on = Bands(densities[0] >= limit, densities[1] >= limit, grid).rows(at)
+        assert_close(sample.held(*densities, least)[:, number].double(), (probs * on).sum((1, 2)), atol=1e-4, rtol=0)
+
+
+@given(
+    lengths=LENGTHS,
+    alpha=st.floats(0.05, 0.999) | st.just(1.0),
+    sharp=st.sampled_from([0.0, 1.0, 4.0]),
+    begin=st.sampled_from([0, 4]),
+    seed=st.integers(0, 99),
+)
+def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
+    queries, past = lengths
+    scores = drawn(4, queries, queries + past, seed, sharp)
+    chosen = select_bands(scores, alpha, sample=20, seed=seed, begin=begin)
+    rows = sampled_rows(chosen.grid, 20, seed, 0)
+    assert len(set(rows.tolist())) == min(20, queries)
+    held = (dense(scores) * chosen.rows(past + torch.arange(queries))).sum(2)
+    assert (held[:, rows].mean(1) >= alpha - 1e-4).all()
+    assert_close(recovered(scores, chosen).double(), held.mean(1), atol=1e-5, rtol=0)
+    assert chosen.bands[:, :NEAR].all() and (alpha == 1 or chosen.columns[:, :begin].all())
+
+
+def test_the_threshold_is_the_highest_to_four_percent():
+    scores = drawn(4, 400, 400, 3, 1.0)
+    sample = StoredRows(scores, torch.arange(0, 400, 7))
+    grid = BlockGrid(400, 400)
+    columns, bands = torch.rand(4, 400) ** 9 * 0.1, torch.rand(4, grid.blocks) ** 9 * 0.1
+    for alpha in (0.2, 0.6, 0.9):
+        least, reached = rule._threshold(sample, grid, columns, bands, alpha)
+        limits = torch.cat([least, least * 1.043], 1)
+        held = sample.held(columns, bands, limits) / sample.rows
+        assert reached.all() and (held[:, 0] >= alpha).all() and (held[:, 1] < alpha).all()
+
+
+def test_planted_lines_are_found_and_little_else():
+    """Head 0 attends to two marked keys, head 1 to the key 200 positions before, in two bands; head 2 to everything."""
+    n, marked = 2000, [0, 700]
+    angle = torch.arange(n)[:, None] * 0.7 ** torch.arange(8)
+    turned = torch.cat([angle.cos(), angle.sin()], 1)
+    before = torch.arange(n)[:, None] * 0.7 ** torch.arange(8) - 200 * 0.7 ** torch.arange(8)
+    query, key = torch.zeros(3, n, 17), torch.zeros(3, n, 17)
+    key[0, marked, 16] = 1.0
+    query[0, :, 16] = 30.0
+    key[1, :, :16], query[1, :, :16] = turned, 8 * torch.cat([before.cos(), before.sin()], 1)
+    chosen = select_bands(Scores(query, key, 1.0), 0.9, begin=0)
+    assert chosen.columns[0].nonzero().flatten().tolist() == marked
+    assert not chosen.bands[0, NEAR:].any()
+    wanted = set(range(200 // BAND, (200 + TILE) // BAND + 2))  # bands that offset 200 crosses
+    found = set(chosen.bands[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
+    assert found <= wanted | set(range(NEAR, 200 // BAND)) and len(found & wanted) >= PER
+    assert chosen.attended()[2] > 0.8 and (chosen.attended()[:2] < 0.2).all()
+
+
+def test_heads_above_the_limit_are_dense_and_others_are_not():
+    scores = drawn(4, 600, 600, 1, 0.0)
+    scores.query[2:] = drawn(4, 600, 600, 2, 12.0).query[2:]
+    shares = select_bands(scores, 0.8).attended()
+    limit = float(shares.sort().values[1:3].mean())
+    limited = select_bands(scores, 0.8, dense_above=limit)
+    assert torch.equal(limited.dense, shares > limit)
+    assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
+
+
+def test_where_lines_of_both_kinds_cover_everything_the_first_choice_stays():
+    """In small matrices every cell is on a column and on a band, and none has weight outside the other kind."""
+    for seed in range(20):
+        scores = drawn(4, 300, 300, seed, 1.0)
+        chosen = select_bands(scores, 0.99, sample=48, seed=seed)
+        assert (recovered(scores, chosen, sampled_rows(chosen.grid, 48, seed, 0)) >= 0.99 - 1e-5).all()
+
+
+def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without():
+    scores = drawn(4, 140, 160, 7, sharp=9.0)
+    scores.key[0, 3] = torch.nan
+    chosen = select_bands(scores, 0.3)
+    assert chosen.dense[:2].all() and not chosen.dense[2:].any()
+
+
+@pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)
+def test_scores_with_more_than_lines_have_are_refused(beyond):
+    scores = replace(drawn(2, 20, 20, 0), **beyond)
+    for use in (lambda: select_bands(scores, 0.9), lambda: recovered(scores, select_bands(drawn(2, 20, 20, 0), 0.9))):
+        with refused("which lines do not have"):
+            use()

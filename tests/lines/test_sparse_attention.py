@@ -1,0 +1,116 @@
+"""Attention on columns and bands, or on lines, equals dense attention under the same mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lines_kit import along, dense, drawn, per_head
+from refusals import refused
+from test_bands import random_bands
+from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.bands import Bands, BlockGrid
+from sinkscope.lines.choice import select_lines
+from sinkscope.lines.sparse import band_attention, dense_attention, line_attention
+
+
+def inputs(
+    heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Scores, Tensor]:
+    """Queries and keys, and values, which are narrower and not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(heads, queries, 16, generator=generator) * 2
+    key, value = (torch.randn(keys, kv_heads, width, generator=generator).to(dtype) for width in (16, 12))
+    return Scores(query.to(dtype), key.transpose(0, 1), 0.25), value.transpose(0, 1)
+
+
+@given(
+    queries=st.integers(1, 200),
+    past=st.integers(0, 150),
+    dense_rows=st.sampled_from([0, 1, 16, 70]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 999),
+)
+def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, dtype, seed):
+    scores, value = inputs(4, 2, queries, queries + past, seed, dtype)
+    chosen = random_bands(4, queries, queries + past, seed, dense_rows)
+    out = band_attention(scores, value, chosen)
+    wanted = dense(scores, chosen.rows(past + torch.arange(queries))) @ per_head(value, 4)
+    assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    assert out.dtype == dtype
+    assert_close(dense_attention(scores, value)[1].double(), wanted[1], atol=2e-2, rtol=0)  # head 1 is dense
+
+
+@given(
+    queries=st.integers(1, 70),
+    past=st.integers(0, 50),
+    vertical=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    slash=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    dense_rows=st.sampled_from([0, 3, 100]),
+    seed=st.integers(0, 999),
+)
+def test_on_lines_it_equals_attention_under_the_mask(queries, past, vertical, slash, dense_rows, seed):
+    scores, value = inputs(4, 2, queries, queries + past, seed)
+    lines = drawn(4, queries + past, queries, vertical, slash, seed)
+    at = past + torch.arange(queries)
+    cells = lines.rows(at)
+    cells[:, max(0, queries - dense_rows) :] = True
+    cells &= at[:, None] >= torch.arange(queries + past)
+    out = line_attention(scores, value, lines, dense_rows)
+    assert_close(out.double(), dense(scores, cells) @ per_head(value, 4), atol=1e-5, rtol=0)
+    assert_close(
+        lines.attended(dense_rows), cells.sum((1, 2)) / cells.new_ones(queries, queries + past).tril(past).sum()
+    )
+    if not dense_rows:
+        assert_close(out.double(), along(scores, value, lines), atol=1e-5, rtol=0)
+
+
+def test_gradients_are_refused_where_they_would_be_lost():
+    scores, value = inputs(4, 1, 300, 300)
+    scores.query.requires_grad_()
+    for use in (
+        lambda: line_attention(scores, value, select_lines(scores, 0.5)),
+        lambda: band_attention(scores, value, random_bands(4, 300, 300, 0)),
+    ):
+        with refused(r"under torch\.no_grad"):
+            use()
+
+
+def test_heads_in_threads_are_the_same_and_leave_no_trace():
+    scores, value = inputs(4, 2, 300, 300)
+    chosen = random_bands(4, 300, 300, 0)
+    one = band_attention(scores, value, chosen)
+    torch.set_num_threads(3)
+    try:
+        with torch.inference_mode():
+            three = band_attention(scores, value, chosen)
+        threads = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(1)
+    assert threads == 3
+    assert_close(three.clone(), one, atol=1e-6, rtol=0)
+
+
+FITTING = {"kv": 2, "keys": 6, "width": 16, "values": 6, "heads": 4, "line": 6, "queries": 6}
+
+
+@pytest.mark.parametrize("changed", [{"kv": 3}, {"keys": 0, "values": 0, "line": 0}, {"width": 8}, {"heads": 1}, {}])
+def test_what_does_not_fit_is_refused(changed):
+    """Keys, values or lines; or lines that fit, of which one head lacks the main diagonal, or its own tile."""
+    sizes = FITTING | changed
+    lines = drawn(sizes["heads"], sizes["line"], sizes["queries"], 0.1, 0.1)
+    lines.slash[-1, :1] = False
+    grid = BlockGrid(sizes["queries"], max(sizes["queries"], sizes["line"]))
+    bands = torch.zeros(sizes["heads"], grid.blocks, dtype=torch.bool)
+    chosen = Bands(lines.vertical, bands, grid)
+    scores = Scores(torch.rand(4, 6, 16), torch.rand(sizes["kv"], sizes["keys"], 16), 0.25)
+    object.__setattr__(scores, "key", scores.key[..., : sizes["width"]])  # without the check of types
+    value = torch.rand(sizes["kv"], sizes["values"], 16)
+    words = "expected the same positions" if changed else "main diagonal|own tile"
+    for attend, cells in ((line_attention, lines), (band_attention, chosen)):
+        with refused(words):
+            getattr(attend, "__wrapped__", attend)(scores, value, cells)  # without the check of types
