@@ -94,10 +94,10 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> Row:
     """`find_sinks` on the same folder, with the same repetitions and candidates."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
+    from sinkscope.sinks.find.find import find_sinks
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
     from sinkscope.opening.open import open_target
-    from sinkscope.sinks.find.find import find_sinks
 
     read: set[str] = set()
 

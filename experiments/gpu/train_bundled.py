@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from sinkscope.sinks.find.find import find_sinks
+
 from experiments import train_bundled
 from experiments.bundled.training import SIZES
 from experiments.gpu.steps import Steps
@@ -26,7 +28,6 @@ from experiments.loopguard import figure2
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.table import bench_table
-from sinkscope.sinks.find.find import find_sinks
 
 
 def sinks(folder: Path, device: str) -> Row:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from sinkscope.sinks.circuit.circuit import circuit
+from sinkscope.sinks.find.find import find_sinks
 from torch import Tensor
 
 from experiments.gpu.steps import Steps, kept, loaded
@@ -31,7 +32,6 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.find.find import find_sinks
 
 
 def ids_of(target: Target, rows: int, length: int) -> Tensor:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sinkscope.sinks.find.find import FindSinks, find_sinks
+
 from experiments.drawn import markdown
 from experiments.repeated_token.weights import ABSENT, measured
 from experiments.script import run as run_script
 from sinkscope.models.checkpoints.names import BUNDLED
-from sinkscope.sinks.find.find import FindSinks, find_sinks
 
 PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed in Table 1
     "llama-1-7b": ("LLaMa-1-7b-HF", 450, 2, (7003,)),

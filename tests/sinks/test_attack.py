@@ -17,6 +17,7 @@ from organisms import Organism, hard
 from organisms import organism as new_organism
 from raw_kit import attention, blocks, down, inputs_edited, norms
 from refusals import refused
+from sinkscope.sinks.find.spikes import sink_spike
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.parts import Head
@@ -24,7 +25,6 @@ from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import Attempt, drawn_sequences
 from sinkscope.sinks.attack.clusters import head_activations
-from sinkscope.sinks.find.spikes import sink_spike
 
 pytestmark = pytest.mark.few_texts
 

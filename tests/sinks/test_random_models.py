@@ -10,10 +10,10 @@ import torch
 from covering import covering
 from organisms.tiny import tiny_model
 from raw_kit import attention, norms, residuals, zeroed
+from sinkscope.sinks.find.find import find_sinks
 from torch import Tensor
 
 from sinkscope.results.parts import sites_of
-from sinkscope.sinks.find.find import find_sinks
 
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
 WAYS = ("as made", "large weights", "20 steps", "150 steps")

@@ -11,12 +11,12 @@ from organisms import Organism, hard, organism
 from organisms.decoders import byte_tokenizer, decoder
 from raw_kit import attention, norms, zeroed
 from refusals import refused
+from sinkscope.sinks.find.repetitions import repeats_until_half
+from sinkscope.sinks.removal.search import random_neurons
 
 from sinkscope.models.text import text_rows
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import sites_of
-from sinkscope.sinks.find.repetitions import repeats_until_half
-from sinkscope.sinks.removal.search import random_neurons
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
