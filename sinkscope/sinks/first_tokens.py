@@ -79,7 +79,8 @@ def left_of(along: Float[Tensor, "state token"]) -> Float[Tensor, "edit token"]:
 
 def share_of(value: float, margin: float | None) -> str:
     """A share with its margin over tokens or sequences, if there is one."""
-    return f"{value:.0%}" if margin is None else f"{value:.0%} (± {margin:.0%})"
+    share = f"{value:.0%}".replace("-0%", "0%")
+    return share if margin is None else f"{share} (± {margin:.0%})"
 
 
 def spike_of(setup: Setup, number: int | None) -> Measured | None:

@@ -96,9 +96,9 @@ class MarkingHeads(Result):
         left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
         if len(heads) > NAMED:
-            names = f"{len(heads)} of {len(self.heads)} heads"
+            names = f"{len(heads)} of {len(self.heads)} heads together"
         mark = "marks" if len(heads) == 1 else "mark"
-        chance = "too few others to compare" if self.random is None else f"as many random heads: {self.random:.0%}"
+        chance = "too few others to compare" if self.random is None else f"random heads: {self.random:.0%}"
         return f"{names} {mark} the first token: without them, {left} of {self._what} is left at {tokens} ({chance})."
 
     @property

@@ -143,7 +143,7 @@ def attack(
     setup: Setup,
     *,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    count: Natural = 512,
+    count: Natural = 256,
     spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
