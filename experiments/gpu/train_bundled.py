@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from sinkscope.sinks.find.find import find_sinks
-
 from experiments import train_bundled
 from experiments.bundled.training import SIZES
 from experiments.gpu.steps import Steps
@@ -28,18 +26,19 @@ from experiments.loopguard import figure2
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.table import bench_table
+from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 
 def sinks(folder: Path, device: str) -> Row:
-    """The causal neurons; those of a model with a circuit have to hold the planted one."""
+    """The neurons that the spike needs; those of a model with a circuit have to hold the planted one."""
     found = find_sinks(str(folder), device=device)
-    causal = sorted(neuron.site for neuron in found.causal)
-    row: Row = {"sink_layer": found.sink_layer, "neurons": causal}
+    needed = sorted(neuron.site for neuron in found.needed)
+    row: Row = {"neurons": needed}
     circuit = folder / "circuit.json"
     if not circuit.is_file():
         return row
     planted = {(n["layer"], n["neuron"]) for n in json.loads(circuit.read_text())["neurons"]}
-    return {**row, "right": planted <= set(causal)}
+    return {**row, "right": planted <= set(needed)}
 
 
 def loops(folder: Path, answers: Path, new: int, device: str) -> Row:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sinkscope.sinks.circuit.circuit import circuit
-from sinkscope.sinks.find.find import find_sinks
 from torch import Tensor
 
 from experiments.gpu.steps import Steps, kept, loaded
@@ -31,7 +29,8 @@ from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 
 def ids_of(target: Target, rows: int, length: int) -> Tensor:
@@ -44,12 +43,9 @@ def ids_of(target: Target, rows: int, length: int) -> Tensor:
 
 def sinks(found: Any, truth: Row) -> Row:
     """Whether the planted neurons were found."""
-    items = []
-    for neuron in found.causal:
-        items.append(neuron.site)
-    sites = sorted(items)
+    sites = sorted(neuron.site for neuron in found.needed)
     right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
-    return {"sink_layer": found.sink_layer, "neurons": sites, "layers_read": found.layers_read, "right": right}
+    return {"neurons": sites, "layers_read": found.layers_read, "right": right}
 
 
 def patched(target: Target, truth: Row, repeats: int) -> Row:
@@ -99,10 +95,7 @@ def untriggered(target: Target, prompt: int) -> Row:
 
 def circuits(target: Target, truth: Row) -> Row:
     """Whether the circuit has neurons of the planted layer."""
-    layers: set[int] = set()
-    for claim in circuit(target.hf).of("makes"):
-        layers.update(part.layer for part in claim.subject if isinstance(part, Neuron))
-    return {"right": truth["sink_layer"] in layers}
+    return {"right": truth["sink_layer"] in {neuron.layer for neuron in circuit(target.hf).needed}}
 
 
 def coded(target: Target, steps: int) -> Row:
