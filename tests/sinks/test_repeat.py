@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import beside_copies, sweep_of
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import half_reached
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.steps import sinks_of
 
 pytestmark = pytest.mark.few_texts
@@ -34,9 +37,15 @@ def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **options)
 
 
+@cache
+def first_spike(o: Organism) -> Spike:
+    """The spike of the intact model."""
+    return sinks_of(setup_of(o)).at_first[0].spike
+
+
 def along(o: Organism, rows: torch.Tensor) -> torch.Tensor:
     """Projection of each position on the spike's direction, by plain hooks: [row, position]."""
-    spike = sinks_of(setup_of(o)).at_first[0].spike
+    spike = first_spike(o)
     states = residuals(o.model, rows)[spike.peak]
     return (states - spike.mean) @ spike.direction / spike.size
 
@@ -94,6 +103,7 @@ def test_ablation_takes_the_planted_neurons_and_gives_the_projections_of_ablated
     count = int(result.at[-1])
     rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in result.ids])
     last = []
+    first_spike(two)
     for condition, sites in enumerate([(), claim.subject, random]):
         with zeroed(two.model, sites_of(sites)):
             expected = along(two, rows)

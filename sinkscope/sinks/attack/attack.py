@@ -109,8 +109,8 @@ def attack(
     if not claims:
         return ClusterAttack(clusters=clusters, instead=f"No head of layer 0 marks a token by itself: {unneeded}.")
     result = ClusterAttack(clusters=clusters, claims=claims)
-    if sequences and max(map(len, clusters.pools[1:])) < min(lengths):
-        return replace(result, instead=f"No cluster has {min(lengths)} tokens, so no sequence was tried: {unneeded}.")
+    if sequences and max(map(len, clusters.pools[1:])) < 2:
+        return replace(result, instead=f"No cluster has two tokens, so no sequence was tried: {unneeded}.")
     if sequences:
         tries = Attack(setup, made.spike, attack_patches(setup))
         attempts, claim = attempts_of(tries, clusters, lengths, sequences)
